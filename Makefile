@@ -1,0 +1,44 @@
+# Needs Python 3.11+ and Java 17+; everything else goes into .venv and the user's cache folder.
+#   make demo    a Kafka group read into a Delta table, from nothing, on this machine
+#   make test    the tests            make check   style and types
+#   make bench   the benchmarks       make soak    the long tests
+#   make clean   removes what the others made here
+
+VENV := .venv
+STAMP := .stamps/venv
+BIN := $(VENV)/bin
+export PYTHON
+
+.PHONY: demo test check bench soak clean tools
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	@$(BIN)/python jobs/demo.py
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python -m tests.bench $(ARGS)
+
+soak: $(STAMP)
+	@$(BIN)/python -m pytest -m soak -o timeout=7200 -o faulthandler_timeout=7190 $(ARGS)
+
+# Checked every time: a machine can lose its Java. Order-only, so that it does not install again.
+tools:
+	@.ci/setup check
+
+$(STAMP): pyproject.toml | tools
+	@.ci/setup venv
+	@touch $@
+
+clean:
+	@if [ -x $(BIN)/spark-group ]; then $(BIN)/spark-group broker stop; fi
+	@rm -rf $(VENV) .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@rm -rf spark-warehouse metastore_db derby.log
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

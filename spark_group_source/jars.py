@@ -1,0 +1,267 @@
+"""Java, and the jars that Spark and the local broker need.
+
+Runs in: tests, the demo, benchmarks, the command line. Deliberately absent: any download of Python packages, any use
+of ``~/.m2`` or ``~/.ivy2``: what another build left there must not decide what runs here.
+
+The jars come from Maven Central through the Ivy that ships with PySpark, into the user's cache folder, once per set of
+coordinates. A site with its own mirror names its Ivy settings file in ``SPARK_GROUP_IVY_SETTINGS``.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.sax.saxutils import quoteattr
+
+from spark_group_source.errors import SourceError
+
+log = logging.getLogger(__name__)
+
+JAVA_MIN = 17
+"""Spark 4 and Kafka 4 both need it."""
+
+RESOLVE_S = 600
+"""Bound of one download of a set, and of waiting for another process that downloads one."""
+
+JAVA_VERSION_S = 30
+"""Bound of ``java -version``; a loaded machine needs seconds, never more."""
+
+SCALA = "2.13"
+KAFKA_VERSION = "4.2.1"
+DELTA_COORDINATES = (f"io.delta:delta-spark_4.2_{SCALA}:4.4.0",)
+KAFKA_COORDINATES = (
+    f"org.apache.kafka:kafka_{SCALA}:{KAFKA_VERSION}",
+    "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",  # Kafka logs through SLF4J 1.7 and leaves the backend to us
+)
+SPARK_KAFKA_COORDINATES = (
+    f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:4.2.0",
+    f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}:4.0.0",
+)
+SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
+
+_SETTINGS = """<ivysettings>
+  <settings defaultResolver="central"/>
+  <timeout-constraints>
+    <timeout-constraint name="bounded" connectionTimeout="15000" readTimeout="60000"/>
+  </timeout-constraints>
+  <resolvers>
+    <ibiblio name="central" m2compatible="true" usepoms="true" timeoutConstraint="bounded"/>
+  </resolvers>
+</ivysettings>
+"""
+
+
+class SetupError(SourceError):
+    """Something this machine must have is missing or too old. The message is one line and says what to install."""
+
+
+class Coordinate(NamedTuple):
+    """A Maven coordinate ``group:artifact[:version]``; exclusions have no version."""
+
+    group: str
+    artifact: str
+    version: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Coordinate":
+        """Raises ``ValueError`` unless ``text`` has two or three non-empty parts."""
+        parts = text.split(":")
+        if len(parts) not in (2, 3) or not all(parts):
+            raise ValueError(f"{text!r} is not group:artifact[:version]")
+        return cls(*parts)
+
+
+def cache_dir() -> Path:
+    """The project's folder in the user's cache: ``$XDG_CACHE_HOME`` or ``~/.cache``; not created here."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-group-source"
+
+
+def java_path() -> Path:
+    """The ``java`` that Spark would take too: of ``JAVA_HOME`` if that is set, else the first in ``PATH``.
+
+    Raises:
+        SetupError: there is none, it does not run, or it is older than :data:`JAVA_MIN`.
+    """
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+    if found is None:
+        where = f"JAVA_HOME={home}" if home else "PATH"
+        raise SetupError(f"Java {JAVA_MIN} or newer is needed, and there is no java in {where}")
+    try:
+        shown = subprocess.run(
+            [found, "-version"], capture_output=True, text=True, timeout=JAVA_VERSION_S, check=True
+        ).stderr
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise SetupError(f"Java {JAVA_MIN} or newer is needed, and {found} does not run: {exc}") from exc
+    # "17.0.15", "21-ea", and "1.8.0_412" for Java 8
+    match = re.search(r'version "(?:1\.)?(\d+)', shown)
+    if match is None or int(match[1]) < JAVA_MIN:
+        version = match[1] if match else (shown.splitlines() or ["unknown"])[0]
+        raise SetupError(f"Java {JAVA_MIN} or newer is needed, and {found} is Java {version}")
+    return Path(found)
+
+
+def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Path]:
+    """The jars of the coordinates and of everything they need at run time, downloaded at the first call only.
+
+    Args:
+        coordinates: ``group:artifact:version`` each.
+        exclude: ``group:artifact`` that no *transitive* dependency may bring in.
+
+    Returns:
+        The jars, sorted. They stay in the cache folder: do not change them.
+
+    Raises:
+        SetupError: no Java, PySpark without Ivy, or the download failed; the message has Ivy's own reason.
+    """
+    wanted = [Coordinate.parse(text) for text in coordinates]
+    unwanted = [Coordinate.parse(text) for text in exclude]
+    digest = hashlib.sha256(repr((wanted, unwanted)).encode()).hexdigest()[:8]
+    home = cache_dir()
+    target = home / f"{wanted[0].artifact}-{wanted[0].version}-{digest}"
+    if not target.is_dir():
+        java = java_path()
+        home.mkdir(parents=True, exist_ok=True)
+        with locked(home / "resolve.lock", RESOLVE_S):
+            if not target.is_dir():  # another process may have been first
+                _download(java, wanted, unwanted, target)
+    return sorted(target.glob("*.jar"))
+
+
+def delta_jars() -> list[Path]:
+    """The jars of Delta Lake, for ``spark.jars``; without those that Spark has itself, in its own versions."""
+    return _without_sparks(resolve(DELTA_COORDINATES))
+
+
+def kafka_jars() -> list[Path]:
+    """The class path of a Kafka broker."""
+    return resolve(KAFKA_COORDINATES)
+
+
+def spark_kafka_jars() -> list[Path]:
+    """The jars of Spark's own Kafka connector: what the benchmarks compare with, nothing of this package uses it."""
+    return _without_sparks(resolve(SPARK_KAFKA_COORDINATES, exclude=SPARK_KAFKA_EXCLUDE))
+
+
+def _spark_jars() -> Path:
+    spec = importlib.util.find_spec("pyspark")  # found, not imported: that would cost a second
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        jars = Path(place) / "jars"
+        if jars.is_dir():
+            return jars
+    raise SetupError(
+        "PySpark with its jars is needed, for Ivy and for Java's side of Spark: pip install 'pyspark[sql]'"
+    )
+
+
+def _without_sparks(jars: Sequence[Path]) -> list[Path]:
+    """Leave out every artifact that Spark brings: a second version on the class path is at best ignored."""
+    sparks = {_artifact(jar.stem) for jar in _spark_jars().glob("*.jar")}
+    return [jar for jar in jars if _artifact(jar.stem.split("_", 1)[1]) not in sparks]
+
+
+def _artifact(stem: str) -> str:
+    """``"jackson-core-2.21.2"`` -> ``"jackson-core"``."""
+    return re.split(r"-\d", stem, maxsplit=1)[0]
+
+
+def _ivy_jar() -> Path:
+    for jar in sorted(_spark_jars().glob("ivy-*.jar")):
+        return jar
+    raise SetupError(f"{_spark_jars()} has no ivy-*.jar, which is needed to download others; reinstall pyspark")
+
+
+def _download(java: Path, wanted: Sequence[Coordinate], unwanted: Sequence[Coordinate], target: Path) -> None:
+    home = target.parent
+    log.info("downloading %s and what it needs into %s", _names(wanted), target)
+    with tempfile.TemporaryDirectory(dir=home, prefix=".resolve-") as scratch_name:
+        scratch = Path(scratch_name)
+        settings = Path(os.environ.get("SPARK_GROUP_IVY_SETTINGS") or scratch / "ivysettings.xml")
+        if settings.parent == scratch:
+            settings.write_text(_SETTINGS, encoding="utf-8")
+        module = scratch / "ivy.xml"
+        module.write_text(_ivy_module(wanted, unwanted), encoding="utf-8")
+        jars = scratch / "jars"
+        jars.mkdir()
+        command = [str(java), "-Xmx256m", "-cp", str(_ivy_jar()), "org.apache.ivy.Main", "-warn"]
+        command += ["-settings", str(settings), "-cache", str(home / "ivy"), "-ivy", str(module)]
+        # "bundle" is how OSGi-packaged jars such as Snappy's are typed; without it they are silently left out
+        command += ["-types", "jar", "bundle"]
+        command += ["-retrieve", f"{jars}/[organisation]_[artifact]-[revision](-[classifier]).[ext]"]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_S, check=False)
+        except subprocess.TimeoutExpired as exc:
+            raise SetupError(f"downloading {_names(wanted)} took longer than {RESOLVE_S} s; try again") from exc
+        missing = [c for c in wanted if not (jars / f"{c.group}_{c.artifact}-{c.version}.jar").is_file()]
+        if run.returncode != 0 or missing:
+            reason = _ivy_reason(run.stdout + run.stderr)
+            raise SetupError(
+                f"cannot download {_names(missing or wanted)} from Maven Central ({reason}); "
+                "check the network, or name a mirror's Ivy settings file in SPARK_GROUP_IVY_SETTINGS"
+            )
+        jars.rename(target)
+
+
+def _ivy_module(wanted: Sequence[Coordinate], unwanted: Sequence[Coordinate]) -> str:
+    lines = ['<ivy-module version="2.0">', '  <info organisation="spark-group-source" module="jars"/>']
+    lines += ['  <configurations><conf name="default"/></configurations>', "  <dependencies>"]
+    for c in wanted:
+        lines.append(
+            f"    <dependency org={quoteattr(c.group)} name={quoteattr(c.artifact)} rev={quoteattr(c.version)} "
+            'conf="default->default">'
+        )
+        # An exclusion beside the same module as a wanted one means: not as what *others* need.
+        for u in unwanted:
+            if (u.group, u.artifact) != (c.group, c.artifact):
+                lines.append(f"      <exclude org={quoteattr(u.group)} module={quoteattr(u.artifact)}/>")
+        lines.append("    </dependency>")
+    return "\n".join([*lines, "  </dependencies>", "</ivy-module>"])
+
+
+def _ivy_reason(output: str) -> str:
+    for pattern in (
+        r"(UnknownHost\S*|Connect\S*Exception|SSL\S*Exception)[^\n]*",
+        r"not found[^\n]*",
+        r"UNRESOLVED[^\n]*",
+    ):
+        match = re.search(pattern, output)
+        if match:
+            return match[0].strip()
+    lines = [line.strip(" \t:") for line in output.splitlines() if line.strip(" \t:")]
+    return lines[-1] if lines else "no output"
+
+
+def _names(coordinates: Sequence[Coordinate]) -> str:
+    return ", ".join(":".join(c) for c in coordinates)
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold an exclusive lock among processes, on a file that is created; it ends with the process at the latest.
+
+    Raises:
+        SetupError: another process held it for ``wait_s``.
+    """
+    deadline = time.monotonic() + wait_s
+    pause = threading.Event()
+    with open(path, "ab") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as exc:
+                if time.monotonic() >= deadline:
+                    raise SetupError(f"another process has held {path} for {wait_s:.0f} s; is it stuck?") from exc
+                pause.wait(0.1)  # flock has no timeout of its own
+        yield  # closing the file releases the lock
