@@ -1,0 +1,154 @@
+"""Short words for topics, records and offsets of a real Kafka, and for waiting.
+
+Runs in: tests. Deliberately absent: fixtures (``conftest.py``), which are these words tied to the run's own broker. It
+is a module of its own because every ``conftest.py`` has the same name, and a type must not exist twice.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, Message, Producer
+from confluent_kafka import TopicPartition as KafkaTopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export these without saying so
+    AdminClient,
+    NewTopic,
+    OffsetSpec,
+)
+
+from spark_group_source.model import TopicPartition
+
+T = TypeVar("T")
+
+ADMIN_S = 30
+"""Bound of one answer of Kafka's admin API, and of delivering the records of one ``produce``."""
+
+POLL_S = 0.02
+"""Pause between two looks of :func:`await_until`."""
+
+
+class Record(NamedTuple):
+    """A record to produce. ``partition`` None lets the producer choose by key; ``timestamp_ms`` None means now."""
+
+    value: bytes | None = None
+    key: bytes | None = None
+    partition: int | None = None
+    timestamp_ms: int | None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+class TopicFactory(Protocol):
+    def __call__(
+        self, partitions: int = 1, *, config: Mapping[str, str] | None = None, name: str | None = None
+    ) -> str: ...
+
+
+class Produce(Protocol):
+    def __call__(
+        self, topic: str, records: Iterable[bytes | str | Record], *, partition: int | None = None
+    ) -> list[tuple[int, int]]: ...
+
+
+Offsets = dict[TopicPartition, int]
+
+
+def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str = "") -> T:
+    """Call ``predicate`` until it returns something true, and return that; fail the test after ``deadline_s``."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while True:
+        last = predicate()
+        if last:
+            return last
+        if time.monotonic() >= end:
+            name = what or getattr(predicate, "__name__", "the condition")
+            pytest.fail(f"{name} did not hold within {deadline_s} s; last: {last!r}")
+        pause.wait(POLL_S)
+
+
+def create_topic(
+    admin: AdminClient, name: str, partitions: int = 1, *, config: Mapping[str, str] | None = None, replicas: int = -1
+) -> str:
+    """Create a topic and return its name once every partition has a leader."""
+    new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config or {}))
+    admin.create_topics([new])[name].result(ADMIN_S)
+
+    def led() -> bool:
+        metadata = admin.list_topics(name, timeout=ADMIN_S).topics[name]
+        found = metadata.partitions.values()
+        return metadata.error is None and len(found) == partitions and all(p.leader >= 0 for p in found)
+
+    await_until(led, ADMIN_S, what=f"a leader for every partition of {name}")
+    return name
+
+
+def produce_to(
+    producer: Producer, topic: str, records: Iterable[bytes | str | Record], *, partition: int | None = None
+) -> list[tuple[int, int]]:
+    """Write records in order and return (partition, offset) of each, in the same order, when all are acknowledged."""
+    placed: dict[int, tuple[int, int]] = {}
+    errors: list[KafkaError] = []
+
+    def delivery(number: int) -> Callable[[KafkaError | None, Message], None]:
+        def report(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                errors.append(error)
+            else:
+                placed[number] = (message.partition(), message.offset())  # type: ignore[assignment]  # delivered
+
+        return report
+
+    count = 0
+    for given in records:
+        record = given if isinstance(given, Record) else Record(given.encode() if isinstance(given, str) else given)
+        where = record.partition if record.partition is not None else partition
+        options: dict[str, Any] = {} if where is None else {"partition": where}  # Any: each has a type of its own
+        if record.timestamp_ms is not None:
+            options["timestamp"] = record.timestamp_ms
+        if record.headers:
+            options["headers"] = list(record.headers)
+        while True:
+            try:
+                producer.produce(topic, value=record.value, key=record.key, on_delivery=delivery(count), **options)
+                break
+            except BufferError:  # the producer's queue is full: let it send
+                producer.poll(1)
+        count += 1
+    left = producer.flush(ADMIN_S)
+    if errors or left:
+        raise KafkaException(errors[0]) if errors else TimeoutError(f"{left} records not delivered in {ADMIN_S} s")
+    return [placed[number] for number in range(count)]
+
+
+def committed_of(admin: AdminClient, group: str) -> Offsets:
+    """The group's committed offsets, as Kafka's admin API tells them (pending transactions are waited for).
+
+    The group is described first, until that works: where its coordinator is moving or loading, librdkafka's
+    ListConsumerGroupOffsets ends the process with a segmentation fault instead of an error.
+    """
+
+    def described() -> bool:
+        try:
+            admin.describe_consumer_groups([group])[group].result(ADMIN_S)
+        except KafkaException as exc:
+            return exc.args[0].code() not in (
+                KafkaError.NOT_COORDINATOR,
+                KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+                KafkaError.COORDINATOR_NOT_AVAILABLE,
+            )
+        return True
+
+    await_until(described, ADMIN_S, what=f"the coordinator of {group}")
+    futures = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)], require_stable=True)
+    found = futures[group].result(ADMIN_S).topic_partitions or []
+    return {TopicPartition(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
+
+
+def end_offsets_of(admin: AdminClient, topic: str) -> Offsets:
+    """The next offset of every partition of the topic."""
+    partitions = admin.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions
+    specs = {KafkaTopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
+    futures = admin.list_offsets(specs)
+    return {TopicPartition(tp.topic, tp.partition): future.result(ADMIN_S).offset for tp, future in futures.items()}
