@@ -1,0 +1,172 @@
+"""The offset JSON: what Spark keeps in its checkpoint and the sink keeps in the table.
+
+Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``admission``, ``group``) and
+any I/O.
+
+::
+
+    {"group": "etl", "seq": 17, "stream": "9f2c", "topics": {"orders": {"id": "<topic id>", "known": 4,
+     "ranges": {"0": [100, 250], "1": [40, 40]}}}, "v": 1}
+
+``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
+offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
+position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Three optional members:
+``moved`` lists the partitions whose start came from a commit that no stream of ours made (an operator's reset, an
+ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
+know yet how far the batches before it came; and ``turn`` is the partition that got the last spare record of the fair
+cut.
+
+Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
+empty.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_group_source.errors import CheckpointMismatch
+from spark_group_source.model import OffsetRange, TopicPartition
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOffset:
+    """One point of a stream: the batch that ends there, and with it the position of every held partition.
+
+    ``stream`` is empty and ``seq`` is -1 only in the constant that stands before batch 0 (:meth:`initial`).
+    """
+
+    group: str
+    stream: str = ""
+    seq: int = -1
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, int] = field(default_factory=dict)
+    ranges: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
+    moved: frozenset[TopicPartition] = frozenset()
+    owed: Mapping[TopicPartition, int] = field(default_factory=dict)
+    turn: TopicPartition | None = None
+
+    @classmethod
+    def initial(cls, group: str) -> "StreamOffset":
+        """The constant before batch 0. Spark asks for it again on a replay, so it must never depend on anything."""
+        return cls(group=group)
+
+    @property
+    def is_initial(self) -> bool:
+        return not self.stream
+
+    def batch(self) -> list[OffsetRange]:
+        """The ranges to read for the batch that ends here, without the empty ones, sorted."""
+        return [OffsetRange(tp, a, b) for tp, (a, b) in sorted(self.ranges.items()) if a < b]
+
+    def positions(self) -> dict[TopicPartition, int]:
+        """The next offset of every partition held at the plan."""
+        return {tp: until for tp, (_, until) in self.ranges.items()}
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The canonical form, with its keys in sorted order so that plain ``json.dumps`` keeps it."""
+        by_topic: dict[str, dict[str, tuple[int, int]]] = {}
+        for tp, bounds in self.ranges.items():
+            by_topic.setdefault(tp.topic, {})[str(tp.partition)] = bounds
+        moved: dict[str, list[int]] = {}
+        for tp in sorted(self.moved):
+            moved.setdefault(tp.topic, []).append(tp.partition)
+        doc: dict[str, Any] = {"group": self.group}
+        if moved:
+            doc["moved"] = moved
+        owed: dict[str, dict[str, int]] = {}
+        for tp, offset in self.owed.items():
+            owed.setdefault(tp.topic, {})[str(tp.partition)] = offset
+        if owed:
+            doc["owed"] = {topic: dict(sorted(owed[topic].items())) for topic in sorted(owed)}
+        doc["seq"] = self.seq
+        doc["stream"] = self.stream
+        doc["topics"] = {
+            topic: {
+                "id": self.topic_ids.get(topic, ""),
+                "known": self.known.get(topic, 0),
+                "ranges": dict(sorted(by_topic.get(topic, {}).items())),
+            }
+            for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys())
+        }
+        if self.turn is not None:
+            doc["turn"] = list(self.turn)
+        doc["v"] = VERSION
+        return doc
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_json_dict(), separators=(",", ":"))
+
+
+def parse(document: str | Mapping[str, Any]) -> StreamOffset:
+    """Read an offset from its JSON text or from the dict that Spark hands back.
+
+    Raises:
+        CheckpointMismatch: it is not JSON, not an offset of this source, of a newer version, or damaged. The message
+            shows the part at fault; no part of a damaged offset is ever used.
+    """
+    doc: Any = document
+    if isinstance(document, str):
+        try:
+            doc = json.loads(document)
+        except ValueError as exc:
+            raise CheckpointMismatch(f"the offset in the checkpoint is not JSON: {_short(document)}") from exc
+    if not isinstance(doc, Mapping) or "v" not in doc or "group" not in doc:
+        raise CheckpointMismatch(
+            f"the checkpoint's offset is not one of kafka-group: {_short(doc)}. A checkpoint belongs to one source; "
+            "give this query a checkpointLocation of its own"
+        )
+    if doc["v"] != VERSION:
+        raise CheckpointMismatch(
+            f"the checkpoint's offset has format version {doc['v']!r}; this release reads version {VERSION}. "
+            "Run the release that wrote it, or a newer one",
+            found=doc["v"],
+            known=VERSION,
+        )
+    try:
+        return _parse_v1(doc)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise CheckpointMismatch(f"the checkpoint's offset is damaged ({exc!r}): {_short(doc)}") from exc
+
+
+def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
+    ranges: dict[TopicPartition, tuple[int, int]] = {}
+    ids: dict[str, str] = {}
+    known: dict[str, int] = {}
+    for topic, entry in doc["topics"].items():
+        if entry["id"]:  # empty for a topic that was known before any of its partitions was held
+            ids[topic] = str(entry["id"])
+        known[topic] = int(entry["known"])
+        for partition, pair in entry["ranges"].items():
+            a, b = pair
+            if type(a) is not int or type(b) is not int or not 0 <= a <= b:
+                raise ValueError(f"range {pair!r} of {topic}-{partition}")
+            ranges[TopicPartition(topic, int(partition))] = (a, b)
+    owed = {
+        TopicPartition(topic, int(partition)): int(offset)
+        for topic, offsets in doc.get("owed", {}).items()
+        for partition, offset in offsets.items()
+    }
+    stream, seq = doc["stream"], doc["seq"]
+    if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
+        raise ValueError(f"stream {stream!r}, seq {seq!r}")
+    turn = doc.get("turn")
+    return StreamOffset(
+        group=str(doc["group"]),
+        stream=stream,
+        seq=seq,
+        topic_ids=ids,
+        known=known,
+        ranges=ranges,
+        moved=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
+        owed=owed,
+        turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
+    )
+
+
+def _short(value: object, chars_max: int = 200) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= chars_max else text[:chars_max] + "…"

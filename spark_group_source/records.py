@@ -1,0 +1,176 @@
+"""Kafka records as Arrow: the one schema, and batches put together from columns.
+
+Runs in: executor workers; ``arrow_schema`` and ``spark_ddl`` also where the query is planned. Deliberately absent: the
+Kafka client (``fetch``, ``rdkafka``), any decision about which record belongs to a range, and pyspark.
+
+The columns are those of Spark's own Kafka source, value by value: a record without headers has null (not an empty
+list), the timestamp is the record's milliseconds even when they are -1, ``timestampType`` counts from -1 (none),
+0 (create time), 1 (log-append time).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_group_source.model import TopicPartition
+
+BATCH_ROWS_MAX = 32_768
+"""Rows of one RecordBatch. Spark's Arrow path is fastest from about 10,000; more only costs memory."""
+
+BATCH_BYTES_MAX = 16 * 1024 * 1024
+"""Key and value bytes of one RecordBatch, except that one larger record makes a batch of its own."""
+
+HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+
+_FIELDS = [
+    pa.field("key", pa.binary()),
+    pa.field("value", pa.binary()),
+    pa.field("topic", pa.string()),
+    pa.field("partition", pa.int32()),
+    pa.field("offset", pa.int64()),
+    pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+    pa.field("timestampType", pa.int32()),
+]
+_DDL = "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, timestampType INT"
+
+Ints = npt.NDArray[np.int64]
+
+
+def arrow_schema(include_headers: bool) -> pa.Schema:
+    """The exact schema of every batch; all columns nullable. ``headers`` comes last and only when asked for."""
+    return pa.schema([*_FIELDS, pa.field("headers", HEADERS_TYPE)] if include_headers else _FIELDS)
+
+
+def spark_ddl(include_headers: bool) -> str:
+    """The same schema in Spark's DDL, for ``DataSource.schema()``."""
+    return _DDL + ", headers ARRAY<STRUCT<key: STRING, value: BINARY>>" if include_headers else _DDL
+
+
+class Event(NamedTuple):
+    """Something a client reports that is not a record. ``tp`` is None when it concerns the whole cluster."""
+
+    code: int
+    """librdkafka's error number; negative ones are its own, positive ones came from a broker."""
+    text: str
+    tp: TopicPartition | None
+    offset: int
+
+
+class Run(NamedTuple):
+    """Neighbouring rows of one chunk that are of one partition; offsets ascend."""
+
+    tp: TopicPartition
+    first: int
+    offsets: Ints
+
+
+class Cut(NamedTuple):
+    """The rows [first, last) of a chunk, all of one partition, that a plan wants."""
+
+    tp: TopicPartition
+    first: int
+    last: int
+
+
+class Chunk(Protocol):
+    """What one poll brought. Its memory belongs to the client: convert it, then ``free`` it, before the next poll."""
+
+    @property
+    def runs(self) -> Sequence[Run]: ...
+    @property
+    def events(self) -> Sequence[Event]: ...
+    @property
+    def sizes(self) -> Ints:
+        """Key and value bytes of each row."""
+
+    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch: ...
+    def free(self) -> None: ...
+
+
+def bounded(cuts: Sequence[Cut], sizes: Ints) -> Iterator[list[Cut]]:
+    """Group cuts so that each group makes one batch within BATCH_ROWS_MAX and BATCH_BYTES_MAX; order is kept."""
+    group: list[Cut] = []
+    rows = size = 0
+    for cut in cuts:
+        first = cut.first
+        while first < cut.last:
+            ends = np.cumsum(sizes[first : min(cut.last, first + BATCH_ROWS_MAX - rows)])
+            fit = int(np.searchsorted(ends, BATCH_BYTES_MAX - size, side="right"))
+            if fit == 0 and not group:
+                fit = 1  # one record above the bound still has to travel
+            if fit:
+                group.append(Cut(cut.tp, first, first + fit))
+                rows, size, first = rows + fit, size + int(ends[fit - 1]), first + fit
+            if first < cut.last:
+                yield group
+                group, rows, size = [], 0, 0
+    if group:
+        yield group
+
+
+def assemble(
+    cuts: Sequence[Cut],
+    key: pa.Array,
+    value: pa.Array,
+    offset: Ints,
+    timestamp_ms: Ints,
+    timestamp_type: npt.NDArray[np.int32],
+    headers: pa.Array | None,
+) -> pa.RecordBatch:
+    """One batch from the columns that the client gave, in the order of ``cuts``, and those that the cuts imply.
+
+    Args:
+        timestamp_ms: milliseconds since the epoch, -1 where the record has none.
+        timestamp_type: librdkafka's numbers, one more than Spark's.
+        headers: of HEADERS_TYPE, or None when the schema has none.
+    """
+    rows = np.array([cut.last - cut.first for cut in cuts], dtype=np.int64)
+    names = sorted({cut.tp.topic for cut in cuts})
+    index = {name: at for at, name in enumerate(names)}
+    at = np.repeat(np.array([index[cut.tp.topic] for cut in cuts], dtype=np.int32), rows)
+    topic = packed([name.encode() for name in names], pa.string()).take(column(at, pa.int32()))
+    partition = np.repeat(np.array([cut.tp.partition for cut in cuts], dtype=np.int32), rows)
+    columns = [
+        key,
+        value,
+        topic,
+        column(partition, pa.int32()),
+        column(offset, pa.int64()),
+        column(timestamp_ms * 1000, _FIELDS[5].type),
+        column(timestamp_type - np.int32(1), pa.int32()),
+    ]
+    if headers is not None:
+        columns.append(headers)
+    return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(headers is not None))
+
+
+def column(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """An array without nulls over numpy's memory. ``pa.array`` would import pandas for it: half a second per worker."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+def packed(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
+    """A binary or string array of bytes objects, None being null; without ``pa.array`` for the same reason."""
+    ends = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([len(v or b"") for v in values], out=ends[1:])
+    validity = None
+    if None in values:
+        validity = pa.py_buffer(np.packbits([v is not None for v in values], bitorder="little"))
+    data = pa.py_buffer(b"".join(v or b"" for v in values))
+    return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(ends), data])
+
+
+def header_column(rows: Sequence[Sequence[tuple[str, bytes | None]]]) -> pa.Array:
+    """The headers of each row. A row without any is null, as in Spark's own source, not an empty list."""
+    flat = [header for row in rows for header in row]
+    ends = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(row) for row in rows], out=ends[1:])
+    validity = pa.py_buffer(np.packbits([bool(row) for row in rows], bitorder="little"))
+    entries = pa.StructArray.from_arrays(
+        [packed([name.encode() for name, _ in flat], pa.string()), packed([value for _, value in flat], pa.binary())],
+        fields=list(HEADERS_TYPE.value_type),
+    )
+    return pa.Array.from_buffers(HEADERS_TYPE, len(rows), [validity, pa.py_buffer(ends)], children=[entries])
