@@ -1,0 +1,128 @@
+"""What a run counts, and the frozen snapshot of it.
+
+Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (``progress``).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """One moment of a run. Counts are since its start, durations in milliseconds."""
+
+    group: str
+    stream: str
+    seq: int
+    """Number of the last durable batch; -1 before the first."""
+    phase: str
+    generation: int
+    """Group generation (classic) or member epoch (KIP-848) of the newest assignment; -1 before it."""
+    slots: tuple[str, ...]
+    assigned: tuple[int, ...]
+    """Partitions that each slot has."""
+    uncommitted: int
+    """Partitions whose durable position Kafka does not have yet."""
+    rebalances: int
+    """Assignments and revocations that changed something."""
+    rebalanced_at_ms: int
+    """When the last of them came, on the run's clock; 0 before."""
+    holds: int
+    """Revocations that were held for the batch in flight or its commit."""
+    hold_last_ms: int
+    hold_max_ms: int
+    overruns: int
+    """Holds that used up their budget: their partitions went without a commit."""
+    lost: int
+    """Partitions taken away without asking."""
+    maybe_twice: int
+    """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
+    commits: int
+    commits_failed: int
+    drain_last_ms: int
+    """From "batch is durable" to "Kafka has all its offsets"."""
+    drain_max_ms: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Counters:
+    """The numbers behind :class:`Statistics`; only the machine changes them."""
+
+    rebalances: int = 0
+    rebalanced_at_ms: int = 0
+    holds: int = 0
+    hold_last_ms: int = 0
+    hold_max_ms: int = 0
+    overruns: int = 0
+    lost_partitions: int = 0
+    maybe_twice: int = 0
+    commits: int = 0
+    commits_failed: int = 0
+    drain_last_ms: int = 0
+    drain_max_ms: int = 0
+
+    def assigned(self, partitions: int, *, now_ms: int) -> None:
+        if partitions:
+            self.rebalances += 1
+            self.rebalanced_at_ms = now_ms
+
+    def revoked(self, partitions: int, *, now_ms: int) -> None:
+        self.assigned(partitions, now_ms=now_ms)
+
+    def released(self, held_ms: int, *, overrun: bool) -> None:
+        self.holds += held_ms > 0  # those that go at once were not held
+        self.overruns += overrun
+        self.hold_last_ms = held_ms
+        self.hold_max_ms = max(self.hold_max_ms, held_ms)
+
+    def lost(self, partitions: int, maybe_twice: int) -> None:
+        self.rebalances += 1
+        self.lost_partitions += partitions
+        self.maybe_twice += maybe_twice
+
+    def committed(self, drain_ms: int | None) -> None:
+        self.commits += 1
+        if drain_ms is not None:
+            self.drain_last_ms = drain_ms
+            self.drain_max_ms = max(self.drain_max_ms, drain_ms)
+
+    def commit_failed(self) -> None:
+        self.commits_failed += 1
+
+    def snapshot(
+        self,
+        *,
+        group: str,
+        stream: str,
+        seq: int,
+        phase: str,
+        generation: int,
+        assigned: tuple[int, ...],
+        slots: tuple[str, ...],
+        uncommitted: int,
+    ) -> Statistics:
+        return Statistics(
+            group=group,
+            stream=stream,
+            seq=seq,
+            phase=phase,
+            generation=generation,
+            slots=slots,
+            assigned=assigned,
+            uncommitted=uncommitted,
+            rebalances=self.rebalances,
+            rebalanced_at_ms=self.rebalanced_at_ms,
+            holds=self.holds,
+            hold_last_ms=self.hold_last_ms,
+            hold_max_ms=self.hold_max_ms,
+            overruns=self.overruns,
+            lost=self.lost_partitions,
+            maybe_twice=self.maybe_twice,
+            commits=self.commits,
+            commits_failed=self.commits_failed,
+            drain_last_ms=self.drain_last_ms,
+            drain_max_ms=self.drain_max_ms,
+        )

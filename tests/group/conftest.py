@@ -1,0 +1,33 @@
+"""Fixtures for the group machine; its invariants are checked after every event and once more at the end."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from spark_group_source.testing.harness import GroupHarness
+
+
+@pytest.fixture
+def group() -> Iterator[GroupHarness]:
+    """A run with one slot that was just born: slot 0's member joins."""
+    harness = GroupHarness()
+    harness.born()
+    yield harness
+    harness.machine.check()
+
+
+@pytest.fixture
+def pair() -> Iterator[GroupHarness]:
+    """A run with two slots that was just born."""
+    harness = GroupHarness(slots=2)
+    harness.born()
+    yield harness
+    harness.machine.check()
+
+
+@pytest.fixture
+def fresh() -> Iterator[GroupHarness]:
+    """A run that has not heard of any stream yet."""
+    harness = GroupHarness()
+    yield harness
+    harness.machine.check()

@@ -1,0 +1,283 @@
+"""A partition leaves only between batches: holds, their order and budget, and what is lost instead."""
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.states import SlotState
+from spark_group_source.offsets import StreamOffset
+from spark_group_source.testing.harness import HOLD_BUDGET_MS, STREAM, GroupHarness, only, tps
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+RELEASE = [ev.Release(slot=0, client=1)]
+
+
+def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
+    group.settled(A, B)
+    assert group.revoking(A) == RELEASE
+    assert group.machine.held() == {B}
+    assert group.machine.statistics().slots == ("assigned",)
+    assert group.machine.statistics().holds == 0
+
+
+def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150), B: (100, 110)})
+    group.clock.advance(ms=10)
+    assert group.revoking(A) == []
+    group.clock.advance(ms=500)
+    assert group.durable() == [ev.Echo(offsets={A: 150, B: 110}, stream=STREAM, seq=0)]
+    group.clock.advance(ms=30)
+    assert group.echoed() == RELEASE
+    statistics = group.machine.statistics()
+    assert (statistics.holds, statistics.hold_last_ms, statistics.hold_max_ms) == (1, 530, 530)
+    assert (statistics.overruns, statistics.lost, statistics.maybe_twice) == (0, 0, 0)
+    assert (statistics.commits, statistics.drain_last_ms) == (1, 30)
+
+
+def test_one_partition_of_the_batch_keeps_all_of_a_revocation(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    assert group.revoking(A, B) == []
+    assert group.machine.held() == {A, B}
+
+
+def test_a_partition_that_the_batch_does_not_read_leaves_during_it(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    assert group.revoking(B) == RELEASE
+    group.durable()
+    assert group.machine.plannable() == {A: 150}
+
+
+def test_a_revocation_after_the_batch_waits_for_the_commit_alone(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    assert group.revoking(A) == []
+    assert group.echoed() == RELEASE
+
+
+def test_a_partition_without_a_position_yet_leaves_at_once(group: GroupHarness) -> None:
+    group.assigned(A)
+    assert group.revoking(A) == RELEASE
+    assert group.committed({A: 100}) == []
+
+
+def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.assigned(A)
+    assert fresh.revoking(A) == []
+    fresh.committed({A: 100})
+    assert fresh.feed(ev.Durable(offset=replayed)) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+    assert fresh.echoed() == RELEASE
+
+
+def test_rows_of_a_former_run_are_committed_before_their_partition_leaves(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    assert fresh.revoking(A) == []
+    assert fresh.committed({A: 100}) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
+    assert fresh.echoed() == RELEASE
+
+
+def test_losing_a_partition_of_a_replayed_batch_counts_before_its_position_is_known(fresh: GroupHarness) -> None:
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.assigned(A)
+    fresh.lost(A)
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+def test_what_is_leaving_is_not_planned_again(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.revoking(A)
+    group.durable()
+    assert group.machine.plannable() == {B: 100}
+
+
+def test_each_slot_is_released_on_its_own(pair: GroupHarness) -> None:
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150)})
+    assert pair.revoking(A, slot=0) == []
+    assert pair.revoking(B, slot=1) == [ev.Release(slot=1, client=1)]
+
+
+def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150), B: (100, 150)})
+    group.revoking(A)
+    group.clock.advance(ms=1_000)
+    group.revoking(B)
+    assert group.machine.next_deadline_ms() == HOLD_BUDGET_MS
+    group.durable()
+    assert group.echoed() == RELEASE
+    assert group.machine.held() == set()
+
+
+def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    assert group.revoking(A, B, eager=True) == []
+    group.durable()
+    assert group.echoed() == RELEASE
+    assert group.machine.statistics().slots == (SlotState.JOINING.value,)
+    group.assigned(A, generation=2)
+    group.committed({A: 150})
+    assert group.machine.plannable() == {A: 150}
+
+
+def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.revoking(A, B)
+    assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
+    assert group.tick(ms=1) == RELEASE
+    statistics = group.machine.statistics()
+    assert (statistics.overruns, statistics.holds, statistics.lost, statistics.maybe_twice) == (1, 1, 1, 50)
+    assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
+    assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
+    assert group.machine.held() == set()
+
+
+def test_a_hold_that_waits_for_a_commit_only_has_the_same_budget(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    group.revoking(A)
+    assert group.tick(ms=HOLD_BUDGET_MS) == RELEASE
+    assert group.machine.statistics().maybe_twice == 50
+    assert group.feed(ev.EchoDone(offsets={A: 150})) == []
+
+
+def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150), B: (100, 130)})
+    group.lost(A)
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 130}, stream=STREAM, seq=0)]
+    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
+    assert group.warned() == ["slot 0 lost 1 partitions; 50 offsets may be read twice"]
+
+
+def test_rows_that_are_safe_but_not_committed_count_too_when_their_partition_is_lost(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    group.plan({A: (150, 160)})
+    group.lost(A)  # the next reader starts at 100
+    assert group.machine.statistics().maybe_twice == 60
+    assert group.tick(ms=5_000) == []
+
+
+def test_rows_since_the_start_count_when_nothing_was_ever_committed(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: None})
+    group.feed(ev.StartsResolved(offsets={A: 20}), ev.EchoFailed(reason="no coordinator"))
+    group.plan({A: (20, 30)})
+    group.durable()
+    group.lost(A)
+    assert group.machine.statistics().maybe_twice == 10
+
+
+def test_losing_what_no_batch_reads_and_kafka_knows_is_no_loss_of_rows(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.lost(B)
+    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 0)
+
+
+def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.lost(A)
+    assert group.machine.statistics().slots == ("assigned",)
+    assert group.lost(B) == []
+    assert group.machine.statistics().slots == ("joining",)
+    assert not group.founded()
+
+
+def test_losing_the_last_partition_of_a_hold_ends_it(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.revoking(A)
+    assert group.lost(A) == RELEASE
+    assert group.machine.held() == {B}
+
+
+def test_losing_everything_during_a_hold_leaves_nothing_to_release(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.revoking(A)
+    assert group.lost(A) == []
+    assert group.tick(ms=HOLD_BUDGET_MS) == []
+
+
+def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: 100})
+    assert group.revoking(A) == []
+    group.durable()
+    assert group.echoed() == RELEASE
+
+
+def test_a_partition_that_returns_half_read_by_another_goes_on_at_the_end_of_the_batch(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.taken({A: ev.Committed(offset=120)})
+    assert group.revoking(A) == []
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=0)]
+
+
+def test_a_partition_that_returns_read_beyond_the_batch_stays_there(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.taken({A: ev.Committed(offset=180)})
+    assert group.durable() == []
+    assert group.machine.plannable() == {A: 180}
+
+
+def test_a_partition_that_returns_without_an_answer_yet_remembers_the_durable_batch(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.durable()
+    group.committed({A: 100})
+    assert group.machine.plannable() == {A: 150}
+
+
+def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: GroupHarness) -> None:
+    pair.settled(A, slot=0)
+    pair.plan({A: (100, 150)})
+    pair.assigned(A, slot=1)
+    assert pair.machine.statistics().assigned == (0, 1)
+    assert pair.machine.statistics().maybe_twice == 50
+    pair.committed({A: 100})
+    assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
+    assert pair.machine.held() == {A}
+    assert pair.revoking(A, slot=1) == []
+
+
+def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group: GroupHarness) -> None:
+    group.settled(A, B, D)
+    group.plan({A: (100, 150), B: (100, 110)})
+    group.revoking(A, D)
+    group.assigned(C)
+    assert group.machine.held() == {B, C}
+    assert group.machine.statistics().maybe_twice == 50
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 110}, stream=STREAM, seq=0)]
+
+
+def test_a_rebalance_counts_once_for_each_word_that_changes_something(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.clock.advance(ms=7)
+    group.assigned()
+    group.revoking(B)
+    assert (group.machine.statistics().rebalances, group.machine.statistics().rebalanced_at_ms) == (2, 7)

@@ -1,0 +1,204 @@
+"""Committing to Kafka what the sink has: when, what, and what happens when it fails."""
+
+import pytest
+
+from spark_group_source.errors import InvariantBroken
+from spark_group_source.group import events as ev
+from spark_group_source.model import TopicPartition
+from spark_group_source.offsets import StreamOffset
+from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+
+
+def echo(offsets: dict[TopicPartition, int], seq: int) -> ev.Echo:
+    return ev.Echo(offsets=offsets, stream=STREAM, seq=seq)
+
+
+def run_batch(group: GroupHarness, start: int, end: int) -> list[ev.Command]:
+    group.plan({A: (start, end)})
+    return group.durable()
+
+
+def test_a_planned_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.plan({A: (100, 150)}) == []
+    assert group.tick(ms=10_000) == []
+    assert group.machine.echoed
+    assert group.durable() == [echo({A: 150}, 0)]
+    assert not group.machine.echoed
+
+
+def test_only_what_moved_is_committed(group: GroupHarness) -> None:
+    group.settled(A, B)
+    assert run_batch(group, 100, 150) == [echo({A: 150}, 0)]
+    assert group.echoed() == []
+    assert group.machine.echoed
+    assert run_batch(group, 150, 160) == [echo({A: 160}, 1)]
+
+
+def test_batches_that_finish_during_a_commit_go_into_one_next_commit(group: GroupHarness) -> None:
+    group.settled(A, B)
+    first = run_batch(group, 100, 150)
+    assert run_batch(group, 150, 160) == []
+    group.plan({A: (160, 170), B: (100, 101)})
+    assert group.durable() == []
+    assert group.echoed(first) == [echo({A: 170, B: 101}, 2)]
+    assert group.echoed() == []
+    assert group.machine.statistics().commits == 2
+
+
+def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
+        assert group.feed(ev.EchoFailed(reason="coordinator moved")) == []
+        assert not group.machine.echoed
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+    group.echoed()
+    assert group.machine.statistics().commits_failed == 7
+    assert len(group.warned()) == 7 and "the rows are safe" in group.warned()[0]
+
+
+def test_a_commit_names_the_member_of_each_partition(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 120)})
+    (order,) = only(ev.Echo, pair.durable())
+    assert order.slots == {A: 0, B: 1}
+
+
+def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    for _ in range(3):
+        assert group.feed(ev.EchoFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
+        assert group.tick(ms=99) == []
+        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+    assert group.machine.statistics().commits_failed == 0
+    assert group.warned() == []
+
+
+def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.feed(
+        ev.MemberFailed(slot=0, client=1, reason="unknown to the group"),
+        ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
+    )
+    assert only(ev.Echo, group.tick(ms=10_000)) == []
+    assert group.machine.statistics().maybe_twice == 50
+
+
+def test_the_commit_after_a_failure_covers_the_batches_since(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    assert run_batch(group, 150, 160) == []
+    assert group.tick(ms=100) == [echo({A: 160}, 1)]
+
+
+def test_a_success_makes_the_next_pause_short_again(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.feed(ev.EchoFailed(reason="x"))
+    group.tick(ms=100)
+    group.echoed()
+    run_batch(group, 150, 160)
+    group.feed(ev.EchoFailed(reason="x"))
+    assert group.machine.next_deadline_ms() == group.clock() + 100
+
+
+def test_a_failed_commit_keeps_a_hold_until_the_next_one(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.revoking(A)
+    group.durable()
+    assert group.feed(ev.EchoFailed(reason="x")) == []
+    assert group.tick(ms=100) == [echo({A: 150}, 0)]
+    assert group.echoed() == [ev.Release(slot=0, client=1)]
+
+
+def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.clock.advance(ms=40)
+    group.feed(ev.EchoFailed(reason="x"))
+    group.tick(ms=100)
+    group.clock.advance(ms=10)
+    group.echoed()
+    assert (group.machine.statistics().drain_last_ms, group.machine.statistics().drain_max_ms) == (150, 150)
+
+
+def test_hearing_again_that_a_batch_is_durable_changes_nothing(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    again = ev.Durable(offset=group.offset({A: (100, 150)}, 0))
+    assert group.feed(again) == []
+    group.plan({A: (150, 160)})
+    assert group.feed(again) == []
+    assert group.machine.seq == 0
+    assert group.durable() == []  # the first commit is still on its way
+
+
+def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150), B: (100, 110)})
+    commands = group.durable()
+    group.lost(A)
+    assert group.echoed(commands) == []
+    assert group.machine.echoed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stream": "another", "seq": 0},
+        {"stream": STREAM, "seq": 5},
+    ],
+)
+def test_a_durable_batch_that_was_never_planned_is_a_bug(group: GroupHarness, wrong: dict[str, object]) -> None:
+    group.settled(A)
+    offset = StreamOffset(group="etl", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvariantBroken, match="The last events"):
+        group.feed(ev.Durable(offset=offset))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "seq"),
+    [
+        ({A: (100, 150)}, 1),  # a batch is left out
+        ({A: (90, 150)}, 0),  # it begins before the position
+        ({A: (110, 150)}, 0),  # it leaves a gap
+        ({C: (0, 5)}, 0),  # the partition is another member's
+        ({B: (100, 150)}, 0),  # the partition is leaving
+    ],
+)
+def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
+    group: GroupHarness, ranges: dict[TopicPartition, tuple[int, int]], seq: int
+) -> None:
+    group.settled(A, B)
+    group.feed(ev.EchoFailed(reason="x"), ev.Moved(offsets={B: 100}, reason="keeps the revocation waiting"))
+    group.revoking(B)
+    with pytest.raises(InvariantBroken):
+        group.feed(ev.Planned(offset=group.offset(ranges, seq)))
+
+
+def test_two_plans_at_a_time_are_a_bug(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    with pytest.raises(InvariantBroken, match="in phase planned"):
+        group.plan({A: (100, 150)})
+
+
+def test_reading_a_batch_that_is_not_the_planned_one_is_a_bug(group: GroupHarness) -> None:
+    group.settled(A)
+    with pytest.raises(InvariantBroken, match="was not planned here"):
+        group.feed(ev.Replay(offset=group.offset({}, 4)))
+
+
+def test_the_commit_names_the_stream_and_the_batch(group: GroupHarness) -> None:
+    group.settled(A)
+    assert [(order.stream, order.seq) for order in only(ev.Echo, run_batch(group, 100, 150))] == [(STREAM, 0)]

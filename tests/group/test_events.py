@@ -1,0 +1,108 @@
+"""Events and commands are values; the machine tells its story."""
+
+import dataclasses
+import pickle
+import typing
+
+import pytest
+
+from spark_group_source.errors import Fenced, InvariantBroken
+from spark_group_source.group import events as ev
+from spark_group_source.group.machine import STORY_EVENTS_MAX
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.model import TopicPartition
+from spark_group_source.offsets import StreamOffset
+from spark_group_source.testing.harness import GroupHarness, tps
+
+A, B = tps("orders", 0, 1)
+OFFSET = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (1, 2)})
+
+EXAMPLES: list[ev.Event | ev.Command] = [
+    ev.Assigned(slot=0, client=1, partitions=(A,), generation=3),
+    ev.Revoking(slot=0, client=1, partitions=(A,), eager=True),
+    ev.Lost(slot=0, client=1, partitions=(A,)),
+    ev.MemberFailed(slot=0, client=1, reason="x"),
+    ev.MemberFenced(slot=0, client=1, reason="x"),
+    ev.Born(stream="9f2c", known={"orders": 2}, topics=("orders",)),
+    ev.Durable(offset=OFFSET),
+    ev.Replay(offset=OFFSET, topics=("orders",)),
+    ev.Planned(offset=OFFSET),
+    ev.Closing(leave=True),
+    ev.CommittedRead(offsets={A: ev.Committed(offset=1, stream="9f2c"), B: None}),
+    ev.StartsResolved(offsets={A: 1}),
+    ev.LookupFailed(partitions=(A,), reason="x"),
+    ev.EchoDone(offsets={A: 1}),
+    ev.EchoFailed(reason="x"),
+    ev.TopicsSeen(topics=("orders",)),
+    ev.Moved(offsets={A: 1}, reason="x"),
+    ev.Tick(),
+    ev.Join(slot=0, client=1, topics=("orders",)),
+    ev.Subscribe(slot=0, topics=("orders",)),
+    ev.Release(slot=0, client=1),
+    ev.Leave(slot=0, leave=True),
+    ev.FetchCommitted(partitions=(A,)),
+    ev.ResolveStarts(initial=(A,), new=(B,)),
+    ev.Echo(offsets={A: 1}, stream="9f2c", seq=3),
+    ev.Say(text="x", warn=True),
+    ev.Fail(error=Fenced("x", group="etl")),
+]
+
+
+def test_the_examples_are_all_of_them() -> None:
+    assert {type(example) for example in EXAMPLES} == {*typing.get_args(ev.Event), *typing.get_args(ev.Command)}
+
+
+@pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
+def test_events_and_commands_are_frozen_slotted_and_travel(value: ev.Event | ev.Command) -> None:
+    assert not hasattr(value, "__dict__")
+    name = next((field.name for field in dataclasses.fields(value)), "anything")
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+        setattr(value, name, 1)
+    again = pickle.loads(pickle.dumps(value))
+    if isinstance(value, ev.Fail):  # errors have no equality
+        assert str(again.error) == str(value.error) and again.error.fields == value.error.fields
+    else:
+        assert again == value
+    assert all(field.kw_only for field in dataclasses.fields(value))
+
+
+def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) -> None:
+    group.clock.advance(ms=5)
+    group.assigned(A)
+    assert group.machine.story().splitlines() == [
+        "0 Born(stream=9f2c, known=1{orders: 4}, topics=1[orders])",
+        "0   -> Join(slot=0, client=1, topics=1[orders])",
+        "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
+        "5   -> FetchCommitted(partitions=1[orders-0])",
+    ]
+    group.committed({A: 7})
+    group.plan({A: (7, 9)})
+    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.machine.story()
+
+
+def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
+    many = tuple(TopicPartition("orders", p) for p in range(5_000))
+    for _ in range(STORY_EVENTS_MAX):
+        group.feed(ev.LookupFailed(partitions=many, reason="x"))
+    lines = group.machine.story().splitlines()
+    assert len(lines) == STORY_EVENTS_MAX
+    assert max(map(len, lines)) < 250
+
+
+def test_a_broken_rule_carries_the_story(group: GroupHarness) -> None:
+    group.settled(A)
+    with pytest.raises(InvariantBroken) as broken:
+        group.plan({A: (90, 150)})
+    assert "orders-0[90,150) is planned, but the partition is at 100" in str(broken.value)
+    assert "CommittedRead" in str(broken.value)
+
+
+def test_statistics_are_a_frozen_snapshot(group: GroupHarness) -> None:
+    before = group.machine.statistics()
+    group.settled(A, B)
+    assert before.assigned == (0,) and before.phase == "open"
+    after = group.machine.statistics()
+    assert (after.assigned, after.slots, after.generation, after.uncommitted) == ((2,), ("assigned",), 1, 0)
+    assert isinstance(after, Statistics) and after.as_dict()["assigned"] == (2,)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.seq = 1  # type: ignore[misc]

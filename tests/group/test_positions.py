@@ -1,0 +1,287 @@
+"""Where a partition starts: our own position, the group's committed offset, or the starting options."""
+
+import pytest
+
+from spark_group_source.group import events as ev
+from spark_group_source.offsets import StreamOffset
+from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+NEW = tps("orders", 4)[0]
+OTHER = tps("payments", 0)[0]
+
+
+def foreign(offset: int) -> ev.Committed:
+    return ev.Committed(offset=offset)
+
+
+def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    assert only(ev.FetchCommitted, group.assigned(B)) == [ev.FetchCommitted(partitions=(B,))]
+    assert group.machine.plannable() == {A: 150}
+
+
+def test_an_assignment_that_names_held_partitions_again_changes_nothing_for_them(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    assert group.assigned(A) == []
+    assert group.machine.plannable() == {A: 100}
+    group.durable()
+    group.assigned(A, generation=2)
+    group.assigned(generation=3)
+    assert group.machine.plannable() == {A: 150}
+    assert group.machine.statistics().generation == 3
+
+
+def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.taken({A: foreign(70), B: ev.Committed(offset=80, stream="another")})
+    assert group.machine.plannable() == {A: 70, B: 80}
+    assert group.said() == []  # nothing of ours was moved
+    assert group.machine.foreign() == {A}  # an ordinary consumer's commit is marked in the offset, a stream's is not
+
+
+def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
+    """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
+    group.assigned(A, B)
+    assert group.committed({A: foreign(70), B: 80}) == [ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1)]
+    assert group.machine.resolved and not group.founded()
+    assert group.machine.plannable() == {B: 80}
+    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    assert group.machine.plannable() == {B: 80}
+    group.echoed(group.tick(ms=100))
+    assert group.founded()
+    assert group.machine.plannable() == {A: 70, B: 80}
+
+
+def test_what_somebody_else_committed_may_go_again_before_it_was_committed_under_our_name(group: GroupHarness) -> None:
+    group.settled(B)
+    group.plan({B: (100, 110)})
+    group.durable()
+    group.assigned(A)
+    group.committed({A: foreign(70)})
+    assert group.revoking(A) == [ev.Release(slot=0, client=1)]
+
+
+def test_a_commit_on_its_way_is_waited_for_even_if_it_changes_nothing(group: GroupHarness) -> None:
+    group.assigned(A)
+    commands = group.committed({A: foreign(70)})
+    assert group.revoking(A) == []  # it could arrive after the next member's commit
+    assert group.echoed(commands) == [ev.Release(slot=0, client=1)]
+
+
+def test_our_own_position_wins_over_our_own_commit_that_is_behind_it(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: 100})
+    assert group.machine.plannable() == {A: 150}
+
+
+def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarness) -> None:
+    # An old checkpoint was put back: the group knows better.
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    assert fresh.committed({A: 400}) == []
+    assert fresh.machine.plannable() == {A: 400}
+
+
+@pytest.mark.parametrize("offset", [20, 300])
+def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: GroupHarness, offset: int) -> None:
+    group.settled(A)
+    group.revoking(A)
+    group.assigned(A)
+    group.taken({A: foreign(offset)})
+    assert group.machine.plannable() == {A: offset}
+    assert group.machine.foreign() == {A}
+    assert any(f"from 100 to {offset}" in text for text in group.said())
+
+
+def test_a_batch_makes_a_foreign_position_our_own(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.taken({A: foreign(70), B: foreign(80)})
+    group.plan({A: (70, 75)})
+    assert group.machine.foreign() == {A, B}
+    group.durable()
+    assert group.machine.foreign() == {B}
+
+
+def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(initial=(A,), new=())]
+    assert not group.machine.resolved
+    assert group.feed(ev.StartsResolved(offsets={A: 31})) == [ev.Echo(offsets={A: 31}, stream=STREAM, seq=-1)]
+    assert group.machine.plannable() == {A: 31, B: 7}
+
+
+def test_partitions_added_after_the_stream_began_start_at_their_beginning(group: GroupHarness) -> None:
+    group.assigned(A, NEW, OTHER)
+    commands = group.committed({A: None, NEW: None, OTHER: None})
+    assert commands == [ev.ResolveStarts(initial=(A,), new=(NEW, OTHER))]
+
+
+def test_a_restart_still_knows_which_partitions_are_new(fresh: GroupHarness) -> None:
+    offset = group_offset(known={"orders": 2})
+    fresh.feed(ev.Durable(offset=offset, topics=("orders",)))
+    fresh.assigned(A, B, C)
+    assert fresh.committed({A: None, B: None, C: None}) == [ev.ResolveStarts(initial=(A, B), new=(C,))]
+    assert fresh.machine.known() == {"orders": 2}
+
+
+def test_expired_commits_do_not_send_a_known_partition_back_to_its_start(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    assert fresh.committed({A: None}) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
+    assert fresh.machine.plannable() == {A: 150}
+
+
+def test_several_topics_are_partitions_like_any_other(group: GroupHarness) -> None:
+    group.assigned(A, OTHER)
+    group.committed({A: 5, OTHER: 9})
+    group.plan({A: (5, 6), OTHER: (9, 12)})
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 6, OTHER: 12}, stream=STREAM, seq=0)]
+
+
+def test_nothing_is_committed_or_planned_for_what_has_no_position(group: GroupHarness) -> None:
+    group.settled(A)
+    group.assigned(B)
+    group.plan({A: (100, 150)})
+    assert only(ev.Echo, group.durable())[0].offsets == {A: 150}
+    assert B not in group.machine.plannable()
+    assert group.machine.statistics().uncommitted == 1
+
+
+def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
+    group.assigned(A)
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
+        assert group.feed(ev.LookupFailed(partitions=(A,), reason="no broker")) == []
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [ev.FetchCommitted(partitions=(A,))]
+    assert group.warned()[0] == "offsets of 1 partitions could not be read: no broker"
+    group.committed({A: 3})
+    assert group.machine.plannable() == {A: 3}
+    group.assigned(B)
+    group.feed(ev.LookupFailed(partitions=(B,), reason="no broker"))
+    assert group.machine.next_deadline_ms() == group.clock() + 100
+
+
+def test_starts_that_cannot_be_resolved_are_asked_for_with_a_growing_pause_too(group: GroupHarness) -> None:
+    group.assigned(A)
+    for pause_ms in (100, 200, 500):
+        assert group.committed({A: None}) == [ev.ResolveStarts(initial=(A,), new=())]
+        group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(A,))]
+    group.committed({A: None})
+    group.feed(ev.StartsResolved(offsets={A: 3}))
+    group.assigned(B)
+    group.feed(ev.LookupFailed(partitions=(B,), reason="no broker"))
+    assert group.machine.next_deadline_ms() == group.clock() + 100
+
+
+def test_an_answer_for_a_partition_that_has_left_is_dropped(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.lost(A)
+    group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
+    group.committed({A: 100, B: 5})
+    group.feed(ev.StartsResolved(offsets={A: 1}))
+    assert group.machine.plannable() == {B: 5}
+
+
+def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
+    assert only(ev.FetchCommitted, group.assigned(A)) == [ev.FetchCommitted(partitions=(A,))]
+    group.revoking(A)  # it leaves, another member reads and commits, and it comes back
+    assert only(ev.FetchCommitted, group.assigned(A)) == []
+    assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
+    assert group.machine.plannable() == {}
+    group.taken({A: foreign(300)})
+    assert group.machine.plannable() == {A: 300}
+
+
+def test_a_start_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: None})
+    group.revoking(A)
+    group.assigned(A)
+    assert group.feed(ev.StartsResolved(offsets={A: 0})) == [ev.FetchCommitted(partitions=(A,))]
+    group.taken({A: foreign(300)})
+    assert group.machine.plannable() == {A: 300}
+
+
+def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
+    assert fresh.machine.owed() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
+    fresh.assigned(A, B)
+    commands = fresh.committed({A: 100, B: 40})
+    assert fresh.machine.owed() == {A: 150, C: 9}
+    fresh.echoed(commands)
+    assert fresh.machine.owed() == {C: 9}
+
+
+def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness) -> None:
+    """A batch was planned while a partition was late after a restart, then came the next crash."""
+    offset = StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 2}, ranges={A: (5, 9)}, owed={B: 150})
+    fresh.feed(ev.Replay(offset=offset, topics=("orders",)))
+    fresh.assigned(A, B)
+    fresh.committed({A: 5, B: 100})
+    assert fresh.machine.plannable() == {A: 5, B: 150}
+
+
+def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150), B: (100, 110)})
+    group.lost(A)
+    assert group.machine.owed() == {}
+    commands = group.durable()
+    assert group.machine.owed() == {A: 150, B: 110}
+    group.echoed(commands)
+    group.lost(B)
+    assert group.machine.owed() == {A: 150}
+    group.settled(D)
+    group.plan({D: (100, 120)})
+    group.durable()
+    group.lost(D)
+    assert group.machine.owed() == {A: 150, D: 120}
+    group.echoed()
+    group.settled(C)
+    group.plan({})
+    group.lost(C)
+    group.durable()
+    assert group.machine.owed() == {A: 150, D: 120}
+    group.assigned(A)
+    group.echoed(group.committed({A: 100}))
+    assert group.machine.owed() == {D: 120}
+
+
+def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
+    group.settled(A, B)
+    assert group.feed(ev.Moved(offsets={A: 0}, reason="topic orders was made again")) == [
+        ev.Echo(offsets={A: 0}, stream=STREAM, seq=-1)
+    ]
+    assert group.machine.plannable() == {A: 0, B: 100}
+    assert group.warned() == ["topic orders was made again"]
+
+
+def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    assert group.feed(ev.Moved(offsets={A: 0}, reason="topic orders was made again")) == []
+    assert group.echoed() == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
+
+
+def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.feed(ev.Moved(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
+    assert group.machine.plannable() == {A: 100, B: 120}
+
+
+def group_offset(known: dict[str, int]) -> StreamOffset:
+    return StreamOffset(group="etl", stream=STREAM, seq=7, known=known, ranges={})

@@ -1,0 +1,145 @@
+"""Members that fail, come back or are replaced; and subscriptions that change."""
+
+from spark_group_source.errors import Fenced, RebalanceTimeout
+from spark_group_source.group import events as ev
+from spark_group_source.group.states import Phase
+from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, STREAM, GroupHarness, only, tps
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+
+
+def test_a_failed_member_is_founded_again_after_a_growing_pause(group: GroupHarness) -> None:
+    for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
+        assert group.failed() == []
+        assert group.machine.statistics().slots == ("out",)
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [ev.Join(slot=0, client=client, topics=("orders",))]
+        assert group.tick(ms=0) == []
+    assert len(group.warned()) == 6  # the first failure is said, not warned of
+
+
+def test_what_a_failed_member_had_counts_as_lost(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.failed()
+    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (2, 50)
+    assert group.durable() == []
+    assert group.machine.held() == set()
+
+
+def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.failed(slot=0)
+    assert pair.machine.plannable() == {B: 100}
+    assert pair.machine.resolved and not pair.founded()
+    pair.plan({B: (100, 120)})
+    assert only(ev.Echo, pair.durable()) == [ev.Echo(offsets={B: 120}, stream=STREAM, seq=0)]
+
+
+def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupHarness) -> None:
+    group.failed("first")
+    group.tick(ms=100)
+    group.clock.advance(ms=FOUNDING_BUDGET_MS - 101)
+    group.failed("still refused")
+    assert group.phase() is Phase.OPEN
+    group.tick(ms=500)
+    assert group.clock() > FOUNDING_BUDGET_MS
+    (fail,) = only(ev.Fail, group.failed("the place is still taken"))
+    assert isinstance(fail.error, RebalanceTimeout)
+    assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
+    assert "3 tries" in str(fail.error)
+    assert fail.error.retriable
+    assert group.phase() is Phase.CLOSED
+    assert group.tick(ms=60_000) == []
+
+
+def test_the_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
+    group.failed()
+    group.tick(ms=FOUNDING_BUDGET_MS - 1)
+    assert only(ev.Fail, group.failed()) == []
+    group.tick(ms=200)
+    group.clock.now_ms = FOUNDING_BUDGET_MS
+    assert len(only(ev.Fail, group.failed())) == 1
+
+
+def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> None:
+    group.failed()
+    group.tick(ms=100)
+    group.settled(A)
+    group.clock.advance(ms=FOUNDING_BUDGET_MS)
+    assert only(ev.Fail, group.failed()) == []
+    assert group.tick(ms=100) == [ev.Join(slot=0, client=3, topics=("orders",))]
+
+
+def test_a_fenced_member_stops_the_run_for_good(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.plan({A: (100, 150)})
+    (fail,) = only(ev.Fail, pair.fenced())
+    assert isinstance(fail.error, Fenced) and not fail.error.retriable
+    assert fail.error.fields == {"group": "etl", "slot": 0}
+    assert pair.phase() is Phase.CLOSED
+    assert pair.durable() == []
+    assert pair.machine.statistics().slots == ("fenced", "joining")
+
+
+def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> None:
+    old = {"slot": 0, "client": 1}
+    group.settled(A)
+    group.failed()
+    late: list[ev.Event] = [
+        ev.Assigned(**old, partitions=(A,)),
+        ev.Revoking(**old, partitions=(A,), eager=False),
+        ev.Lost(**old, partitions=(A,)),
+        ev.MemberFailed(**old, reason="again"),
+        ev.MemberFenced(**old, reason="its successor took the place"),
+    ]
+    assert group.feed(*late) == []  # no consumer at all
+    group.tick(ms=100)
+    assert group.feed(*late) == []  # its successor is joining
+    group.settled(B)
+    assert group.feed(*late) == []  # its successor is at work
+    assert group.machine.held() == {B}
+    assert group.phase() is Phase.OPEN
+    assert group.machine.statistics().slots == ("assigned",)
+
+
+def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
+    commands = pair.feed(ev.TopicsSeen(topics=("orders", "payments")))
+    assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
+    assert any("2 topics: orders, payments" in text for text in pair.said())
+
+
+def test_an_unchanged_subscription_disturbs_nobody(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.feed(ev.TopicsSeen(topics=("orders",))) == []
+    assert group.said() == []
+
+
+def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:
+    group.failed()
+    assert group.feed(ev.TopicsSeen(topics=("orders", "payments"))) == []
+    assert group.tick(ms=100) == [ev.Join(slot=0, client=2, topics=("orders", "payments"))]
+
+
+def test_a_topic_that_left_the_subscription_is_finished_first(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.feed(ev.TopicsSeen(topics=("payments",)))
+    assert group.revoking(A) == []
+    group.durable()
+    assert group.echoed() == [ev.Release(slot=0, client=1)]
+
+
+def test_partitions_added_to_a_topic_come_like_others(group: GroupHarness) -> None:
+    group.settled(A, B)
+    new = tps("orders", 4)[0]
+    group.plan({A: (100, 150)})
+    assert group.assigned(new) == [ev.FetchCommitted(partitions=(new,))]
+    assert group.committed({new: None}) == [ev.ResolveStarts(initial=(), new=(new,))]
+    assert only(ev.Echo, group.feed(ev.StartsResolved(offsets={new: 0}))) == [
+        ev.Echo(offsets={new: 0}, stream=STREAM, seq=-1)
+    ]
+    group.durable()
+    assert group.machine.plannable() == {A: 150, B: 100, new: 0}
