@@ -1,0 +1,6 @@
+"""Test tools that ship with the package: a clock moved by hand, a harness for the group machine, hypothesis
+strategies, a simulated Kafka group with processes that crash and freeze, and the checks that must hold in it.
+
+Runs in: tests. Deliberately absent: anything that the product imports; nothing outside this folder and the tests uses
+it. ``strategies`` needs hypothesis, the rest only the standard library.
+"""

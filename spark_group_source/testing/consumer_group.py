@@ -1,0 +1,120 @@
+"""The KIP-848 protocol at the coordinator: heartbeats, epochs, one member's reconciliation at a time.
+
+Runs in: tests. Deliberately absent: regular expressions, racks, assignors other than the sticky one.
+"""
+
+from collections.abc import Callable
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.kafka_group import REBALANCE_MS, Answer, Code, Group, Member, balanced
+
+RELEASED = -2
+"""Epoch of a static member that went away and keeps its place until its session ends."""
+LEFT = -1
+
+
+class ConsumerGroup(Group):
+    """One group of KIP-848 members."""
+
+    epoch = 0
+    _target: dict[str, set[TopicPartition]]
+
+    def heartbeat(
+        self,
+        id_: str,
+        instance: str | None,
+        process: str,
+        epoch: int,
+        owned: frozenset[TopicPartition] | None,
+        reply: Callable[[Answer], None],
+    ) -> None:
+        """A member's word: 0 joins, :data:`LEFT` and :data:`RELEASED` go; ``owned`` acknowledges what it has now."""
+        if epoch == 0:
+            reply(self._join(id_, instance, process))
+            return
+        member = self.members.get(id_)
+        if member is None:
+            reply(Answer(Code.UNKNOWN_MEMBER if self.static(instance) is None else Code.FENCED_INSTANCE))
+        elif epoch == LEFT:
+            self.remove(member, "it left")
+            reply(Answer(Code.OK))
+        elif epoch == RELEASED:
+            member.epoch, member.revoking, member.revoking_since_ms = RELEASED, set(), None
+            reply(Answer(Code.OK))
+        elif epoch not in (member.epoch, member.generation):  # the last answer may have been lost
+            reply(Answer(Code.FENCED_EPOCH))
+        else:
+            member.seen_ms = self.world.now_ms
+            self._reconcile(member, owned)
+            reply(self._state_of(member))
+
+    def _join(self, id_: str, instance: str | None, process: str) -> Answer:
+        holder = self.static(instance)
+        if holder is not None and holder.id != id_:
+            if holder.epoch != RELEASED:
+                return Answer(Code.UNRELEASED)
+            del self.members[holder.id]
+            member = self.new_member(id_, instance, process)
+            member.assigned, member.epoch, member.generation = holder.assigned, self.epoch, self.epoch
+            member.joined_order = holder.joined_order
+            self._target[id_] = self._target.pop(holder.id, set())
+            self.world.note(f"group: {id_} takes the place of {holder.id}")
+        elif id_ in self.members:  # its first answer was lost
+            member = self.members[id_]
+            member.seen_ms = self.world.now_ms
+        else:
+            member = self.new_member(id_, instance, process)
+            self._new_target()
+        self._reconcile(member, frozenset())
+        return self._state_of(member)
+
+    def _state_of(self, member: Member) -> Answer:
+        return Answer(Code.OK, member.id, member.epoch, assignment=frozenset(member.assigned))
+
+    def _reconcile(self, member: Member, owned: frozenset[TopicPartition] | None) -> None:
+        """Take away first, give when it is free: pure bookkeeping of one member against the target."""
+        if member.revoking and owned is not None and not (member.revoking & owned):
+            member.revoking, member.revoking_since_ms = set(), None
+        if member.revoking:
+            return
+        target = self._target.get(member.id, set())
+        if gone := member.assigned - target:
+            member.assigned -= gone
+            if owned is None or owned:  # it may have them: it must say that it gave them back
+                member.revoking, member.revoking_since_ms = gone, self.world.now_ms
+                return
+        taken = {tp for m in self.members.values() if m is not member for tp in m.assigned | m.revoking}
+        member.assigned |= target - taken
+        if member.epoch != self.epoch:
+            member.generation, member.epoch = member.epoch, self.epoch
+
+    def _new_target(self) -> None:
+        self.epoch += 1
+        self.rebalances += 1
+        members = list(self.members.values())
+        self._target = balanced(members, {m.id: m.assigned for m in members}, self.partitions())
+        self.world.note(
+            f"group: epoch {self.epoch}: " + ", ".join(f"{i}={len(tps)}" for i, tps in self._target.items())
+        )
+
+    # --- for the base class -----------------------------------------------------------------------------------------
+
+    def check_commit(self, member: str, generation: int) -> Code:
+        if member not in self.members:
+            return Code.UNKNOWN_MEMBER
+        return Code.OK if self.members[member].epoch == generation else Code.ILLEGAL_GENERATION
+
+    def on_topics_changed(self) -> None:
+        if self.members:
+            self._new_target()
+
+    def on_member_gone(self, member: Member) -> None:
+        self._target.pop(member.id, None)
+        self._new_target()
+
+    def alive(self, member: Member) -> bool:
+        since = member.revoking_since_ms
+        if since is not None and self.world.now_ms - since > REBALANCE_MS:
+            self.remove(member, "it did not give back in time")
+            return True
+        return False

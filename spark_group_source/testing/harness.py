@@ -1,0 +1,141 @@
+"""The group machine with short words around it: say what happened, get back what is ordered.
+
+Runs in: tests. Deliberately absent: a broker (``kafka_group``); the test plays it. Each event is followed by
+:meth:`GroupMachine.check`, so every test also tests the invariants.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.states import Phase
+from spark_group_source.model import TopicPartition
+from spark_group_source.offsets import StreamOffset
+from spark_group_source.testing.clock import ManualClock
+
+GROUP = "etl"
+STREAM = "9f2c"
+HOLD_BUDGET_MS = 24_000
+FOUNDING_BUDGET_MS = 75_000
+
+C = TypeVar("C")
+Commands = list[ev.Command]
+
+
+def tps(topic: str, *partitions: int) -> tuple[TopicPartition, ...]:
+    return tuple(TopicPartition(topic, p) for p in partitions)
+
+
+def only(kind: type[C], commands: Commands) -> list[C]:
+    """The commands of one class, in order."""
+    return [command for command in commands if isinstance(command, kind)]
+
+
+class GroupHarness:
+    """One run of a query, played by a test.
+
+    Args:
+        slots: members of ours.
+        machine: the class under test; a broken one shows that a test finds the fault.
+    """
+
+    def __init__(self, slots: int = 1, machine: type[GroupMachine] = GroupMachine) -> None:
+        self.clock = ManualClock()
+        self.machine = machine(
+            group=GROUP, slots=slots, hold_budget_ms=HOLD_BUDGET_MS, founding_budget_ms=FOUNDING_BUDGET_MS
+        )
+        self.clients: dict[int, int] = {}
+        self.history: Commands = []
+
+    def feed(self, *events: ev.Event) -> Commands:
+        """Hand over events; the commands of all of them, without the log lines."""
+        commands: Commands = []
+        for event in events:
+            commands += self.machine.handle(event, now_ms=self.clock())
+            self.machine.check()
+        for command in commands:
+            if isinstance(command, ev.Join):
+                self.clients[command.slot] = command.client
+        self.history += commands
+        return [command for command in commands if not isinstance(command, ev.Say)]
+
+    def said(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history)]
+
+    def warned(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history) if say.warn]
+
+    def phase(self) -> Phase:
+        return self.machine.phase
+
+    def founded(self) -> bool:
+        return self.machine.founded
+
+    # --- what members report ----------------------------------------------------------------------------------------
+
+    def assigned(self, *partitions: TopicPartition, slot: int = 0, generation: int = 1) -> Commands:
+        return self.feed(ev.Assigned(**self._of(slot), partitions=partitions, generation=generation))
+
+    def revoking(self, *partitions: TopicPartition, slot: int = 0, eager: bool = False) -> Commands:
+        return self.feed(ev.Revoking(**self._of(slot), partitions=partitions, eager=eager))
+
+    def lost(self, *partitions: TopicPartition, slot: int = 0) -> Commands:
+        return self.feed(ev.Lost(**self._of(slot), partitions=partitions))
+
+    def failed(self, reason: str = "broker down", slot: int = 0) -> Commands:
+        return self.feed(ev.MemberFailed(**self._of(slot), reason=reason))
+
+    def fenced(self, slot: int = 0) -> Commands:
+        return self.feed(ev.MemberFenced(**self._of(slot), reason="FENCED_INSTANCE_ID"))
+
+    # --- what Spark says --------------------------------------------------------------------------------------------
+
+    def born(self, known: Mapping[str, int] | None = None, *, topics: tuple[str, ...] = ()) -> Commands:
+        known = known or {"orders": 4}
+        return self.feed(ev.Born(stream=STREAM, known=known, topics=topics or tuple(known)))
+
+    def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Commands:
+        """Plan a batch that reads these; what else is held stands still."""
+        still = {tp: (at, at) for tp, at in self.machine.plannable().items()}
+        return self.feed(ev.Planned(offset=self.offset(still | dict(ranges), self.machine.seq + 1)))
+
+    def durable(self, ranges: Mapping[TopicPartition, tuple[int, int]] | None = None) -> Commands:
+        """The batch in flight is durable (or, as the first event, the batch with these ranges is)."""
+        seq = self.machine.seq + 1 if ranges is None else 7
+        return self.feed(ev.Durable(offset=self.offset(ranges or {}, seq), topics=("orders",)))
+
+    def offset(self, ranges: Mapping[TopicPartition, tuple[int, int]], seq: int) -> StreamOffset:
+        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.machine.known(), ranges=ranges)
+
+    # --- what Kafka answers -----------------------------------------------------------------------------------------
+
+    def committed(self, offsets: Mapping[TopicPartition, int | ev.Committed | None]) -> Commands:
+        """The group's offsets; a plain number is a commit of this stream."""
+        read = {
+            tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
+            for tp, found in offsets.items()
+        }
+        return self.feed(ev.CommittedRead(offsets=read))
+
+    def echoed(self, commands: Commands | None = None) -> Commands:
+        """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""
+        echo = only(ev.Echo, self.history if commands is None else commands)[-1]
+        return self.feed(ev.EchoDone(offsets=echo.offsets))
+
+    def tick(self, *, ms: int) -> Commands:
+        self.clock.advance(ms=ms)
+        return self.feed(ev.Tick())
+
+    def taken(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
+        """Others committed these: the echo under our name is ordered, and answered."""
+        commands = self.committed(offsets)
+        return commands + self.echoed(commands)
+
+    def settled(self, *partitions: TopicPartition, at: int = 100, slot: int = 0) -> None:
+        """Bring partitions to the state "held, committed by us at ``at``"."""
+        self.assigned(*partitions, slot=slot)
+        self.committed(dict.fromkeys(partitions, at))
+
+    def _of(self, slot: int) -> dict[str, int]:
+        return {"slot": slot, "client": self.clients.get(slot, 0)}

@@ -1,0 +1,351 @@
+"""What must be true of a group whatever happens to it, checked at every step of a simulation.
+
+Runs in: tests. The truth is kept apart from what any process believes: which consumer really has a partition, who
+processed which offset, what is committed. A record may be processed twice only where somebody had a partition taken
+away from it (its session ended, its hold overran, it was killed) and only those that Kafka did not know yet; and a
+process that lives to hear of it must have counted them. Deliberately absent: how the processes do it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.kafka_client import Client, Tps
+from spark_group_source.testing.kafka_group import Entry
+from spark_group_source.testing.world import World
+
+
+class Violation(AssertionError):
+    """A rule did not hold. The message names the rule."""
+
+
+class Cause(Enum):
+    """Why records may be processed twice."""
+
+    TOLD = "lost, and told so"  # the process must have counted these
+    OVERRUN = "held beyond the budget"  # and these
+    UNTOLD = "lost while holding a revocation"  # the library does not say
+    DEAD = "killed or replaced"
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One run of a process. ``party`` is what survives it: a stream, or the run itself for an ordinary consumer."""
+
+    name: str
+    party: str
+    number: int = 0  # later runs of a party have higher ones
+    counted: Callable[[], int] | None = None  # offsets that it says may be read twice; None for ordinary consumers
+    alive: bool = True
+    blame: list[list["Loss"]] = field(default_factory=list)  # for each offset that was, its losses that explain it
+
+
+@dataclass(slots=True)
+class Holding:
+    """A consumer that has a partition, or believes so."""
+
+    reader: Reader
+    since_ms: int
+    begin: int  # where it goes on reading, at the earliest
+    until: int | None = None  # end of what it processed since, without a gap
+    loss: "Loss | None" = None  # somebody else has it meanwhile
+
+
+@dataclass(slots=True)
+class Loss:
+    """Offsets from ``base`` on, up to what its reader read, may be processed by somebody else too."""
+
+    reader: Reader
+    base: int
+    cause: Cause
+    end: int | None = None  # None: its reader goes on, not knowing
+
+
+@dataclass
+class Books:
+    """Everything about one partition."""
+
+    start: int
+    end: int
+    times: list[int] = field(default_factory=list)  # by offset, from ``start``
+    first: list[Reader] = field(default_factory=list)
+    whole: int = 0  # everything below was processed
+    holders: dict[str, Holding] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+    reached: dict[str, int] = field(default_factory=dict)  # by party: end of what it planned or processed
+    chain: dict[str, int] = field(default_factory=dict)  # by party: where its next range starts
+    away: set[str] = field(default_factory=set)  # parties that somebody else followed, or committed after
+    commits: list[tuple[int, Entry]] = field(default_factory=list)
+    flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
+
+
+class Invariants:
+    """The books of all partitions, and the rules. Every method is called when the thing really happens."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._readers: dict[str, Reader] = {}
+        self.books: dict[TopicPartition, Books] = {}
+        self.twice = 0
+        self.processed = 0
+        self.causes: dict[Cause, int] = defaultdict(int)
+
+    def add_partition(self, tp: TopicPartition, start: int) -> None:
+        self.books[tp] = Books(start, start, whole=start)
+
+    def produce(self, tp: TopicPartition, count: int) -> None:
+        self.books[tp].end += count
+
+    # --- who has what -----------------------------------------------------------------------------------------------
+
+    def reads_as(self, process: str, reader: Reader) -> None:
+        """Consumers of this process read for ``reader``."""
+        self._readers[process] = reader
+
+    def given(self, tps: Tps, client: Client) -> None:
+        reader = self._readers[client.process.name]
+        for tp in tps:
+            book = self.books[tp]
+            if not client.entitled(tp):
+                loss = Loss(reader, self._committed(tp), Cause.UNTOLD)
+                book.losses.append(loss)
+                book.holders[client.name] = Holding(reader, self._world.now_ms, loss.base, loss=loss)
+                continue
+            for name, other in list(book.holders.items()):
+                if other.reader.party == reader.party:
+                    over = not other.reader.alive and other.reader.number < reader.number
+                    if other.reader is reader or over:
+                        del book.holders[name]  # another slot of this run, or a run that this one continues
+                    elif other.loss is None:  # two runs at a time: neither knows what the other does now
+                        other.loss = Loss(other.reader, self._committed(tp), Cause.UNTOLD)
+                        book.losses.append(other.loss)
+                        if not other.reader.alive:
+                            self._close(tp, name, Cause.DEAD)
+                elif other.loss is None:
+                    other.loss = Loss(other.reader, self._committed(tp), Cause.UNTOLD)
+                    book.losses.append(other.loss)
+                    book.away.add(other.reader.party)
+                    if not other.reader.alive:
+                        self._close(tp, name, Cause.DEAD)
+            book.away |= book.chain.keys() - {reader.party}
+            begin = self._committed(tp)
+            if reader.party not in book.away:
+                begin = max(begin, book.chain.get(reader.party, begin))
+            book.holders[client.name] = Holding(reader, self._world.now_ms, begin)
+
+    def released(self, tps: Tps, client: Client) -> None:
+        """Given back in order: what it read must be committed, and a plain read must show it."""
+        for tp in tps:
+            book = self.books[tp]
+            holding = book.holders.get(client.name)
+            if holding is None:
+                continue
+            if holding.loss is None and holding.reader.counted is not None:
+                if holding.until is not None and self._committed(tp) < holding.until:
+                    self._break(f"{client.name} let {tp} go at {holding.until}, but Kafka has {self._committed(tp)}")
+                if holding.reader in book.flight and self._overlaps(tp, holding.reader):
+                    self._break(f"{client.name} let {tp} go in the middle of a batch")
+            # An ordinary consumer that was thrown out gives back what it could not commit.
+            self._close(tp, client.name, Cause.UNTOLD)
+
+    def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
+        for tp in tps:
+            if client.name in self.books[tp].holders:
+                self._close(tp, client.name, Cause.TOLD)
+
+    def overran(self, tp: TopicPartition, client: Client) -> None:
+        """The hold used up its budget: it goes without a commit."""
+        book = self.books[tp]
+        holding = book.holders.get(client.name)
+        if holding is not None and holding.loss is None:
+            holding.loss = Loss(holding.reader, self._committed(tp), Cause.OVERRUN)
+            book.losses.append(holding.loss)
+            self._close(tp, client.name, Cause.OVERRUN)
+
+    def ended(self, reader: Reader) -> None:
+        """A process is gone; its consumers still have their partitions as far as the group knows."""
+        self._honest(reader)
+        reader.alive = False
+        for tp, book in self.books.items():
+            book.flight.pop(reader, None)
+            for name, holding in list(book.holders.items()):
+                if holding.reader is reader and holding.loss is not None:
+                    self._close(tp, name, Cause.DEAD)
+            for loss in book.losses:
+                if loss.reader is reader:
+                    loss.cause = Cause.DEAD
+
+    def _close(self, tp: TopicPartition, name: str, cause: Cause) -> None:
+        book = self.books[tp]
+        holding = book.holders.pop(name)
+        loss = holding.loss
+        behind = holding.until is not None and holding.until > self._committed(tp)
+        if loss is None and (cause is Cause.TOLD or behind):  # out of the group, and nobody has come instead yet
+            loss = Loss(holding.reader, self._committed(tp), cause)
+            book.losses.append(loss)
+        if loss is not None:
+            loss.cause = cause
+            if holding.reader.party in book.reached:
+                loss.end = max(book.reached[holding.reader.party], loss.base)
+            else:
+                loss.end = loss.base
+
+    # --- what is read -----------------------------------------------------------------------------------------------
+
+    def intends(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """A batch is on its way: a loss from now on is a loss of this too."""
+        for tp, (_, end) in ranges.items():
+            self.books[tp].reached[reader.party] = max(end, self.books[tp].reached.get(reader.party, end))
+
+    def planned(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """A batch is fixed: its ranges follow the last ones, or what somebody else committed since."""
+        for tp, (start, end) in ranges.items():
+            book = self.books[tp]
+            last = book.chain.get(reader.party)
+            if start != last and not self._may_start(tp, reader, start, last):
+                self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
+            book.chain[reader.party] = end
+            if any(held.reader is reader and held.loss is None for held in book.holders.values()):
+                book.away.discard(reader.party)
+            else:
+                book.away.add(reader.party)
+            if start == end:
+                continue
+            for other in book.flight:
+                if other.alive and other.party != reader.party and not self._lost_it(tp, other, reader):
+                    self._break(
+                        f"{reader.name} plans {tp}[{start},{end}) while {other.name} reads {book.flight[other]}"
+                    )
+            book.flight[reader] = (start, end)
+            book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
+
+    def replaying(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
+        for tp, (start, end) in ranges.items():
+            book = self.books[tp]
+            if start < end:
+                book.flight[reader] = (start, end)
+                another = any(h.reader.party != reader.party and h.loss is None for h in book.holders.values())
+                done = end if another else min(end, book.whole)
+                if reader.party in book.away and done > start:
+                    book.losses.append(Loss(reader, start, Cause.DEAD, done))
+
+    def processed_by(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """These offsets took effect: rows in a table, or whatever an ordinary consumer does."""
+        for tp, (start, end) in ranges.items():
+            if start == end:
+                continue
+            book = self.books[tp]
+            book.flight.pop(reader, None)
+            book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
+            if end > book.end:
+                self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
+            for holding in book.holders.values():
+                chained = start <= (holding.begin if holding.until is None else holding.until)
+                if holding.reader is reader and holding.loss is None and chained:
+                    holding.until = end
+            missing = book.end - book.start - len(book.times)
+            book.times += [0] * missing
+            book.first += [reader] * missing
+            for offset in range(start, end):
+                at = offset - book.start
+                book.times[at] += 1
+                self.processed += 1
+                if book.times[at] == 1:
+                    book.first[at] = reader
+                else:
+                    self._excuse(tp, offset, reader, book.first[at])
+            while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
+                book.whole += 1
+
+    def durable(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """A batch that a former run of this reader's stream had written already is not in flight any more."""
+        for tp, (_, end) in ranges.items():
+            book = self.books[tp]
+            book.flight.pop(reader, None)
+            for holding in book.holders.values():
+                if holding.reader is reader and holding.loss is None and holding.until is not None:
+                    holding.until = max(holding.until, end)
+
+    def _excuse(self, tp: TopicPartition, offset: int, second: Reader, first: Reader) -> None:
+        book = self.books[tp]
+        open_end = max(book.reached.values())
+        excuses = [loss for loss in book.losses if loss.base <= offset < (open_end if loss.end is None else loss.end)]
+        if not excuses:
+            self._break(f"{tp} offset {offset} was processed by {first.name} and again by {second.name}")
+        self.twice += 1
+        blamed = excuses[-1].reader
+        alone = blamed in (first, second) and all(loss.reader is blamed for loss in excuses)
+        if alone and book.times[offset - book.start] == 2:  # else a former run had read it, or it is counted already
+            blamed.blame.append(excuses)
+        self.causes[excuses[-1].cause] += 1
+
+    # --- what is committed ------------------------------------------------------------------------------------------
+
+    def committed(self, tp: TopicPartition, old: Entry | None, new: Entry) -> None:
+        book = self.books[tp]
+        self._world.note(lambda: f"group: {tp} is committed at {new.offset} by {new.by}")
+        if new.offset > book.whole:
+            self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
+        book.commits.append((self._world.now_ms, new))
+        writer = self._readers[new.by]
+        book.away |= book.chain.keys() - {writer.party}
+        if old is not None and new.offset < old.offset:
+            if writer.counted is not None:
+                self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
+            # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
+            book.losses.append(Loss(writer, new.offset, Cause.UNTOLD, old.offset))
+
+    # --- at the end -------------------------------------------------------------------------------------------------
+
+    def finished(self) -> bool:
+        return all(book.whole == book.end and self._committed(tp) == book.end for tp, book in self.books.items())
+
+    def finish(self) -> None:
+        """Everything produced was processed and is committed; what was processed twice had been counted."""
+        for tp, book in self.books.items():
+            if book.whole != book.end:
+                self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
+            if self._committed(tp) != book.end:
+                self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
+        for reader in self._readers.values():
+            if reader.alive:
+                self._honest(reader)
+
+    def _honest(self, reader: Reader) -> None:
+        """What was read twice because of a loss that the reader was told of, it has counted."""
+        known = (Cause.TOLD, Cause.OVERRUN)
+        twice = sum(all(loss.cause in known for loss in losses) for losses in reader.blame)
+        if reader.counted is not None and twice > reader.counted():
+            self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _committed(self, tp: TopicPartition) -> int:
+        book = self.books[tp]
+        return book.commits[-1][1].offset if book.commits else book.start
+
+    def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
+        """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
+        book = self.books[tp]
+        since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
+        before = [entry for at_ms, entry in book.commits if at_ms < since_ms]
+        seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
+        anyone = last is None or reader.party in book.away
+        if anyone and not before:
+            return start == book.start or start in [entry.offset for entry in seen]
+        return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
+
+    def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
+        parties = {reader.party for reader in readers}
+        return any(loss.reader.party in parties for loss in self.books[tp].losses)
+
+    def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
+        start, end = self.books[tp].flight[reader]
+        return self._committed(tp) < end and start < end
+
+    def _break(self, rule: str) -> None:
+        self._world.note(f"VIOLATION: {rule}")
+        raise Violation(rule)

@@ -1,0 +1,128 @@
+"""A consumer of a simulated group that is not ours: it processes, commits, and gives back at once.
+
+Runs in: tests. It promises "at least once", as ordinary consumers do. Deliberately absent: commits by timer.
+"""
+
+from collections.abc import Callable
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.invariants import Invariants, Reader
+from spark_group_source.testing.kafka_client import Tps, make_client
+from spark_group_source.testing.kafka_group import Code, Entry, Group
+from spark_group_source.testing.world import Process, World
+
+
+class OrdinaryMember:
+    """A consumer that is not ours: it processes, commits, and gives back at once."""
+
+    def __init__(self, world: World, group: Group, truth: Invariants, *, name: str) -> None:
+        self.process = Process(world, name)
+        self.reader = Reader(name, name)
+        self._world, self._group, self._truth = world, group, truth
+        truth.reads_as(name, self.reader)
+        self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, None)
+        self._at: dict[TopicPartition, int] = {}
+        self._busy = False
+        self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
+
+    def start(self) -> None:
+        self._client.start()
+        self._later(100, self._loop)
+
+    def end(self) -> None:
+        if self.process.alive:
+            self.process.kill()
+            self._truth.ended(self.reader)
+
+    def leave(self) -> None:
+        """Commit, leave the group, end."""
+
+        def gone() -> None:
+            self._truth.released(self._client.owned, self._client)
+            self._client.close(leave=True)
+            self.end()
+
+        def commit() -> None:
+            self._busy = True  # nothing more is processed
+            self._commit(dict(self._at), gone)
+
+        self._when_free(commit)
+
+    def assigned(self, tps: Tps, generation: int) -> None:
+        del generation
+
+        def positions(found: dict[TopicPartition, Entry | None]) -> None:
+            for tp, entry in found.items():
+                if tp in self._client.owned and tp not in self._at:
+                    self._at[tp] = self._truth.books[tp].start if entry is None else entry.offset
+
+        self._world.note(f"{self.process.name} has {_names(tps)} in addition")
+        # What was committed by a transaction may still be on its way: a plain read, as any consumer may do.
+        if tps:
+            self.process.call("main", lambda reply: self._group.read(tps, False, reply), positions)
+
+    def revoked(self, tps: Tps, done: Callable[[], None]) -> None:
+        def release() -> None:
+            for tp in tps:
+                self._at.pop(tp, None)
+            done()
+
+        self._world.note(f"{self.process.name} gives back {_names(tps)}")
+        self._when_free(lambda: self._commit({tp: self._at[tp] for tp in tps if tp in self._at}, release))
+
+    def lost(self, tps: Tps) -> None:
+        self._world.note(f"{self.process.name} lost {_names(tps)}")
+        for tp in tps:
+            self._at.pop(tp, None)
+
+    def dead(self, code: Code) -> None:
+        del code
+        self.end()
+
+    def _loop(self) -> None:
+        self._later(self._world.between(50, 400), self._loop)
+        if self._busy or self._client.holding:
+            return
+        ranges = {}
+        for tp, at in sorted(self._at.items()):
+            end = min(self._truth.books[tp].end, at + self._world.between(1, 10))
+            if end > at:
+                ranges[tp] = (at, end)
+        if ranges:
+            self._truth.processed_by(self.reader, ranges)
+            self._at.update({tp: end for tp, (_, end) in ranges.items()})
+            self._busy = True
+            self._commit({tp: end for tp, (_, end) in ranges.items()}, self._free)
+
+    def _free(self) -> None:
+        self._busy = False
+        if self._next is not None:
+            do, self._next = self._next, None
+            do()
+
+    def _when_free(self, do: Callable[[], None]) -> None:
+        if self._busy:
+            self._next = do
+        else:
+            do()
+
+    def _commit(self, offsets: dict[TopicPartition, int], then: Callable[[], None]) -> None:
+        if not offsets:
+            then()
+            return
+
+        def answer(code: Code) -> None:
+            if code in (Code.OK, Code.UNKNOWN_MEMBER):
+                then()  # thrown out: the library tells later
+            else:
+                now = {tp: at for tp, at in offsets.items() if self._at.get(tp) == at}
+                self._later(200, lambda: self._commit(now, then))
+
+        self._client.commit(offsets, Entry(0, None, self.process.name, 0), answer)
+
+    def _later(self, delay_ms: int, do: Callable[[], None]) -> None:
+        self.process.later("main", delay_ms, do)
+
+
+def _names(tps: Tps) -> str:
+    return ", ".join(map(str, sorted(tps))) or "nothing"

@@ -1,0 +1,22 @@
+"""``python -m tests.simulation SEED [PROTOCOL]`` plays one history and prints what it was made of, or its story."""
+
+import sys
+
+from spark_group_source.testing.simulation import Failed, run
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or not arguments[0].isdigit():
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    try:
+        outcome = run(int(arguments[0]), protocol=arguments[1] if len(arguments) > 1 else None)
+    except Failed as failed:
+        sys.stdout.write(f"{failed}\n")
+        return 1
+    sys.stdout.write(f"{outcome}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
