@@ -1,0 +1,27 @@
+"""The group's side of Kafka: questions about topics and offsets, the fenced commit, and the consumers of members.
+
+Runs in: the stream reader, the user's driver (CLI). Deliberately absent: reading records (``fetch``) and every decision
+(``group``). With the clients of ``fetch`` it is the only importer of confluent_kafka; Kafka's errors become ours here,
+once.
+"""
+
+from spark_group_source.kafka.admin import Admin, CommittedOffset, GroupDescription, GroupMember, Topic
+from spark_group_source.kafka.committer import MemberStale, OffsetCommitter
+from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
+from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.settings import check_settings
+
+__all__ = [
+    "Admin",
+    "CommittedOffset",
+    "GroupDescription",
+    "GroupMember",
+    "GroupOffsets",
+    "Identity",
+    "MemberConsumer",
+    "MemberStale",
+    "OffsetCommitter",
+    "Topic",
+    "check_settings",
+    "is_incremental",
+]

@@ -1,0 +1,263 @@
+"""Questions about topics, groups and offsets, each with a deadline.
+
+Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import admin as kafka_admin
+
+from spark_group_source.errors import CommitFailed, TopicMissing
+from spark_group_source.kafka.translation import MISSING_CODES, to_kafka, to_ours, translate
+from spark_group_source.model import TopicPartition
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 10.0
+"""One question to the cluster, including the search for the broker that can answer."""
+ERROR_POLL_S = 0.2
+"""While an answer is pending: how often to look whether the cluster refused the credentials."""
+
+COORDINATOR_TIMEOUT_S = 3_600.0
+"""The library's own timeout of a question to the group's coordinator, far beyond ours, because the library must never
+be the one that gives up: a coordinator that comes back after that makes it abort the whole process (librdkafka 2.16).
+We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
+
+_BOUND = {"request_timeout": REQUEST_TIMEOUT_S}
+_COORDINATOR_BOUND = {"request_timeout": COORDINATOR_TIMEOUT_S}
+
+T = TypeVar("T")
+
+# The library's stubs know neither callbacks nor loggers among the settings, nor the types of OffsetSpec.
+_AdminClient: Any = kafka_admin.AdminClient
+_OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic as the cluster describes it now; the id changes when it is deleted and made again (KIP-516)."""
+
+    id: str
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedOffset:
+    """A group's offset of one partition, with the text that its committer left beside it."""
+
+    offset: int
+    metadata: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """One member as the cluster describes it."""
+
+    member_id: str
+    client_id: str
+    instance_id: str
+    host: str
+    partitions: tuple[TopicPartition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDescription:
+    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead."""
+
+    state: str
+    protocol: str
+    assignor: str
+    members: tuple[GroupMember, ...]
+
+
+class Missing(Exception):
+    """A marker among this module's answers: the topic or partition is not there."""
+
+
+class Admin:
+    """Questions about topics and offsets. Any thread may ask; each question has a deadline.
+
+    Args:
+        settings: librdkafka settings of an admin client.
+        retries: how often a question that was not answered is asked again.
+        retry_interval_s: the wait before it is.
+    """
+
+    def __init__(self, settings: Mapping[str, str], *, retries: int = 3, retry_interval_s: float = 1.0) -> None:
+        self._servers = settings["bootstrap.servers"]
+        self._retries = retries
+        self._retry_interval_s = retry_interval_s
+        self._refused: KafkaError | None = None
+        # The object must outlive every answer: a collected AdminClient fails its pending futures.
+        self._client = _AdminClient({**settings, "error_cb": self._on_error, "logger": log})
+
+    def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
+        """Every topic that ``wants`` says yes to, with its id and partition count."""
+        listed = self._retrying("listing topics", lambda: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
+        return self.describe([name for name in listed.topics if wants(name)])
+
+    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+        """The named topics; those that do not exist are left out."""
+        names = sorted(set(names))
+        if not names:
+            return {}
+        answers = self._ask("describing topics", lambda: self._client.describe_topics(TopicCollection(names), **_BOUND))
+        return {
+            name: Topic(str(found.topic_id), len(found.partitions))
+            for name, found in answers.items()
+            if not isinstance(found, Missing)
+        }
+
+    def require(self, names: Iterable[str]) -> dict[str, Topic]:
+        """The named topics, all of them.
+
+        Raises:
+            TopicMissing: the message lists the ones that do not exist.
+        """
+        names = list(names)
+        found = self.describe(names)
+        for _ in range(self._retries):  # a topic that was just made is not known to every broker at once
+            if found.keys() >= set(names):
+                break
+            self.pause(self._retry_interval_s)
+            found = self.describe(names)
+        missing = sorted(set(names) - found.keys())
+        if missing:
+            raise TopicMissing(
+                f"topic {', '.join(missing)} does not exist on {self._servers}. Create it first, or correct the option "
+                "'subscribe'",
+                topics=missing,
+            )
+        return found
+
+    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
+        """Where each log ends; ``committed``: at its last stable offset. Partitions that are gone are left out."""
+        return self._offsets(tps, _OffsetSpec.latest(), committed)
+
+    def earliest(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """Where each log begins. Partitions that are gone are left out."""
+        return self._offsets(tps, _OffsetSpec.earliest(), committed=False)
+
+    def at_time(self, times: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+        """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
+        found = self._offsets_of({tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}, committed=False)
+        return {tp: offset if offset >= 0 else None for tp, offset in found.items()}
+
+    def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
+        """Every offset that the group committed. A query uses :class:`GroupOffsets`, which says why."""
+        self.group(group)  # finds the coordinator, and waits for it while it loads
+        request = [ConsumerGroupTopicPartitions(group)]
+        answer = self._ask(
+            "reading committed offsets",
+            lambda: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
+        )[group]
+        if isinstance(answer, Missing):
+            return {}
+        return {
+            TopicPartition(p.topic, p.partition): CommittedOffset(p.offset, p.metadata or "")
+            for p in answer.topic_partitions
+            if p.offset >= 0 and p.error is None
+        }
+
+    def group(self, group: str) -> GroupDescription:
+        """Who is in the group. A group that never was is described as dead, without members."""
+        found = self._ask(
+            "describing the group", lambda: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND)
+        )[group]
+        if isinstance(found, Missing):
+            return GroupDescription("dead", "", "", ())
+        return GroupDescription(
+            found.state.name.lower(),
+            found.type.name.lower(),
+            found.partition_assignor,
+            tuple(
+                GroupMember(
+                    m.member_id, m.client_id, m.group_instance_id or "", m.host, to_ours(m.assignment.topic_partitions)
+                )
+                for m in found.members
+            ),
+        )
+
+    def move_committed(self, group: str, offsets: Mapping[TopicPartition, int]) -> None:
+        """Commit for a group without members, as an operator: nothing says which stream it was.
+
+        Raises:
+            CommitFailed: Kafka refused one of them, for example because the group has members.
+        """
+        entries = [to_kafka(tp, offset) for tp, offset in offsets.items()]
+        request = [ConsumerGroupTopicPartitions(group, entries)]
+        try:
+            answer = self._answer(self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group])
+        except KafkaException as exc:
+            raise CommitFailed(f"Kafka refused to move group {group!r}: {exc.args[0].str()}") from exc
+        if isinstance(answer, Missing):
+            raise CommitFailed(f"Kafka refused to move group {group!r}: a topic does not exist")
+        refused = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
+        if refused:
+            raise CommitFailed(f"Kafka refused to move group {group!r}: {', '.join(refused[:10])}")
+
+    def pause(self, wait_s: float) -> None:
+        """Let time pass between two questions, serving the client meanwhile."""
+        self._client.poll(wait_s)
+
+    def _offsets(self, tps: Iterable[TopicPartition], spec: Any, committed: bool) -> dict[TopicPartition, int]:
+        return self._offsets_of(dict.fromkeys(tps, spec), committed)
+
+    def _offsets_of(self, specs: Mapping[TopicPartition, Any], committed: bool) -> dict[TopicPartition, int]:
+        if not specs:
+            return {}
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        request = {to_kafka(tp): spec for tp, spec in specs.items()}
+        answers = self._ask(
+            "listing offsets", lambda: self._client.list_offsets(request, isolation_level=level, **_BOUND)
+        )
+        return {
+            TopicPartition(p.topic, p.partition): found.offset
+            for p, found in answers.items()
+            if not isinstance(found, Missing)
+        }
+
+    def _ask(self, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
+        """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
+        return self._retrying(op, lambda: {key: self._answer(future) for key, future in send().items()})
+
+    def _answer(self, future: "Future[Any]") -> Any:
+        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S + 1.0  # the library's own timeout comes first
+        while True:
+            try:
+                return future.result(timeout=ERROR_POLL_S)
+            except KafkaException as exc:
+                if exc.args[0].code() in MISSING_CODES:
+                    return Missing()
+                raise
+            except TimeoutError:
+                self._client.poll(0)  # runs the error callback
+                if self._refused is not None:
+                    raise KafkaException(self._refused) from None
+                if time.monotonic() > deadline_s:
+                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")) from None
+
+    def _retrying(self, op: str, ask: Callable[[], T]) -> T:
+        started_s = time.monotonic()
+        for attempt in range(self._retries + 1):
+            try:
+                return ask()
+            except KafkaException as exc:
+                error = self._refused or exc.args[0]
+                waited_s = time.monotonic() - started_s
+                failure = translate(error, op=op, servers=self._servers, waited_s=waited_s)
+                if not failure.retriable or attempt == self._retries:
+                    raise failure from exc
+                log.info("%s failed (%s); asking again", op, error.str())
+                self.pause(self._retry_interval_s)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _on_error(self, error: KafkaError) -> None:
+        if error.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
+            self._refused = error

@@ -1,0 +1,212 @@
+"""The consumer behind a member: membership without reading.
+
+Runs in: the thread of a slot (``member``). Deliberately absent: fetching, and deciding what a rebalance means.
+"""
+
+import contextlib
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException
+
+from spark_group_source.client_settings import SESSION_TIMEOUT_MS
+from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
+from spark_group_source.kafka.translation import AUTH_CODES, to_kafka, to_ours, translate
+from spark_group_source.model import TopicPartition
+
+log = logging.getLogger(__name__)
+
+LEAVE_S_MAX = 3.0
+"""How long leaving the group may take; after it the place ends with the session."""
+LEAVE_POLL_S = 0.05
+REFUSED_CODES = frozenset(
+    {
+        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError.GROUP_MAX_SIZE_REACHED,
+        KafkaError.INVALID_GROUP_ID,
+    }
+)
+"""Answers to a join that only someone else's doing changes."""
+
+
+class Identity(NamedTuple):
+    """Who a consumer is in its group: what the broker checks before it takes a commit of its partitions."""
+
+    generation: int
+    member: str
+    metadata: Any
+    """The library's form, for a transaction."""
+
+
+class MemberConsumer:
+    """The consumer behind one slot: membership only, its partitions stay paused and nothing is fetched.
+
+    One thread calls everything here, the callbacks run inside :meth:`poll` on that thread.
+
+    Args:
+        settings: librdkafka settings with group.id and group.instance.id.
+        on_assigned: partitions that came, in addition; generation.
+        on_revoked: partitions to give back; returns when they may go.
+        on_lost: partitions that are gone; returns whether to join again.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, str],
+        *,
+        on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
+        on_revoked: Callable[[tuple[TopicPartition, ...]], None],
+        on_lost: Callable[[tuple[TopicPartition, ...]], bool],
+    ) -> None:
+        self._servers = settings["bootstrap.servers"]
+        self.incremental = is_incremental(settings)
+        self._consumer_protocol = settings.get("group.protocol") == "consumer"
+        self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
+        self._failure: GroupError | None = None
+        self.identity: Identity | None = None
+        self._holder = ""  # as which member it was given its partitions
+        self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
+        self._consumer: Any = Consumer({**settings, "logger": log})
+
+    def subscribe(self, topics: Sequence[str]) -> None:
+        self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
+
+    def poll(self, timeout_s: float) -> None:
+        """Serve the group protocol.
+
+        Raises:
+            Fenced: another client took the instance id, or still has it (KIP-848); or ``on_lost`` said so.
+            OptionError: the brokers allow no such session timeout.
+            GroupError: the consumer is dead; make a new one.
+        """
+        message = self._consumer.poll(timeout_s)
+        self.identify()
+        if self._failure is not None:
+            raise self._failure
+        if message is None or (error := message.error()) is None:
+            return
+        if error.code() == KafkaError._FATAL or error.fatal():
+            raise self._fatal(error)
+        if error.code() in AUTH_CODES:
+            raise translate(error, op="joining the group", servers=self._servers)
+        if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
+            raise OptionError(
+                f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
+                "between their group.min.session.timeout.ms and group.max.session.timeout.ms (6000 and 1800000 "
+                "unless set). `kafka-configs.sh --describe --all --entity-type brokers` shows them"
+            )
+        if error.code() in REFUSED_CODES:  # the library would go on asking, and nobody would know why
+            raise GroupError(f"the broker refuses the member: {error.str()}")
+        log.info("member: %s", error.str())
+
+    def identify(self) -> None:
+        """Ask the library who it is in the group now, for :attr:`identity`.
+
+        A consumer that holds a revocation is not told when its session ends: it can be back as another member, and keep
+        as its own what somebody else had meanwhile. Then it fails, and a new one takes its slot.
+        """
+        now = _identity(self._consumer.consumer_group_metadata())
+        if now is not None and self._holder not in ("", now.member) and self._consumer.assignment():
+            self._failure = GroupError("thrown out of the group in a rebalance, and back as another member")
+            now = None
+        self.identity = now
+
+    def commit(self, offsets: Mapping[TopicPartition, int], note: str) -> None:
+        """Commit as this member, any partition of the group.
+
+        Raises:
+            CommitFailed: nothing or not everything was committed.
+        """
+        entries = [to_kafka(tp, offset, note) for tp, offset in offsets.items()]
+        try:
+            for done in self._consumer.commit(offsets=entries, asynchronous=False):
+                if done.error is not None:
+                    raise KafkaException(done.error)
+        except KafkaException as exc:
+            raise CommitFailed(f"committing offsets as a member failed: {exc.args[0].str()}") from exc
+
+    def close(self, *, leave: bool) -> None:
+        """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
+        session ends (classic: nothing is sent; KIP-848: epoch -2)."""
+        with contextlib.suppress(KafkaException, RuntimeError):
+            if leave:
+                # A close() right behind it would suppress a static member's leave: let the revocation be served first.
+                self._consumer.unsubscribe()
+                deadline_s = time.monotonic() + LEAVE_S_MAX
+                self._consumer.poll(LEAVE_POLL_S)
+                while self._is_member() and time.monotonic() < deadline_s:
+                    self._consumer.poll(LEAVE_POLL_S)
+            self._consumer.close()
+
+    def _is_member(self) -> bool:
+        # KIP-848 member ids are made by the client and never go away; what it was assigned does.
+        return bool(self._consumer.assignment() or (not self._consumer_protocol and self._consumer.memberid()))
+
+    @property
+    def generation(self) -> int:
+        """The group generation, or the member epoch of KIP-848; -1 while not a member."""
+        return -1 if self.identity is None else self.identity.generation
+
+    def _fatal(self, error: KafkaError) -> GroupError:
+        text = error.str()
+        # The code is only "fatal"; which one it was stands in the text alone.
+        if "UNRELEASED_INSTANCE_ID" in text or "still in use" in text or "unreleased" in text.lower():
+            return GroupError(f"the place is still taken: {text}", unreleased=True)
+        if self._consumer_protocol and "group id does not exist" in text:
+            return GroupError(
+                "the broker cannot turn this classic group into one of kafka.group.protocol=consumer while it has "
+                "members whose assignor keeps data of its own, such as cooperative-sticky. Let them leave, or change "
+                f"them to range or roundrobin, or use kafka.group.protocol=classic here ({text})"
+            )
+        if "fenced" in text.lower():
+            return Fenced(f"the member was fenced: {text}")
+        return GroupError(f"the member failed: {text}")
+
+    def _assigned(self, consumer: Any, partitions: list[Any]) -> None:
+        self.identify()
+        if self._failure is not None:
+            return
+        self._holder = "" if self.identity is None else self.identity.member
+        # An explicit offset spares a lookup of the committed one; it is never used, since nothing is fetched.
+        paused = [to_kafka(tp, 0) for tp in to_ours(partitions)]
+        (consumer.incremental_assign if self.incremental else consumer.assign)(paused)
+        if paused:
+            consumer.pause(paused)
+        self._on_assigned(to_ours(partitions), self.generation)
+
+    def _revoked(self, consumer: Any, partitions: list[Any]) -> None:
+        self.identify()
+        if self._failure is None:
+            self._on_revoked(to_ours(partitions))
+        if self.incremental:
+            consumer.incremental_unassign(partitions)
+        else:
+            consumer.unassign()
+
+    def _lost(self, consumer: Any, partitions: list[Any]) -> None:
+        self._holder = ""
+        if not self._on_lost(to_ours(partitions)):
+            self._failure = Fenced("a newer driver of this stream took the place while this one stood still")
+            with contextlib.suppress(KafkaException):  # the library may have heard itself that it is fenced
+                consumer.unsubscribe()  # before it gives up the partitions, which is when it joins again
+
+
+def is_incremental(settings: Mapping[str, str]) -> bool:
+    """Whether this member keeps what it has through a rebalance (cooperative-sticky, KIP-848) or gives all back."""
+    return settings.get("group.protocol") == "consumer" or "cooperative" in settings.get(
+        "partition.assignment.strategy", ""
+    )
+
+
+def _identity(metadata: Any) -> Identity | None:
+    """librdkafka's serialised group metadata: ``CGMDv2:``, a native int32 generation, then three texts that end with 0:
+    group, member id, instance id. None while not a member."""
+    raw = bytes(metadata or b"")
+    if not raw.startswith(b"CGMDv2:"):
+        return None
+    generation = int(struct.unpack_from("=i", raw, 7)[0])
+    member = raw[11:].split(b"\0")[1].decode()
+    return Identity(generation, member, metadata) if generation > 0 and member else None

@@ -1,0 +1,24 @@
+"""Whether the client library accepts the user's settings, found out before anything is started.
+
+Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``client_settings``).
+"""
+
+from confluent_kafka import Consumer, KafkaException, Producer
+
+from spark_group_source.errors import OptionError
+from spark_group_source.options import Options
+
+
+def check_settings(options: Options) -> None:
+    """Refuse settings that the client library does not know, before anything is started.
+
+    Raises:
+        OptionError: with the library's own words.
+    """
+    for settings, make in ((options.consumer_settings(), Consumer), (options.producer_settings(), Producer)):
+        try:
+            client = make({**settings, "log_level": 0})
+        except KafkaException as exc:
+            raise OptionError(f"the Kafka client refuses an option: {exc.args[0].str()}") from None
+        if isinstance(client, Consumer):
+            client.close()
