@@ -1,0 +1,61 @@
+"""Kafka consumer groups as a PySpark streaming source, exactly once into Delta.
+
+Runs in: every process. Deliberately absent: anything that opens a connection, a file or a session on import; what needs
+pyspark is imported when it is first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from spark_group_source.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    CheckpointMismatch,
+    CommitFailed,
+    DataLoss,
+    Fenced,
+    GroupError,
+    InvariantBroken,
+    LedgerConflict,
+    OptionError,
+    ReadTimeout,
+    RebalanceTimeout,
+    SourceError,
+    TopicMissing,
+)
+from spark_group_source.progress import drain
+
+if TYPE_CHECKING:
+    from spark_group_source.sink import DeltaSink
+    from spark_group_source.source import KafkaGroupDataSource
+
+__all__ = [
+    "AccessDenied",
+    "BrokerUnavailable",
+    "CheckpointMismatch",
+    "CommitFailed",
+    "DataLoss",
+    "DeltaSink",
+    "Fenced",
+    "GroupError",
+    "InvariantBroken",
+    "KafkaGroupDataSource",
+    "LedgerConflict",
+    "OptionError",
+    "ReadTimeout",
+    "RebalanceTimeout",
+    "SourceError",
+    "TopicMissing",
+    "drain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DeltaSink":
+        from spark_group_source.sink import DeltaSink
+
+        return DeltaSink
+    if name == "KafkaGroupDataSource":
+        from spark_group_source.source import KafkaGroupDataSource
+
+        return KafkaGroupDataSource
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

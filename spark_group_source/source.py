@@ -1,0 +1,173 @@
+"""``format("kafka-group")``: Spark's side of the source.
+
+Runs in: the planner (``DataSource``), the stream reader (:class:`GroupStreamReader`), executor workers (its ``read``).
+Deliberately absent: everything that takes more than handing values over. The reader is built in three processes and
+pickled between them, so it holds options and opens nothing until the stream reader is asked for its first offset.
+It is the only importer of pyspark.sql.datasource.
+"""
+
+import atexit
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from spark_group_source.admission import pack
+from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.model import OffsetRange
+from spark_group_source.offsets import StreamOffset, parse
+from spark_group_source.options import Options
+from spark_group_source.records import spark_ddl
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_group_source.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+FORMAT = "kafka-group"
+LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
+
+
+class RangesPartition(InputPartition):
+    """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time."""
+
+    def __init__(self, ranges: Sequence[OffsetRange]) -> None:
+        super().__init__(None)
+        self.ranges = tuple(ranges)
+
+
+class KafkaGroupDataSource(DataSource):
+    """The source as ``spark.readStream.format("kafka-group")`` finds it.
+
+    Raises:
+        OptionError: from ``load()``: an option is missing, unknown, or has a value that cannot work.
+    """
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(dict(options))
+        self._parsed = Options.parse(self.options)
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def schema(self) -> str:
+        from spark_group_source.kafka import check_settings
+
+        check_settings(self._parsed)
+        return spark_ddl(self._parsed.include_headers)
+
+    def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002 - Spark's signature
+        raise OptionError(
+            f'format("{FORMAT}") is a streaming source: write spark.readStream, with trigger(availableNow=True) for a '
+            "run that ends"
+        )
+
+    def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
+        return GroupStreamReader(self._parsed)
+
+
+class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The reader as Spark drives it; see ``coordinator`` for the life of a batch."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._coordinator: Coordinator | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options, "_coordinator": None}
+
+    # --- in the stream reader process -------------------------------------------------------------------------------
+
+    def initialOffset(self) -> dict[str, Any]:
+        return StreamOffset.initial(self._options.group_id).to_json_dict()
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        # Limits are options; a finite limit here only tells a normal trigger from Once, which passes ReadAllAvailable.
+        return ReadMaxRows(2**63 - 1)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._started().prepare_available_now()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        parsed = self._parse(start)
+        latest = self._started().latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
+        return start if latest is parsed else latest.to_json_dict()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        ends: dict[str, dict[str, int]] = {}
+        for tp, end in sorted(self._started().ends().items()):
+            ends.setdefault(tp.topic, {})[str(tp.partition)] = end
+        return ends or None
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:  # noqa: ARG002
+        parsed = self._parse(end)
+        self._started().replay(parsed)
+        tasks = pack(
+            parsed.batch(),
+            min_partitions=self._options.min_partitions,
+            max_records=self._options.max_records_per_partition,
+        )
+        return [RangesPartition(ranges) for ranges in tasks]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        self._started().commit(self._parse(end))
+
+    def stop(self) -> None:
+        if self._coordinator is not None:
+            # Spark closes our socket and sends SIGTERM at the same moment: the second must not end this half way.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._coordinator.close()
+
+    def _started(self) -> "Coordinator":
+        if self._coordinator is None:
+            from spark_group_source.coordinator import Coordinator
+
+            _prepare_process()
+            self._coordinator = Coordinator(self._options)
+            atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
+        return self._coordinator
+
+    def _parse(self, document: Mapping[str, Any]) -> StreamOffset:
+        offset = parse(document)
+        if offset.group != self._options.group_id:
+            raise CheckpointMismatch(
+                f"the checkpoint belongs to group {offset.group!r}, but kafka.group.id is {self._options.group_id!r}. "
+                "Give this query a checkpointLocation of its own, or set the group back",
+                found=offset.group,
+                wanted=self._options.group_id,
+            )
+        return offset
+
+    # --- in an executor worker --------------------------------------------------------------------------------------
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        from spark_group_source.fetch import read_ranges
+
+        assert isinstance(partition, RangesPartition)
+        return read_ranges(
+            self._options.consumer_settings(),
+            partition.ranges,
+            include_headers=self._options.include_headers,
+            fail_on_data_loss=self._options.fail_on_data_loss,
+            deadline_s=self._options.poll_timeout_ms / 1000,
+        )
+
+
+def _prepare_process() -> None:
+    """The stream reader is a process of its own: give it a log, and let SIGTERM, with which Spark ends every query,
+    run ``stop()``: without a handler nothing does."""
+    import os
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    logging.basicConfig(
+        level=os.environ.get(LOG_LEVEL_ENV, "WARNING"),
+        format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s",
+    )

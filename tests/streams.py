@@ -1,0 +1,351 @@
+"""Queries of ``format("kafka-group")`` for tests: in Spark (:class:`Job`), or its part played (:class:`Engine`).
+
+Runs in: tests. Deliberately absent: fixtures (``conftest``) and judgements about rows; what is read back comes from
+Kafka's admin API, plain consumers and the checkpoint's files.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from confluent_kafka import Consumer
+from confluent_kafka.admin import AdminClient
+from conftest import ADMIN_S
+
+from spark_group_source.coordinator import Coordinator
+from spark_group_source.fetch import read_ranges
+from spark_group_source.offsets import StreamOffset, parse
+from spark_group_source.options import Options
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+PROTOCOLS = ("classic", "consumer")
+END_S = 60
+"""Bound of an AvailableNow run."""
+
+
+class Seen(NamedTuple):
+    """What a test looks at of one row."""
+
+    topic: str
+    partition: int
+    offset: int
+    value: str | None
+
+
+def options_of(servers: str, group: str, *, protocol: str = "classic", **more: object) -> dict[str, str]:
+    """Options that make a test quick. Names in ``more`` have ``__`` for the dot: ``kafka__isolation__level``."""
+    quick = {"kafka.session.timeout.ms": "6000", "kafka.heartbeat.interval.ms": "500"} if protocol == "classic" else {}
+    return {
+        "kafka.bootstrap.servers": servers,
+        "kafka.group.id": group,
+        "kafka.group.protocol": protocol,
+        "kafka.topic.metadata.refresh.interval.ms": "500",
+        "fetchOffset.retryIntervalMs": "200",
+        **quick,
+        **named(more),
+    }
+
+
+def named(more: Mapping[str, object]) -> dict[str, str]:
+    """Options written as keyword arguments: ``__`` stands for the dot, and Python's True for true."""
+    texts = {True: "true", False: "false"}
+    return {
+        name.replace("__", "."): texts[value] if isinstance(value, bool) else str(value) for name, value in more.items()
+    }
+
+
+# --- in Spark -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A query and its checkpoint over any number of runs; ``batches`` keeps the rows of every batch that ran."""
+
+    spark: "SparkSession"
+    options: dict[str, str]
+    checkpoint: Path
+    batches: list[tuple[int, list[Seen]]] = field(default_factory=list)
+    on_batch: Callable[[int], None] = lambda number: None
+    """Called in the middle of every batch, after its rows were read."""
+
+    def load(self, **more: object) -> "DataFrame":
+        return self.spark.readStream.format("kafka-group").options(**{**self.options, **named(more)}).load()
+
+    def start(self, **trigger: Any) -> "StreamingQuery":
+        """Start the query; ``trigger`` as in ``writeStream.trigger``."""
+        return self.start_frame(self.load(), **trigger)
+
+    def start_frame(self, frame: "DataFrame", **trigger: Any) -> "StreamingQuery":
+        writer = frame.writeStream.foreachBatch(self._keep).option("checkpointLocation", str(self.checkpoint))
+        return (writer.trigger(**trigger) if trigger else writer).start()
+
+    @contextlib.contextmanager
+    def running(self, **trigger: Any) -> Iterator["StreamingQuery"]:
+        query = self.start(**trigger)
+        try:
+            yield query
+        finally:
+            query.stop()
+
+    def run(self, **more: object) -> list[Seen]:
+        """An AvailableNow run to its end; returns the rows of this run, and raises what the query failed with."""
+        before = len(self.batches)
+        query = self.start_frame(self.load(**more), availableNow=True)
+        try:
+            ended = query.awaitTermination(END_S)
+        finally:
+            query.stop()
+        assert ended, f"the run did not end within {END_S} s"
+        return rows_of(self.batches[before:])
+
+    @property
+    def rows(self) -> list[Seen]:
+        return rows_of(self.batches)
+
+    @property
+    def values(self) -> list[str]:
+        return values_of(self.rows)
+
+    def _keep(self, frame: "DataFrame", number: int) -> None:
+        found = frame.selectExpr("topic", "partition", "offset", "string(value) value").collect()
+        self.batches.append((number, [Seen(*row) for row in found]))
+        self.on_batch(number)
+
+
+JobFactory = Callable[..., Job]
+
+
+def job_factory(spark: "SparkSession", servers: str, group: str, folder: Path) -> JobFactory:
+    """``job(protocol="classic", checkpoint="c", **options)`` for queries of one group."""
+
+    def make(protocol: str = "classic", checkpoint: str = "c", **options: object) -> Job:
+        return Job(spark, options_of(servers, group, protocol=protocol, **options), folder / checkpoint)
+
+    return make
+
+
+def rows_of(batches: Sequence[tuple[int, list[Seen]]]) -> list[Seen]:
+    return [row for _, rows in batches for row in rows]
+
+
+def values_of(rows: Sequence[Seen]) -> list[str]:
+    """The values, sorted: partitions come in no order."""
+    return sorted(str(row.value) for row in rows)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def planned(checkpoint: Path) -> dict[int, StreamOffset]:
+    """The offsets that Spark wrote before it ran each batch."""
+    found = {}
+    for path in (checkpoint / "offsets").glob("[0-9]*"):
+        found[int(path.name)] = parse(path.read_text().splitlines()[2])
+    return dict(sorted(found.items()))
+
+
+def forget(checkpoint: Path, log: str, number: int) -> None:
+    """Remove an entry of ``offsets`` or ``commits``, as if the driver had died before it was written."""
+    (checkpoint / log / str(number)).unlink()
+    (checkpoint / log / f".{number}.crc").unlink(missing_ok=True)
+
+
+def rewrite(checkpoint: Path, number: int, line: str) -> None:
+    """Replace the source's line of an entry of ``offsets``."""
+    path = checkpoint / "offsets" / str(number)
+    lines = path.read_text().splitlines()
+    lines[2] = line
+    path.write_text("\n".join(lines))
+    (checkpoint / "offsets" / f".{number}.crc").unlink(missing_ok=True)
+
+
+def rename(checkpoint: Path) -> None:
+    """Give a copied checkpoint a query id of its own: Spark runs no second query of the same id."""
+    (checkpoint / "metadata").write_text(json.dumps({"id": str(uuid.uuid4())}))
+    (checkpoint / ".metadata.crc").unlink(missing_ok=True)
+
+
+# --- Spark's part, played -------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What Spark does with a coordinator, one call at a time and without Spark: every offset goes through its JSON.
+
+    Args:
+        options: as a user writes them.
+        log: the offsets that earlier runs planned, as the checkpoint has them; all of them durable.
+    """
+
+    def __init__(
+        self, options: Mapping[str, str], log: Sequence[str] = (), *, clock_ms: Callable[[], int] | None = None
+    ) -> None:
+        self.options = Options.parse(dict(options))
+        clock = {} if clock_ms is None else {"clock_ms": clock_ms}
+        self.coordinator = Coordinator(self.options, **clock)
+        self.log = list(log)
+        self.rows: list[Seen] = []
+
+    @property
+    def start(self) -> StreamOffset:
+        return parse(self.log[-1]) if self.log else StreamOffset.initial(self.options.group_id)
+
+    def run(self) -> None:
+        """Triggers until there is nothing to read."""
+        while self.step() is not None:
+            pass
+
+    def plan(self) -> StreamOffset | None:
+        """``latestOffset``: what is durable so far, and the next batch; None when there is nothing to read."""
+        start = self.start
+        end = self.coordinator.latest(start)
+        return None if end is start else parse(end.to_json())
+
+    def read(self, end: StreamOffset) -> list[Seen]:
+        batches = read_ranges(self.options.consumer_settings(), end.batch(), deadline_s=20)
+        return [
+            Seen(row["topic"], row["partition"], row["offset"], row["value"].decode())
+            for batch in batches
+            for row in batch.to_pylist()
+        ]
+
+    def step(self) -> StreamOffset | None:
+        """One trigger: plan, read, and make durable."""
+        end = self.plan()
+        if end is not None:
+            self.rows += self.read(end)
+            self.log.append(end.to_json())
+        return end
+
+    def replay(self, end: StreamOffset) -> list[Seen]:
+        """A restart that finds a planned batch without its commit."""
+        self.coordinator.replay(end)
+        rows = self.read(end)
+        self.rows += rows
+        self.log.append(end.to_json())
+        return rows
+
+    def close(self) -> None:
+        self.coordinator.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# --- the outside ----------------------------------------------------------------------------------------------------
+
+
+class Outsider:
+    """An ordinary consumer in the same group, polling on a thread of its own; it never commits."""
+
+    def __init__(self, servers: str, group: str, topics: Sequence[str], protocol: str = "classic") -> None:
+        quick = {"session.timeout.ms": 6000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
+        self.partitions: set[tuple[str, int]] = set()
+        self.rebalances = 0
+        self.values: list[str] = []
+        self._consumer = Consumer(
+            {
+                "bootstrap.servers": servers,
+                "group.id": group,
+                "group.protocol": protocol,
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                "log_level": 3,
+                **quick,
+            }
+        )
+        self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._ending.is_set():
+            message = self._consumer.poll(0.05)
+            if message is not None and message.error() is None:
+                self.values.append((message.value() or b"").decode())
+        self._consumer.close()
+
+    def _assigned(self, consumer: Any, partitions: list[Any]) -> None:
+        self.partitions |= {(p.topic, p.partition) for p in partitions}
+        self.rebalances += 1
+
+    def _revoked(self, consumer: Any, partitions: list[Any]) -> None:
+        self.partitions -= {(p.topic, p.partition) for p in partitions}
+        self.rebalances += 1
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(30)
+
+    def __enter__(self) -> "Outsider":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GroupSeen(NamedTuple):
+    """A group as Kafka's admin API describes it: instance id (or client id) of each member -> its partitions."""
+
+    state: str
+    members: dict[str, set[tuple[str, int]]]
+
+
+def describe(admin: AdminClient, group: str) -> GroupSeen:
+    found = admin.describe_consumer_groups([group])[group].result(ADMIN_S)
+    return GroupSeen(
+        found.state.name.lower(),
+        {
+            m.group_instance_id or m.client_id: {(tp.topic, tp.partition) for tp in m.assignment.topic_partitions}
+            for m in found.members
+        },
+    )
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process of this machine: pid -> (pid of its parent, command line)."""
+    text = subprocess.run(["ps", "-ww", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = (line.split(None, 2) for line in text.splitlines())
+    return {int(row[0]): (int(row[1]), row[2] if len(row) > 2 else "") for row in rows}
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes below ``pid``, with their command lines."""
+    every = processes()
+    found: dict[int, str] = {}
+    level = {pid}
+    while level:
+        level = {child for child, (parent, _) in every.items() if parent in level} - found.keys()
+        found |= {child: every[child][1] for child in level}
+    return found
+
+
+def readers_below(pid: int | None = None) -> list[int]:
+    """The stream readers below a driver (this process): one for each query that runs."""
+    return [
+        child for child, args in descendants(pid or os.getpid()).items() if "python_streaming_source_runner" in args
+    ]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that only waits for its parent to collect it does not."""
+    text = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(text.strip()) and not text.strip().startswith("Z")
+
+
+def last_progress(query: "StreamingQuery") -> dict[str, Any]:
+    progress = query.lastProgress
+    return json.loads(progress.json) if progress is not None else {}
