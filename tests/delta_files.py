@@ -1,0 +1,23 @@
+"""What a Delta table holds, from its own files: pyarrow and the plain log, not Spark or Delta.
+
+Runs in: tests, as the independent reader of what the product wrote.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of the files that the log lists and has not removed; none while there is no table."""
+    import pyarrow.parquet as pq
+
+    files: dict[str, None] = {}
+    for commit in sorted((table / "_delta_log").glob("*.json")):
+        for line in commit.read_text().splitlines():
+            action = json.loads(line)
+            if "add" in action:
+                files[action["add"]["path"]] = None
+            elif "remove" in action:
+                files.pop(action["remove"]["path"], None)
+    return [row for name in files for row in pq.read_table(table / name, columns=columns).to_pylist()]

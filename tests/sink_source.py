@@ -1,0 +1,105 @@
+"""A streaming source for the sink's tests: it follows a script instead of a Kafka group.
+
+Runs in: tests (the driver, Spark's stream reader, executor workers). Deliberately absent: Kafka, members, admission.
+
+The script is a JSON file with the list of offsets, one per batch; the rows of a range are made up from the offsets, so
+that a test can say which rows a table must have.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
+
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.offsets import StreamOffset, parse
+
+# For Spark's Python workers, also those of child processes: else they are the python3 of the PATH.
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+SCHEMA = "topic string, partition int, offset long, value string"
+Ranges = dict[tuple[str, int], tuple[int, int]]
+
+
+def offset(
+    seq: int,
+    ranges: Ranges,
+    *,
+    group: str = "etl",
+    stream: str = "s1",
+    moved: Sequence[tuple[str, int]] = (),
+    topic_id: str = "id-1",
+) -> StreamOffset:
+    """An offset as the Kafka source would make it; ``ranges`` maps (topic, partition) to (from, until)."""
+    return StreamOffset(
+        group=group,
+        stream=stream,
+        seq=seq,
+        topic_ids={topic: topic_id for topic, _ in ranges},
+        known={topic: 1 for topic, _ in ranges},
+        ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
+        moved=frozenset(TopicPartition(*tp) for tp in moved),
+    )
+
+
+def rows_of(ranges: Sequence[OffsetRange]) -> list[tuple[str, int, int, str]]:
+    """The rows that the ranges stand for."""
+    return [(r.tp.topic, r.tp.partition, n, f"{r.tp}@{n}") for r in ranges for n in range(r.start, r.end)]
+
+
+def write_script(path: Path, offsets: Sequence[StreamOffset]) -> str:
+    path.write_text(json.dumps([o.to_json_dict() for o in offsets]))
+    return str(path)
+
+
+class _Piece(InputPartition):
+    def __init__(self, rng: OffsetRange) -> None:
+        super().__init__(0)
+        self.rng = rng
+
+
+class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Gives one scripted batch per trigger, and no other than the scripted ones."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        pass
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadAllAvailable()
+
+    def _script(self) -> list[dict[str, Any]]:
+        docs: list[dict[str, Any]] = json.loads(Path(self.path).read_text())
+        return docs
+
+    def initialOffset(self) -> dict[str, Any]:
+        return StreamOffset.initial(self._script()[0]["group"]).to_json_dict()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        return next((doc for doc in self._script() if doc["seq"] > start["seq"]), start)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        return [_Piece(r) for r in parse(end).batch()]
+
+    def read(self, partition: InputPartition) -> Iterator[tuple[str, int, int, str]]:
+        assert isinstance(partition, _Piece)
+        return iter(rows_of([partition.rng]))
+
+
+class ScriptSource(DataSource):
+    @classmethod
+    def name(cls) -> str:
+        return "scripted-group"
+
+    def schema(self) -> str:
+        return SCHEMA
+
+    def streamReader(self, schema: Any) -> DataSourceStreamReader:
+        return ScriptReader(self.options["script"])
