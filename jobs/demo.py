@@ -1,0 +1,377 @@
+"""The demo: a job that shares a consumer group, is killed, goes on, and has every row once. It proves that at its end.
+
+Runs in: a process of its own (``make demo``), with a local Kafka, the job and an ordinary consumer as children.
+Deliberately absent: anything that a user of the project would not have: the job is ``group_to_delta.py`` as it stands.
+
+The exit status is 0 only if every check of ``demo_proof.py`` holds. Nothing is left behind, also after Ctrl-C.
+"""
+
+import contextlib
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from demo_consumer import NAME as ORDINARY
+from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
+from demo_proof import DeltaLog, Evidence, check
+from demo_screen import Screen, View
+
+from spark_group_source.broker import Broker
+
+TOPIC, GROUP = "orders", "orders-to-delta"
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+STEP_S = 300
+"""Bound of every step. Starting Spark takes seconds, on a busy machine minutes."""
+BACKLOG_S = 30
+"""The orders pause while more than this many seconds of them wait: a busy machine is not buried under them."""
+ADMIN_S = 15
+GENERATION = re.compile(r"generation (\d+), partitions by slot")
+LOOK_S = 0.1
+SAMPLE_S = 0.4
+
+
+class DemoFailed(Exception):
+    """A step did not come to its end; the message says which, and shows the log of the child it is about."""
+
+
+class Stage:
+    """Everything that is on stage: broker, topic, job, ordinary consumer, and what is known of them.
+
+    Args:
+        directory: for the table, the checkpoint and the logs; the caller removes it.
+    """
+
+    def __init__(self, directory: Path, broker: Broker, *, partitions: int, rate: int, protocol: str) -> None:
+        self.directory, self.protocol = directory, protocol
+        self.servers = broker.bootstrap_servers
+        self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        self.admin.create_topics([NewTopic(TOPIC, partitions, 1)])[TOPIC].result(ADMIN_S)
+        # It asks for the group's offsets and joins nothing: the admin client's own call ends the process when the group
+        # has no coordinator yet (librdkafka up to 2.16).
+        self._asker = Consumer({"bootstrap.servers": self.servers, "group.id": GROUP, "log_level": 0})
+        self._looking = threading.Lock()
+        self.table = DeltaLog(directory / "table" / "orders")
+        self.orders = Orders(self.servers, TOPIC, rate)
+        self._lag_max = rate * BACKLOG_S
+        self.view = View(partitions)
+        self.job: Child | None = None
+        self.consumer: Child | None = None
+        self._starts = 0
+
+    def start_job(self) -> None:
+        self._starts += 1
+        # A member hears of a rebalance with its next heartbeat. Under KIP-848 the broker sets the pace.
+        quick = {"kafka.heartbeat.interval.ms": "500"} if self.protocol == "classic" else {}
+        options = {
+            "bootstrap-servers": self.servers,
+            "group": GROUP,
+            "topics": TOPIC,
+            "table": str(self.directory / "table" / "orders"),
+            "checkpoint": str(self.directory / "checkpoint"),
+            "schema": SCHEMA,
+            "trigger": "1 second",
+            "members": "2",
+            "kafka.group.protocol": self.protocol,
+            **quick,
+        }
+        self.job = start_job(self.directory, options, log=f"job-{self._starts}.log")
+
+    def start_consumer(self) -> None:
+        options = {"bootstrap-servers": self.servers, "group": GROUP, "topic": TOPIC, "protocol": self.protocol}
+        self.consumer = start_consumer(self.directory, {**options, "out": str(self._processed)})
+
+    def close(self) -> None:
+        for child in (self.job, self.consumer):
+            if child is not None:
+                child.kill()
+        self._asker.close()
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def _processed(self) -> Path:
+        return self.directory / "processed"
+
+    def processed(self) -> list[tuple[int, int, int]]:
+        """(partition, offset, order) of every record that the ordinary consumer processed."""
+        if not self._processed.is_file():
+            return []
+        lines = self._processed.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
+        return [(int(p), int(offset), int(order)) for p, offset, order in map(str.split, lines)]
+
+    def ends(self) -> dict[int, int]:
+        asked = {TopicPartition(TOPIC, p): OffsetSpec.latest() for p in range(self.view.partitions)}
+        return {tp.partition: found.result(ADMIN_S).offset for tp, found in self.admin.list_offsets(asked).items()}
+
+    def committed(self) -> dict[int, int]:
+        asked = [TopicPartition(TOPIC, p) for p in range(self.view.partitions)]
+        return {tp.partition: tp.offset for tp in self._asker.committed(asked, timeout=ADMIN_S) if tp.offset >= 0}
+
+    def members(self) -> list[tuple[str, str, list[int]]]:
+        group = self.admin.describe_consumer_groups([GROUP])[GROUP].result(ADMIN_S)
+        found = []
+        for member in sorted(group.members, key=lambda m: m.client_id or ""):
+            mine = sorted(tp.partition for tp in member.assignment.topic_partitions)
+            slot = (member.client_id or "").rpartition("-")[2]
+            ordinary = member.client_id == ORDINARY
+            found.append(
+                ("ordinary", "ordinary consumer", mine) if ordinary else ("job", f"Spark job, slot {slot}", mine)
+            )
+        return found
+
+    def look(self) -> None:
+        """Bring the view up to date; safe from several threads."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
+        view = self.view
+        view.produced = self.orders.acknowledged
+        self.table.refresh()
+        view.table, view.commits = self.table.rows, self.table.commits
+        view.ordinary = len(self.processed())
+        with contextlib.suppress(KafkaException):  # a broker under load: the next look will tell
+            committed = self.committed()
+            view.lag = sum(end - committed.get(p, 0) for p, end in self.ends().items())
+            view.members = self.members()
+        self.orders.hold = view.lag > self._lag_max
+        view.generation = self._generation()
+
+    def _generation(self) -> int | None:
+        """The group's generation as the job's log tells it, at each rebalance; None before the first."""
+        if self.job is None:
+            return None
+        told = GENERATION.findall(self.job.log.read_text(encoding="utf-8", errors="replace"))
+        return int(told[-1]) if told else None
+
+    def evidence(self, produced: int) -> Evidence:
+        processed = self.processed()
+        self.table.refresh()
+        return Evidence(
+            produced=produced,
+            table=self.table.column("order_id"),
+            ordinary=[order for _, _, order in processed],
+            ends=self.ends(),
+            committed=self.committed(),
+            ledger=self.table.ledger(GROUP, TOPIC),
+            ordinary_last={p: offset + 1 for p, offset, _ in processed},
+        )
+
+
+class Story:
+    """The steps, one after the other. Each waits for what it is about, so a slow machine makes the demo longer."""
+
+    def __init__(self, stage: Stage, screen: Screen, seconds: float) -> None:
+        self.stage, self.screen, self.seconds = stage, screen, seconds
+        self._all = list(range(stage.view.partitions))
+        self._began_s = 0.0
+
+    def play(self) -> int:
+        """Returns how many orders were produced."""
+        self._start()
+        self._share()
+        self._kill()
+        return self._drain()
+
+    def _start(self) -> None:
+        self.stage.start_job()
+        self._until(lambda: self._job_has_all, "the job starts and joins the group")
+        self._tell(f"the Spark job is the group: {self._owners()}")
+        self.stage.orders.start()
+        self._began_s = time.monotonic()
+        self._until(lambda: self.stage.view.table > 0, "orders flow through Kafka into the table")
+
+    def _share(self) -> None:
+        stage, view = self.stage, self.stage.view
+        self._until(lambda: self._at(0.15), "orders flow through Kafka into the table")
+        stage.start_consumer()
+        joined = "an ordinary consumer joins the group: Kafka moves partitions to it"
+        self._until(lambda: view.owned("ordinary") and self._shared and view.ordinary > 0, joined)
+        self._tell(f"an ordinary consumer joined, Kafka moved partitions: {self._owners()}")
+        left_s = time.monotonic() + 0.2 * self.seconds
+        self._until(lambda: time.monotonic() >= left_s, "both read the topic, each its own partitions")
+        assert stage.consumer is not None
+        if stage.consumer.stop() != 0:
+            raise DemoFailed(f"the ordinary consumer failed:\n{stage.consumer.tail()}")
+        self._until(lambda: self._job_has_all, "the ordinary consumer leaves: its partitions go back")
+        self._tell(f"the ordinary consumer left after {view.ordinary:,} orders: {self._owners()}")
+
+    def _kill(self) -> None:
+        stage, view = self.stage, self.stage.view
+        self._until(lambda: self._at(0.55), "the job reads all partitions again")
+        assert stage.job is not None
+        generation, killed = view.generation, len(stage.job.pids)
+        stage.job.kill()
+        rows = self._rows_now()
+        self._tell(f"kill -9 of the whole job, {killed} processes: driver, JVM, stream reader, workers")
+        stage.start_job()
+        self._until(lambda: view.table > rows, "the job starts again on its checkpoint; orders wait in Kafka")
+        self._until(lambda: self._job_has_all and view.generation is not None, "the job takes its place again")
+        if view.generation == generation:
+            self._tell(f"started again, the job took its places over, no rebalance: {self._owners()}")
+        else:  # under KIP-848 a killed member's place is free when its session has ended
+            self._tell(f"started again, the job has its partitions back: {self._owners()}")
+
+    def _drain(self) -> int:
+        self._until(lambda: self._at(1.0), "the job catches up while orders keep coming")
+        produced = self.stage.orders.finish()
+        self._until(lambda: self.stage.view.lag == 0, "no more orders: the rest goes into the table")
+        self._tell(f"the last of {produced:,} orders is in: the group's lag is 0")
+        self.screen.doing("the job stops")
+        assert self.stage.job is not None
+        if self.stage.job.stop() != 0:
+            raise DemoFailed(f"the job did not stop cleanly:\n{self.stage.job.tail()}")
+        self._tell("the job stopped cleanly")
+        return produced
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _job_has_all(self) -> bool:
+        return self.stage.view.owned("job") == self._all and not self.stage.view.owned("ordinary")
+
+    @property
+    def _shared(self) -> bool:
+        view = self.stage.view
+        return sorted(view.owned("job") + view.owned("ordinary")) == self._all
+
+    def _at(self, share: float) -> bool:
+        return time.monotonic() - self._began_s >= share * self.seconds
+
+    def _rows_now(self) -> int:
+        self.stage.look()
+        return self.stage.view.table
+
+    def _owners(self) -> str:
+        view = self.stage.view
+        ordinary = f", consumer {_shown(view.owned('ordinary'))}" if view.owned("ordinary") else ""
+        return f"job {_shown(view.owned('job'))}{ordinary}"
+
+    def _tell(self, text: str) -> None:
+        self.screen.tell(text)
+
+    def _until(self, holds: Callable[[], Any], what: str) -> None:
+        self.screen.doing(what)
+        deadline_s = time.monotonic() + STEP_S
+        while not holds():
+            for child in (self.stage.job, self.stage.consumer):
+                if child is not None and not child.running and not child.stopping:
+                    raise DemoFailed(f"a child ended while it was needed ({what}):\n{child.tail()}")
+            if time.monotonic() >= deadline_s:
+                log = self.stage.job.tail() if self.stage.job else ""
+                raise DemoFailed(f"within {STEP_S} s it did not happen that {what}. {self.stage.view}\n{log}")
+            self.screen.tick()
+            time.sleep(LOOK_S)
+
+
+@contextlib.contextmanager
+def watching(stage: Stage) -> Any:
+    """Keep the view up to date from a thread of its own, so that the picture moves while a step waits."""
+    end = threading.Event()
+
+    def run() -> None:
+        while not end.wait(SAMPLE_S):
+            stage.look()
+
+    thread = threading.Thread(target=run, name="watcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(ADMIN_S)
+
+
+def _shown(partitions: list[int]) -> str:
+    """Sorted numbers, those in a row as 0-3."""
+    runs: list[list[int]] = []
+    for p in partitions:
+        if runs and runs[-1][-1] == p - 1:
+            runs[-1][1:] = [p]
+        else:
+            runs.append([p])
+    return " ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def conclude(screen: Screen, evidence: Evidence) -> bool:
+    """Check the evidence and show the final screen; whether everything holds."""
+    checks = check(evidence)
+    screen.final(evidence, checks)
+    return bool(checks) and all(found.holds for found in checks)
+
+
+def _own_directory(stack: contextlib.ExitStack, keep: Path | None) -> Path:
+    """A directory for all that the demo writes, also what its children call temporary."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise typer.BadParameter(f"--keep {keep}: the directory must be empty")
+        directory = keep.resolve()
+    else:
+        made = tempfile.TemporaryDirectory(prefix="spark-group-demo-", ignore_cleanup_errors=True)
+        directory = Path(stack.enter_context(made))
+    (directory / "tmp").mkdir()
+    return directory
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    """What is being cleaned up is cleaned up to its end."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=4, help="How long orders are produced, at least.")] = 30,
+    rate: Annotated[int, typer.Option(min=1, help="Orders a second.")] = 1_000,
+    partitions: Annotated[int, typer.Option(min=3, max=50, help="Partitions of the topic.")] = 6,
+    protocol: Annotated[
+        Literal["classic", "consumer"], typer.Option(help="How the members talk to Kafka.")
+    ] = "classic",
+    keep: Annotated[Path | None, typer.Option(help="Keep table, checkpoint and logs in this empty directory.")] = None,
+) -> None:
+    """Share a group between a Spark job and an ordinary consumer, kill the job, prove that each order is in once."""
+    for number in STOPPING:
+        signal.signal(number, _interrupt)
+    subtitle = (
+        f"{rate:,} orders a second into {partitions} partitions, for at least {seconds:g} s; "
+        "an ordinary consumer comes and goes"
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            print("starting a local Kafka …", file=sys.stderr)
+            directory = _own_directory(stack, keep)
+            broker = stack.enter_context(Broker())
+            stage = Stage(directory, broker, partitions=partitions, rate=rate, protocol=protocol)
+            stack.callback(stage.close)
+            stack.callback(_ignore_signals)
+            screen = Screen(stage.view, subtitle=subtitle)
+            with watching(stage), screen:
+                produced = Story(stage, screen, seconds).play()
+            evidence = stage.evidence(produced)
+        proven = conclude(screen, evidence)
+    except DemoFailed as exc:
+        print(f"the demo could not be played to its end: {exc}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted: everything that was started is stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    raise typer.Exit(0 if proven else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

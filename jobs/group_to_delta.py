@@ -1,0 +1,336 @@
+"""Read Kafka topics as a member of a consumer group into a Delta table, exactly once.
+
+Runs in: the user's driver, started by ``spark-submit jobs/group_to_delta.py …`` or ``python jobs/group_to_delta.py …``.
+Deliberately absent: a master, memory and everything else that ``spark-submit`` is told. Started by plain ``python`` the
+job brings Delta's jars itself and runs on this machine.
+
+::
+
+    spark-submit --packages io.delta:delta-spark_4.2_2.13:4.4.0 \\
+        --conf spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension \\
+        --conf spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta.catalog.DeltaCatalog \\
+        jobs/group_to_delta.py --bootstrap-servers kafka:9092 --group etl --topics orders \\
+        --table /lake/orders --checkpoint /lake/_chk/orders --schema "order_id BIGINT, amount DOUBLE"
+
+The rows have the fields of ``--schema``, then ``malformed`` (the value of a record that is not such a JSON object, else
+null), then Kafka's columns. Without ``--schema`` they are the source's columns as they come. Only rows that the table
+holds are committed to the group, so the job may be stopped or killed at any time and started again. A signal to the
+Python process lets the batch in hand end first, so that another member of the group can go on without reading it again.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StringType, StructField, StructType
+
+from spark_group_source import DeltaSink, GroupError, drain
+from spark_group_source.jars import delta_jars
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+log = logging.getLogger("group_to_delta")
+
+MALFORMED: Final = "malformed"
+KAFKA_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "headers")
+"""Those of the source that stay beside the parsed fields; headers only where they are asked for."""
+
+INTERVAL: Final = re.compile(r"\d+ (millisecond|second|minute|hour)s?")
+SECRET: Final = re.compile(r"password|passphrase|secret|jaas|token|\.pem$|\.key$", re.IGNORECASE)
+"""Names of options whose values do not belong on a command line, where every user of the machine can read them."""
+
+LOOK_S: Final = 1
+"""Pause between two looks at the query: the longest time until a signal is followed."""
+ASKED_TO_STOP: Final = threading.Event()
+
+
+def main(
+    bootstrap_servers: Annotated[str, typer.Option(help="Brokers to ask first: host:port,…")],
+    group: Annotated[str, typer.Option(help="Consumer group to join; its committed offsets are where the job starts.")],
+    table: Annotated[str, typer.Option(help="Delta table: a path (it has a slash in it) or a table name.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory of the query's checkpoint; one for each query.")],
+    topics: Annotated[str | None, typer.Option(help="Topics to read: name,…")] = None,
+    pattern: Annotated[str | None, typer.Option(help="Topics to read: a regular expression.")] = None,
+    trigger: Annotated[
+        str, typer.Option(help='available-now or once: read what is there and end. "5 seconds": go on, this often.')
+    ] = "available-now",
+    schema: Annotated[
+        str | None, typer.Option(help='Fields of the JSON values, as Spark DDL: "id BIGINT, amount DOUBLE".')
+    ] = None,
+    kafka_prefix: Annotated[str, typer.Option(help="With --schema: put before the names of Kafka's columns.")] = "",
+    partition_by: Annotated[
+        list[str] | None, typer.Option(help="Column to partition a new table by; may be repeated.")
+    ] = None,
+    merge_schema: Annotated[bool, typer.Option("--merge-schema", help="Add new columns to the table.")] = False,
+    max_offsets_per_trigger: Annotated[
+        int | None, typer.Option(min=1, help="At most this many records a batch.")
+    ] = None,
+    starting_offsets: Annotated[
+        str | None, typer.Option(help="Where the group has no committed offset: earliest, latest or JSON.")
+    ] = None,
+    members: Annotated[int | None, typer.Option(min=1, help="How many members of the group the job is.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Any option of the source; may be repeated.")
+    ] = None,
+    option_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            dir_okay=False,
+            help="File of key=value lines with options of the source; ${NAME} is taken from the "
+            "environment. The place for secrets. May be repeated.",
+        ),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(envvar="SPARK_GROUP_LOG_LEVEL", help="Of this job and of the source.")
+    ] = "INFO",
+) -> None:
+    """Read Kafka topics as a member of a consumer group into a Delta table, exactly once."""
+    given: dict[str, object] = {
+        "kafka.bootstrap.servers": bootstrap_servers,
+        "kafka.group.id": group,
+        "subscribe": topics,
+        "subscribePattern": pattern,
+        "maxOffsetsPerTrigger": max_offsets_per_trigger,
+        "startingOffsets": starting_offsets,
+        "groupMembers": members,
+    }
+    if (topics is None) == (pattern is None):
+        raise typer.BadParameter("give one of --topics and --pattern")
+    if kafka_prefix and schema is None:
+        raise typer.BadParameter("--kafka-prefix is for the columns beside parsed fields: give --schema too")
+    more = _from_files(option_file or []) | _from_command_line(option or [])
+    timing = _timing(trigger)
+    _log_to_stderr(log_level)
+    spark = _session(f"{group} -> {table}")
+    try:
+        _check_delta(spark)
+        transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
+        sink = DeltaSink(table, transform=transform, partition_by=partition_by or (), merge_schema=merge_schema)
+        reader = spark.readStream.format("kafka-group")
+        for name, value in {**given, **more}.items():
+            if value is not None:
+                reader = reader.option(name, str(value))
+        writer = reader.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+        _stop_on_signals()
+        _run(writer.queryName(group).trigger(**timing))
+    except Exception as exc:
+        if ASKED_TO_STOP.is_set():  # under spark-submit the JVM hears the signal too, and may be gone first
+            log.info("stopped by a signal; the next start goes on where the table stands")
+            raise typer.Exit(0) from None
+        log.debug("the whole story", exc_info=exc)
+        log.error("%s", reason(exc))
+        raise typer.Exit(1) from None
+    finally:
+        _end(spark)
+
+
+# --- what the query is -----------------------------------------------------------------------------------------------
+
+
+def parsed(fields: StructType, *, prefix: str = "") -> Callable[[DataFrame], DataFrame]:
+    """A transform that makes columns of JSON objects; a value that is none is kept as it is, in ``malformed``.
+
+    Raises:
+        typer.BadParameter: a field has the name of another column of the table.
+    """
+    kept = [prefix + name for name in KAFKA_COLUMNS] + [MALFORMED]
+    taken = {name.lower() for name in kept}
+    if clash := [field.name for field in fields if field.name.lower() in taken]:
+        raise typer.BadParameter(
+            f"--schema has the field {clash[0]!r}, which is also one of the table's other columns ({', '.join(kept)}). "
+            "Rename Kafka's columns, for example with --kafka-prefix kafka_"
+            if clash[0].lower() != MALFORMED
+            else f"--schema has the field {clash[0]!r}; that column holds the values that could not be parsed"
+        )
+    corrupt = "__corrupt"
+    wanted = StructType([*fields.fields, StructField(corrupt, StringType())])
+
+    def transform(df: DataFrame) -> DataFrame:
+        text = F.col("value").cast("string")
+        json = F.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
+        # from_json alone takes the first of several values and forgets the rest.
+        values = F.coalesce(F.json_array_length(F.concat(F.lit("["), text, F.lit("]"))), F.lit(0))
+        one = (values == 1) & ~F.ltrim(text).startswith("[")
+        good = one & F.col("json").isNotNull() & F.col(f"json.{corrupt}").isNull()
+        malformed = F.when(F.col("value").isNotNull() & ~good, F.col("value"))
+        return df.withColumn("json", json).select(
+            *(F.when(malformed.isNull(), F.col(f"json.`{field.name}`")).alias(field.name) for field in fields),
+            malformed.alias(MALFORMED),
+            *(F.col(name).alias(prefix + name) for name in KAFKA_COLUMNS if name in df.columns),
+        )
+
+    return transform
+
+
+def _timing(trigger: str) -> dict[str, Any]:
+    if trigger == "available-now":
+        return {"availableNow": True}
+    if trigger == "once":
+        return {"once": True}
+    if INTERVAL.fullmatch(trigger):
+        return {"processingTime": trigger}
+    raise typer.BadParameter(f"--trigger {trigger!r}: give available-now, once, or an interval such as '5 seconds'")
+
+
+def _ddl(spark: SparkSession, schema: str) -> StructType:
+    try:
+        fields = spark.createDataFrame([], schema).schema
+    except PySparkException as exc:
+        raise typer.BadParameter(f"--schema {schema!r} is not Spark DDL: {reason(exc)}") from None
+    if not fields:
+        raise typer.BadParameter("--schema names no field; leave it out to keep the value as it is")
+    return fields
+
+
+# --- options that are passed on --------------------------------------------------------------------------------------
+
+
+def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, has_value, value = pair.partition("=")
+        if not has_value or not name:
+            raise typer.BadParameter(f"--option {name!r}: write KEY=VALUE")
+        if SECRET.search(name):
+            raise typer.BadParameter(
+                f"--option {name}: secrets on a command line can be read by others on this machine; put it into a file "
+                "and name that with --option-file"
+            )
+        found[name] = value
+    return found
+
+
+def _from_files(paths: Iterable[Path]) -> dict[str, str]:
+    """The ``key=value`` lines of all files; ``#`` starts a comment line. Values are never shown."""
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as exc:
+            raise typer.BadParameter(f"--option-file {path} cannot be read: {exc}") from None
+        for number, line in enumerate(lines, start=1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            name, has_value, value = text.partition("=")
+            if not has_value or not name.strip():
+                raise typer.BadParameter(f"--option-file {path}, line {number}: write key=value")
+            found[name.strip()] = _with_environment(value.strip(), f"--option-file {path}, line {number}")
+    return found
+
+
+def _with_environment(value: str, where: str) -> str:
+    def look(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in os.environ:
+            raise typer.BadParameter(f"{where}: the environment has no variable {name}")
+        return os.environ[name]
+
+    return re.sub(r"\$\{(\w+)\}", look, value)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def _run(writer: "DataStreamWriter") -> None:
+    """Start the query and follow it until it ends or a signal asks for its end."""
+    query = writer.start()
+    last = -1
+    while not query.awaitTermination(LOOK_S):
+        last = _tell(query, last)
+        if ASKED_TO_STOP.is_set():
+            log.info("a signal asks for the end: the batch in hand is finished, and its offsets go to Kafka")
+            _drain(query)
+            query.stop()
+            return
+    _tell(query, last)
+    log.info("the query has ended: all that was there is in the table")
+
+
+def _drain(query: "StreamingQuery") -> None:
+    """Let the batch in hand end. Without it the next owner of a partition could read its rows again."""
+    jvm: Any = SparkSession.active()._jvm
+    try:
+        drain(str(query.name), driver=jvm.java.lang.ProcessHandle.current().pid())
+    except GroupError as exc:
+        log.warning("%s; what of it is not in the table is read again by the next start", exc)
+
+
+def _tell(query: "StreamingQuery", last: int) -> int:
+    """Log the batches that ended since ``last``; returns the newest."""
+    for progress in query.recentProgress:
+        if progress.batchId > last and progress.numInputRows:
+            last = progress.batchId
+            log.info("batch %d: %d records in %.1f s", last, progress.numInputRows, progress.batchDuration / 1000)
+    return last
+
+
+def _session(name: str) -> SparkSession:
+    builder = SparkSession.builder.appName(name)
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit: this process starts the JVM
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        builder = (
+            builder.config("spark.jars", ",".join(map(str, delta_jars())))
+            .config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
+            .config("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
+        )
+    return builder.getOrCreate()
+
+
+def _check_delta(spark: SparkSession) -> None:
+    if "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        return
+    if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
+        raise typer.BadParameter(
+            "this Spark session cannot write Delta tables. Give spark-submit --packages "
+            "io.delta:delta-spark_4.2_2.13:4.4.0 --conf spark.sql.extensions=io.delta.sql.DeltaSparkSessionExtension "
+            "--conf spark.sql.catalog.spark_catalog=org.apache.spark.sql.delta.catalog.DeltaCatalog"
+        )
+
+
+def _stop_on_signals() -> None:
+    """After the session is there: pyspark sets a handler of its own for SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: ASKED_TO_STOP.set())
+
+
+def _end(spark: SparkSession) -> None:
+    try:
+        spark.stop()
+    except Exception as exc:  # noqa: BLE001  # the JVM may be gone; nothing is left to end then
+        log.debug("the session could not be stopped: %r", exc)
+
+
+def _log_to_stderr(level: str) -> None:
+    os.environ["SPARK_GROUP_LOG_LEVEL"] = level.upper()  # the source's own processes inherit it
+    try:
+        logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    except ValueError:
+        raise typer.BadParameter(f"--log-level {level!r}: give DEBUG, INFO, WARNING or ERROR") from None
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+
+
+def reason(exc: BaseException) -> str:
+    """The one line of an error that says what to do; Spark wraps it into stack traces of several processes."""
+    text = str(exc)
+    found = re.findall(r"spark_group_source\.errors\.(\w+): (.+)", text)
+    if found:
+        return ": ".join(found[-1])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else repr(exc)
+
+
+if __name__ == "__main__":
+    typer.run(main)

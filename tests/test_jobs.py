@@ -1,0 +1,252 @@
+"""``jobs/group_to_delta.py``: run as users run it, and its arguments. What it wrote is read from the table's files."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer
+from delta_files import living_rows
+from typer.testing import CliRunner
+
+from spark_group_source.broker import Broker
+from spark_group_source.jars import delta_jars
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "jobs" / "group_to_delta.py"
+RUN_S = 200
+NEEDED = ["--bootstrap-servers", "localhost:1", "--group", "g", "--table", "/tmp/none/t", "--checkpoint", "/tmp/none/c"]
+GOOD = b'{"id": 1, "name": "a"}'
+BAD = [b'{"id": 2', b"[1]", b'{"id": "x"}', b'{"id": 3}{"id": 4}', b"", b"null", b"\xff\xfe"]
+
+
+def load(name: str) -> ModuleType:
+    """A program of ``jobs/`` as a module; programs there import each other as neighbours."""
+    sys.path.insert(0, str(ROOT / "jobs"))
+    try:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "jobs" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "jobs"))
+    return module
+
+
+@pytest.fixture(scope="module")
+def job() -> ModuleType:
+    return load("group_to_delta")
+
+
+@pytest.fixture
+def arguments(job: ModuleType) -> Any:
+    """``arguments(*more)`` -> (exit status, what was printed), of a call that must not get as far as Spark."""
+    app = typer.Typer()
+    app.command()(job.main)
+
+    def call(*given: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(given), env={"COLUMNS": "2000", "NO_COLOR": "1", "TERM": "dumb"})
+        return result.exit_code, " ".join(result.output.split())
+
+    return call
+
+
+def run(command: list[str], scratch: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    java = f"-Djava.io.tmpdir={scratch}"
+    own = {
+        "SPARK_CONF_DIR": str(ROOT / "conf"),
+        "SPARK_LOCAL_DIRS": str(scratch),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_SUBMIT_ARGS": f'--conf "spark.driver.extraJavaOptions={java}" pyspark-shell',
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=RUN_S, cwd=scratch, env=os.environ | own | env, check=False
+    )
+
+
+# --- as users run it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(3 * RUN_S)
+def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_stopped(
+    broker: Broker, topic: Any, group_id: str, produce: Any, committed: Any, tmp_path: Path
+) -> None:
+    name = topic(2)
+    produce(name, [json.dumps({"id": n, "name": f"n{n}"}) for n in range(100)], partition=0)
+    produce(name, [GOOD, *BAD], partition=1)
+    options = tmp_path / "options"
+    options.write_text("# passed on\nkafka.client.rack=${RACK}\n")
+    table = tmp_path / "table"
+    asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", group_id, "--topics", name]
+    asked += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
+    asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--members", "2"]
+    jars = ",".join(map(str, delta_jars()))
+    submit = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[2]", "--jars", jars, str(JOB)]
+
+    first = run([*submit, *asked], tmp_path, RACK="r1")
+
+    assert first.returncode == 0, first.stderr
+    found = living_rows(table)
+    assert len(found) == 100 + 1 + len(BAD)
+    assert sorted(r["id"] for r in found if r["malformed"] is None) == sorted([*range(100), 1])
+    assert {r["malformed"] for r in found} == {None, *BAD}
+    assert all(r["id"] is None and r["name"] is None for r in found if r["malformed"] is not None)
+    assert {r["topic"] for r in found} == {name} and all(r["timestamp"] is not None for r in found)
+    assert (table / "partition=0").is_dir() and (table / "partition=1").is_dir()
+    assert sorted(committed(group_id).values()) == [1 + len(BAD), 100]
+
+    produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
+    second = run([sys.executable, str(JOB), *asked, "--trigger", "once"], tmp_path, RACK="r1")
+
+    assert second.returncode == 0, second.stderr
+    again = living_rows(table)
+    assert len(again) == len(found) + 30
+    assert sorted(r["id"] for r in again if r["name"] == "later") == list(range(100, 130))
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_an_error_of_the_source_is_one_line_without_a_stack_trace(broker: Broker, tmp_path: Path) -> None:
+    asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", "g", "--topics", "no-such-topic"]
+    asked += ["--table", str(tmp_path / "t"), "--checkpoint", str(tmp_path / "c"), "--option", "groupMember=2"]
+
+    ended = run([sys.executable, str(JOB), *asked], tmp_path)
+
+    assert ended.returncode == 1
+    assert "unknown option 'groupmember'; did you mean 'groupMembers'?" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "t").exists()
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["--table", "--group", "--checkpoint", "--bootstrap-servers"])
+def test_what_is_needed_is_asked_for_by_name(arguments: Any, missing: str) -> None:
+    given = [*NEEDED, "--topics", "t"]
+    at = given.index(missing)
+    status, shown = arguments(*given[:at], *given[at + 2 :])
+    assert status == 2 and f"Missing option '{missing}'" in shown
+
+
+@pytest.mark.parametrize("topics", [[], ["--topics", "t", "--pattern", "t.*"]])
+def test_topics_are_named_in_exactly_one_way(arguments: Any, topics: list[str]) -> None:
+    status, shown = arguments(*NEEDED, *topics)
+    assert status == 2 and "give one of --topics and --pattern" in shown
+
+
+@pytest.mark.parametrize("trigger", ["sometimes", "5", "5 parsecs", "", "availableNow"])
+def test_a_wrong_trigger_is_refused_before_spark_starts(arguments: Any, trigger: str) -> None:
+    status, shown = arguments(*NEEDED, "--topics", "t", "--trigger", trigger)
+    assert status == 2 and "give available-now, once, or an interval such as '5 seconds'" in shown
+
+
+@pytest.mark.parametrize(
+    ("trigger", "timing"),
+    [
+        ("available-now", {"availableNow": True}),
+        ("once", {"once": True}),
+        ("5 seconds", {"processingTime": "5 seconds"}),
+        ("100 milliseconds", {"processingTime": "100 milliseconds"}),
+    ],
+)
+def test_triggers(job: ModuleType, trigger: str, timing: dict[str, Any]) -> None:
+    assert job._timing(trigger) == timing
+
+
+@pytest.mark.parametrize("name", ["kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config"])
+def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments: Any, name: str) -> None:
+    status, shown = arguments(*NEEDED, "--topics", "t", "--option", f"{name}=hunter2")
+    assert status == 2 and "--option-file" in shown and "hunter2" not in shown
+
+
+def test_an_option_without_a_value_is_refused_and_not_shown_in_full(arguments: Any) -> None:
+    status, shown = arguments(*NEEDED, "--topics", "t", "--option", "failOnDataLoss")
+    assert status == 2 and "write KEY=VALUE" in shown
+
+
+def test_option_files_take_secrets_from_the_environment(
+    job: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KAFKA_SECRET", "a=b c")
+    path = tmp_path / "options"
+    path.write_text("# comment\n\nkafka.sasl.password = ${KAFKA_SECRET}\nkafka.x=1\n")
+    assert job._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("kafka.x=${NOT_SET_ANYWHERE}", "no variable NOT_SET_ANYWHERE"), ("hunter2", "write key=value")]
+)
+def test_a_broken_option_file_is_named_with_its_line_and_not_shown(
+    job: ModuleType, tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "options"
+    path.write_text(f"# first line\n{text}\n")
+    with pytest.raises(typer.BadParameter) as met:
+        job._from_files([path])
+    assert said in str(met.value) and "line 2" in str(met.value) and "hunter2" not in str(met.value)
+
+
+# --- schema ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("schema", ["id BIGINTEGER", "id", "id BIGINT,, name STRING"])
+def test_a_schema_that_is_not_ddl_is_refused_in_one_line(spark: "SparkSession", job: ModuleType, schema: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
+        job._ddl(spark, schema)
+    assert "\n" not in str(met.value)
+
+
+@pytest.mark.spark
+def test_a_schema_without_fields_is_refused(spark: "SparkSession", job: ModuleType) -> None:
+    with pytest.raises(typer.BadParameter, match="names no field"):
+        job._ddl(spark, "")
+
+
+@pytest.mark.spark
+def test_a_field_with_the_name_of_a_kafka_column_is_refused_unless_these_are_renamed(
+    spark: "SparkSession", job: ModuleType
+) -> None:
+    fields = job._ddl(spark, "id BIGINT, Timestamp TIMESTAMP")
+    with pytest.raises(typer.BadParameter, match=r"'Timestamp'.*--kafka-prefix"):
+        job.parsed(fields)
+    assert callable(job.parsed(fields, prefix="kafka_"))
+
+
+@pytest.mark.spark
+def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession", job: ModuleType) -> None:
+    made = spark.createDataFrame(
+        [(b"k", bytearray(b'{"a.b": 5, "timestamp": "x"}'), "t", 0, 7, 0)],
+        "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestampType INT",
+    ).selectExpr("*", "TIMESTAMP'2024-01-01' AS timestamp")
+    fields = job._ddl(spark, "`a.b` INT, timestamp STRING")
+    out = job.parsed(fields, prefix="kafka_")(made)
+    assert out.columns == [
+        "a.b", "timestamp", "malformed", "kafka_key", "kafka_topic", "kafka_partition", "kafka_offset",
+        "kafka_timestamp",
+    ]  # fmt: skip
+    row = out.collect()[0]
+    assert (row[0], row[1], row[2], row["kafka_offset"]) == (5, "x", None, 7)
+
+
+def test_the_reason_of_an_error_is_the_line_that_says_what_to_do(job: ModuleType) -> None:
+    wrapped = (
+        "[PYTHON_DATA_SOURCE_ERROR] Failed\nTraceback (most recent call last):\n  File x\n"
+        "spark_group_source.errors.TopicMissing: topic 'a' does not exist\n\nSQLSTATE: 38000"
+    )
+    assert job.reason(RuntimeError(wrapped)) == "TopicMissing: topic 'a' does not exist"
+    assert job.reason(RuntimeError("first\nsecond")) == "first"
+    assert job.reason(KeyError()) == "KeyError()"

@@ -1,0 +1,58 @@
+"""The notebooks run from top to bottom, here with a Kafka and a Spark of their own, and end as they say."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL_S = 200
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert cells
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a kernel that is this interpreter, whatever kernels the machine knows."""
+    directory = tmp_path / "jupyter" / "kernels" / "this-python"
+    directory.mkdir(parents=True)
+    argv = f'["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
+    (directory / "kernel.json").write_text(f'{{"argv": {argv}, "display_name": "this", "language": "python"}}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return "this-python"
+
+
+def printed(notebook: Any, containing: str) -> str:
+    """What the one code cell with this text printed or evaluated to."""
+    (cell,) = [c for c in notebook.cells if c.cell_type == "code" and containing in c.source]
+    return "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(3 * CELL_S)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
+def test_the_quickstart_reads_all_and_then_only_what_is_new(kernel: str, tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook, timeout=CELL_S, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
+    )
+
+    client.execute()
+
+    assert printed(notebook, "first_run = run()") == "300"
+    assert "first run: 300 records, second run: 50" in printed(notebook, "second_run = run()")
+    assert "350 rows, 350 different orders" in printed(notebook, "different = table()")
+    assert "'lag': 0" in printed(notebook, "describe()")
