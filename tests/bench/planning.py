@@ -1,0 +1,193 @@
+"""What a boundary costs the coordinator for many partitions, and what a churning group of many members costs it.
+
+``python -m tests.bench planning [--repeat N]``
+
+No Kafka and no Spark: the group machine, the fair cut and the offset JSON alone, on one core. CPU time, the best of
+some runs, so that the figures mean the same on a busy machine.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from spark_group_source import admission
+from spark_group_source.group import events as ev
+from spark_group_source.group.machine import GroupMachine
+from spark_group_source.model import TopicPartition
+from spark_group_source.offsets import StreamOffset
+
+SIZES = (100, 1_000, 10_000, 100_000)
+SLOTS = 500
+TARGET_MS = 50.0
+"""For 10,000 partitions and 500 slots: a batch of half a second can afford it."""
+GROWTH_MAX = 1.5
+"""Linear growth: counted in dict comprehensions over the same partitions, a boundary may cost this much more for any
+size than for the smallest. In time, even those cost more per key when 100,000 keys leave the processor's caches."""
+MEMBERS = 5_000
+CHURN = 0.01
+"""Share of the members that join, leave or fail in a second."""
+GROUP, STREAM = "bench", "9f2c"
+T = TypeVar("T")
+STEPS = ("durable", "plannable", "cut", "offset", "planned", "json")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="planning")
+    parser.add_argument("--repeat", type=int, default=7)
+    repeat = parser.parse_args(arguments).repeat
+    table = Table(title=f"one boundary, {SLOTS} slots (ms of CPU)")
+    for column in ("partitions", *STEPS, "all", "us each", "dicts"):
+        table.add_column(column, justify="right")
+    totals, dicts = {}, {}
+    for partitions in SIZES:
+        parts = boundary(partitions, min(SLOTS, partitions), repeat)
+        one_dict = parts.pop("dict")
+        totals[partitions] = sum(parts.values())
+        dicts[partitions] = totals[partitions] / one_dict
+        per = totals[partitions] * 1_000 / partitions
+        shown = [f"{parts[step]:.2f}" for step in STEPS]
+        table.add_row(f"{partitions:,}", *shown, f"{totals[partitions]:.1f}", f"{per:.2f}", f"{dicts[partitions]:.0f}")
+    console = Console(width=110)
+    console.print(table)
+    events, per_s = churn(MEMBERS, CHURN, seconds=20)
+    share = events / per_s
+    console.print(
+        f"{MEMBERS:,} members, {CHURN:.0%} of them a second: {events:.0f} events a second to handle, "
+        f"{per_s:,.0f} a second possible: {share:.1%} of a core"
+    )
+    growth = max(dicts.values()) / dicts[SIZES[0]]
+    missed = [
+        text
+        for text, wrong in (
+            (f"10,000 partitions cost {totals[10_000]:.0f} ms, not {TARGET_MS:.0f}", totals[10_000] > TARGET_MS),
+            (f"the cost of a boundary, in dicts, grows {growth:.1f} times", growth > GROWTH_MAX),
+            (f"churn takes {share:.0%} of a core", share > 1.0),
+        )
+        if wrong
+    ]
+    for text in missed:
+        console.print(f"[red]missed[/red]: {text}")
+    return bool(missed)
+
+
+def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
+    """Milliseconds of each step from "the batch is durable" to the text of the next offset, the best of ``repeat``."""
+    machine = running(partitions, slots)
+    start = plan(machine, 0)[0]
+    best = dict.fromkeys((*STEPS, "dict"), float("inf"))
+    for seq in range(1, repeat + 1):
+        spent, orders = measure(lambda start=start: machine.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
+        for echo in orders:
+            if isinstance(echo, ev.Echo):
+                machine.handle(ev.EchoDone(offsets=echo.offsets), now_ms=0)
+        start, parts = plan(machine, seq)
+        for step, ms in {"durable": spent, **parts}.items():
+            best[step] = min(best[step], ms)
+    return best
+
+
+def running(partitions: int, slots: int) -> GroupMachine:
+    """A run whose slots have equal shares of the partitions, all of them at 100."""
+    machine = GroupMachine(group=GROUP, slots=slots, hold_budget_ms=240_000, founding_budget_ms=300_000)
+    machine.handle(ev.Born(stream=STREAM, known={"orders": partitions}, topics=("orders",)), now_ms=0)
+    everything = [TopicPartition("orders", p) for p in range(partitions)]
+    for slot in range(slots):
+        share = tuple(everything[slot::slots])
+        machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
+    found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in everything}
+    machine.handle(ev.CommittedRead(offsets=found), now_ms=0)
+    assert machine.founded or not partitions
+    return machine
+
+
+def plan(machine: GroupMachine, seq: int) -> tuple[StreamOffset, dict[str, float]]:
+    """Plan a batch that reads some of every partition's backlog, as the coordinator does."""
+    parts: dict[str, float] = {}
+    parts["plannable"], positions = measure(machine.plannable)
+    backlogs = {tp: (at, at + 10 + tp.partition % 90) for tp, at in positions.items()}
+    limit = len(backlogs) * 20
+    parts["cut"], (until, turn) = measure(lambda: admission.cut(backlogs, limit, None))
+
+    def offset() -> StreamOffset:
+        return StreamOffset(
+            group=GROUP,
+            stream=STREAM,
+            seq=seq,
+            topic_ids={"orders": "x"},
+            known=machine.known(),
+            ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
+            moved=frozenset(tp for tp in machine.foreign() if tp in until),
+            owed={tp: at for tp, at in machine.owed().items() if tp not in until},
+            turn=turn,
+        )
+
+    parts["offset"], planned = measure(offset)
+    parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
+    parts["planned"], _ = measure(lambda: machine.handle(ev.Planned(offset=planned), now_ms=0))
+    parts["json"], _ = measure(planned.to_json)
+    return planned, parts
+
+
+def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
+    """Events a second that ``share`` of the members cause by failing, joining, losing and giving back; and how many
+    of them one core can handle."""
+    machine = running(members, members)
+    clients = dict.fromkeys(range(members), 1)
+    handled = 0
+    now_ms = 0
+    started = time.process_time()
+    changes = int(members * share)
+    for second in range(seconds):
+        for n in range(changes):
+            now_ms += 1_000 // changes
+            slot = (second * changes + n) * 7 % members
+            for event in _change(slot, clients, n % 3):
+                orders = machine.handle(event, now_ms=now_ms)
+                handled += 1
+                while orders:
+                    answers = [answer for order in orders if (answer := _answer(order, clients)) is not None]
+                    orders = [o for answer in answers for o in machine.handle(answer, now_ms=now_ms)]
+                    handled += len(answers)
+            if (due_ms := machine.next_deadline_ms()) is not None and due_ms <= now_ms:
+                for order in machine.handle(ev.Tick(), now_ms=now_ms):
+                    if isinstance(order, ev.Join):
+                        clients[order.slot] = order.client
+                handled += 1
+    spent_s = time.process_time() - started
+    return handled / seconds, handled / spent_s
+
+
+def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.Event]:
+    """One member fails and comes back later, or one partition is given back, or lost, and comes again."""
+    tps = (TopicPartition("orders", slot),)
+    client = clients[slot]
+    if kind == 0:
+        return [ev.MemberFailed(slot=slot, client=client, reason="gone")]
+    gone: ev.Event = ev.Lost(slot=slot, client=client, partitions=tps)
+    if kind == 1:
+        gone = ev.Revoking(slot=slot, client=client, partitions=tps, eager=False)
+    return [gone, ev.Assigned(slot=slot, client=client, partitions=tps, generation=2)]
+
+
+def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
+    match order:
+        case ev.Join():
+            clients[order.slot] = order.client
+            mine = (TopicPartition("orders", order.slot),)
+            return ev.Assigned(slot=order.slot, client=order.client, partitions=mine, generation=2)
+        case ev.FetchCommitted():
+            return ev.CommittedRead(offsets={tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions})
+        case ev.Echo():
+            return ev.EchoDone(offsets=order.offsets)
+        case _:
+            return None
+
+
+def measure(do: Callable[[], T]) -> tuple[float, T]:
+    started = time.process_time()
+    result = do()
+    return (time.process_time() - started) * 1_000, result

@@ -1,0 +1,242 @@
+"""Records that flow while members come and go, and the account at the end: everything once.
+
+Runs in: tests. What was produced is asked from Kafka's admin API; what was processed comes from the runs' sinks and the
+foreign members' own files.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import AdminClient
+from delta_files import living_rows
+from kafka_words import ADMIN_S, POLL_S, await_until, committed_of, end_offsets_of
+
+from rebalance.foreign import Foreign
+from spark_group_source.model import TopicPartition
+
+DRAINED_S = 60
+ANSWER_S = 5
+FLOW_PAUSE_S = 0.05
+Record = tuple[str, int, int]
+T = TypeVar("T")
+MOVING_CODES = frozenset(
+    {
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError._TIMED_OUT,
+        KafkaError._TRANSPORT,
+    }
+)
+"""What Kafka answers while a broker is down or a group moves to another."""
+
+
+class Recorded(Protocol):
+    """A run of ours, in this process or in one of its own."""
+
+    @property
+    def records(self) -> list[Record]: ...
+
+
+class Flow:
+    """Records at an even pace to every partition of ``topic``, until the block ends."""
+
+    def __init__(self, servers: str, topic: str, partitions: int, *, per_s: int = 200) -> None:
+        self.topic, self.partitions, self.per_s = topic, partitions, per_s
+        self.sent = 0
+        self.failed: list[KafkaError] = []
+        self._producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "log_level": 2})
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flow", daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(FLOW_PAUSE_S):
+            for _ in range(max(1, int(self.per_s * FLOW_PAUSE_S))):
+                self._producer.produce(
+                    self.topic, b"%d" % self.sent, partition=self.sent % self.partitions, on_delivery=self._delivered
+                )
+                self.sent += 1
+            self._producer.poll(0)
+        self._producer.flush(60)
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self.failed.append(error)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(90)
+        assert not self.failed, f"the producer failed: {self.failed[:3]}"
+
+    def __enter__(self) -> "Flow":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def produced(admin: AdminClient, topics: Iterable[str]) -> set[Record]:
+    """Every record that the topics hold: plain records from offset 0, so the end offsets say it all."""
+    return {
+        (tp.topic, tp.partition, offset)
+        for topic in topics
+        for tp, end in asking(partial(end_offsets_of, admin, topic)).items()
+        for offset in range(end)
+    }
+
+
+def await_all_processed(
+    admin: AdminClient,
+    topics: Sequence[str],
+    runs: Sequence[Recorded],
+    foreign: Sequence[Foreign] = (),
+    *,
+    deadline_s: float = DRAINED_S,
+) -> None:
+    """Wait until everything that was produced was processed by somebody."""
+
+    def missing() -> set[Record]:
+        for run in runs:
+            if (check := getattr(run, "check", None)) is not None:
+                check()
+        seen = {record for run in runs for record in run.records}
+        seen |= {record for member in foreign for record in member.processed()}
+        return produced(admin, topics) - seen
+
+    left: set[Record] = set()
+
+    def done() -> bool:
+        nonlocal left
+        left = missing()
+        return not left
+
+    try:
+        await_until(done, deadline_s, what="everything processed")
+    except BaseException as exc:
+        exc.add_note(f"{len(left)} records are missing, the first: {sorted(left)[:5]}")
+        raise
+
+
+def assert_once(
+    admin: AdminClient,
+    topics: Sequence[str],
+    runs: Sequence[Recorded],
+    foreign: Sequence[Foreign] = (),
+    *,
+    twice: Iterable[Record] = (),
+    counted: int = 0,
+) -> None:
+    """Everything produced was processed, and each record once.
+
+    Args:
+        twice: records that may have been processed a second time, by right: a member was killed or thrown out before
+            it could commit them.
+        counted: how many more a run of ours lost without a commit, by its own statistics.
+    """
+    await_all_processed(admin, topics, runs, foreign)
+    counts = Counter(record for run in runs for record in run.records)
+    counts.update(record for member in foreign for record in member.processed())
+    doubled = {record for record, count in counts.items() if count > 1}
+    unjustified = sorted(doubled - set(twice))
+    who = [name for name, party in parties(runs, foreign) if unjustified and unjustified[0] in party]
+    assert len(unjustified) <= counted, f"{len(unjustified)} records were processed twice: {unjustified[:5]}, by {who}"
+    assert counts.keys() == produced(admin, topics)
+
+
+def records_in(table: Path) -> list[Record]:
+    """The records in a Delta table that has the source's columns."""
+    rows = living_rows(table, ["topic", "partition", "offset"])
+    return [(row["topic"], row["partition"], row["offset"]) for row in rows]
+
+
+def parties(runs: Sequence[Recorded], foreign: Sequence[Foreign]) -> list[tuple[str, set[Record]]]:
+    found = [(f"run {i}", set(run.records)) for i, run in enumerate(runs)]
+    return found + [(f"foreign {i}", set(member.processed())) for i, member in enumerate(foreign)]
+
+
+def await_committed(admin: AdminClient, group: str, topics: Sequence[str], deadline_s: float = DRAINED_S) -> None:
+    """G2: Kafka's committed offsets reach the end of what was produced, and no further."""
+    ends = {tp: end for topic in topics for tp, end in asking(partial(end_offsets_of, admin, topic)).items() if end}
+    await_until(
+        lambda: {tp: o for tp, o in asking(lambda: committed_of(admin, group)).items() if tp in ends} == ends,
+        deadline_s,
+        what="the group's offsets at the ends",
+    )
+
+
+def stays(holds: Callable[[], object], for_s: float, what: str) -> None:
+    """Look all the time, for ``for_s`` seconds, that something is so."""
+    pause = threading.Event()
+    for _ in range(int(for_s / POLL_S)):
+        assert holds(), f"{what} did not stay so"
+        pause.wait(POLL_S)
+
+
+def asking(ask: Callable[[], T]) -> T:
+    """An answer of Kafka's admin API, also while a broker is down: asked again until there is one."""
+    answer: list[T] = []
+
+    def once() -> bool:
+        try:
+            answer.append(ask())
+        except TimeoutError:
+            return False
+        except KafkaException as exc:
+            if exc.args[0].code() not in MOVING_CODES:
+                raise
+            return False
+        return True
+
+    await_until(once, ADMIN_S, what="an answer of Kafka's admin API")
+    return answer[0]
+
+
+def measured(text: str) -> None:
+    """Show a figure: `pytest -s`, or in the report of a failure."""
+    print(text)  # noqa: T201
+
+
+class Seen(NamedTuple):
+    """A group as Kafka's admin API describes it."""
+
+    state: str
+    coordinator: int
+    members: dict[str, set[TopicPartition]]
+    """Instance id, else client id -> partitions."""
+    clients: dict[str, str]
+    """Member id -> client id."""
+
+    def of(self, client: str) -> set[TopicPartition]:
+        return next((tps for name, tps in self.members.items() if client in name), set())
+
+
+def describe(admin: AdminClient, group: str) -> Seen:
+    """Ask Kafka; while a coordinator moves or loads, ask again."""
+    return asking(lambda: described(admin, group))
+
+
+def described(admin: AdminClient, group: str) -> Seen:
+    """Ask Kafka once. The library's own timeout is out of reach: what it gave up on and is answered late ends the
+    whole process."""
+    found: Any = admin.describe_consumer_groups([group], request_timeout=3600)[group].result(ANSWER_S)
+    return Seen(
+        found.state.name.lower(),
+        found.coordinator.id if found.coordinator is not None else -1,
+        {
+            m.group_instance_id or m.client_id: {
+                TopicPartition(tp.topic, tp.partition) for tp in m.assignment.topic_partitions
+            }
+            for m in found.members
+        },
+        {m.member_id: m.client_id for m in found.members},
+    )

@@ -1,0 +1,231 @@
+"""A member of the group that is none of ours: :class:`Foreign` starts, tells, kills and freezes it.
+
+Runs in: tests. Deliberately absent: what the member does (``member_process``, the program in the child process).
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kafka_words import await_until
+
+from spark_group_source.model import TopicPartition
+
+PROGRAM = Path(__file__).with_name("member_process.py")
+HEARD_S = 30
+"""Bound of what a member does within moments when the machine is not busy."""
+END_S = 30
+
+STRATEGIES = ("range", "roundrobin", "cooperative-sticky", "consumer")
+"""The ways in which a group shares its partitions: three assignors of the classic protocol, and KIP-848."""
+
+KINDS = ("range", "cooperative-sticky", "consumer", pytest.param("roundrobin", marks=pytest.mark.soak))
+"""What differs: eager, incremental, and the broker's own assignment. The other eager assignor has its turn in soaks."""
+
+Record = tuple[str, int, int]
+"""topic, partition, offset"""
+
+
+def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
+    """Settings of librdkafka for one of :data:`STRATEGIES` (or a list of assignors)."""
+    if strategy == "consumer":  # the broker has the rest
+        return {"group.protocol": "consumer"}
+    return {
+        "group.protocol": "classic",
+        "partition.assignment.strategy": strategy,
+        "session.timeout.ms": session_ms,
+        "heartbeat.interval.ms": 300,
+    }
+
+
+class Foreign:
+    """An ordinary consumer in a child process. Every record it processes, and every commit, is a line in ``file``.
+
+    Args:
+        settings: librdkafka's, above the usual ones; see :func:`settings_of`.
+        pause_ms: time that each record takes.
+        keep: process without committing.
+    """
+
+    def __init__(
+        self,
+        servers: str,
+        group: str,
+        topics: list[str],
+        file: Path,
+        *,
+        strategy: str = "range",
+        pause_ms: float = 0,
+        keep: bool = False,
+        session_ms: int = 6000,
+        **settings: object,
+    ) -> None:
+        self.file = file
+        self.events: list[dict[str, Any]] = []
+        everything = {
+            "bootstrap.servers": servers,
+            "group.id": group,
+            "client.id": "foreign",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "topic.metadata.refresh.interval.ms": 500,
+            "log_level": 3,
+            **settings_of(strategy, session_ms=session_ms),
+            **{name.replace("__", "."): value for name, value in settings.items()},
+        }
+        arguments = {
+            "topics": topics,
+            "file": str(file),
+            "settings": everything,
+            "pause_ms": pause_ms,
+            "keep": keep,
+        }
+        self._log = file.with_suffix(".log").open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="foreign", daemon=True)
+        self._reader.start()
+
+    # --- telling it ------------------------------------------------------------------------------------------------
+
+    def tell(self, order: str, **more: object) -> None:
+        """Give an order; it is obeyed between two records."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": order, **more}) + "\n")
+        self.process.stdin.flush()
+
+    def do(self, order: str, **more: object) -> None:
+        """Give an order and wait until it was obeyed."""
+        before = len(self._obeyed(order))
+        self.tell(order, **more)
+        await_until(lambda: len(self._obeyed(order)) > before, HEARD_S, what=f"{order} of the foreign member")
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it without a word to the group."""
+        self.process.kill()
+        self.process.wait(END_S)
+        self._reader.join(END_S)
+
+    def close(self) -> None:
+        """Leave the group and end."""
+        if self.process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                self.tell("close")
+            self.process.wait(END_S)
+            self._reader.join(END_S)
+
+    def __enter__(self) -> "Foreign":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._log.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    # --- what it says ----------------------------------------------------------------------------------------------
+
+    @property
+    def partitions(self) -> set[TopicPartition]:
+        """What it has, by its own account."""
+        has: set[TopicPartition] = set()
+        for event in list(self.events):
+            named = {TopicPartition(*tp) for tp in event.get("partitions", ())}
+            if event["event"] == "assigned":
+                has |= named
+            else:
+                has -= named
+        return has
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has had an assignment, maybe an empty one."""
+        return bool(self.said("assigned"))
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in list(self.events) if e["event"] == event]
+
+    def await_said(self, event: str, count: int = 1, deadline_s: float = HEARD_S) -> dict[str, Any]:
+        await_until(lambda: len(self.said(event)) >= count, deadline_s, what=f"{event} from the foreign member")
+        return self.said(event)[count - 1]
+
+    def await_partitions(self, count: int, deadline_s: float = HEARD_S) -> set[TopicPartition]:
+        await_until(lambda: len(self.partitions) == count, deadline_s, what=f"{count} partitions at the foreign member")
+        return self.partitions
+
+    def first_assigned_at(self) -> float:
+        """When it got its first partitions, on the machine's monotonic clock."""
+        return float(next(e["at"] for e in self.said("assigned") if e["partitions"]))
+
+    def starts(self) -> dict[TopicPartition, int]:
+        """The committed offset of each partition when it came (last time)."""
+        return {TopicPartition(t, p): offset for e in self.said("starts") for t, p, offset in e["offsets"]}
+
+    def starts_of(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+        """The same for these, once it has said so: it looks them up after it was given the partitions."""
+        wanted = set(tps)
+        await_until(lambda: wanted <= self.starts().keys(), what="the other's committed offsets")
+        return {tp: at for tp, at in self.starts().items() if tp in wanted}
+
+    def firsts(self) -> dict[TopicPartition, int]:
+        """Offset of the first record of each partition after it came (first time)."""
+        found: dict[TopicPartition, int] = {}
+        for e in self.said("first"):
+            found.setdefault(TopicPartition(e["topic"], e["partition"]), e["offset"])
+        return found
+
+    # --- what it wrote down ----------------------------------------------------------------------------------------
+
+    def processed(self) -> list[Record]:
+        """Every record that it processed, in order, from its file."""
+        return [(topic, partition, offset) for word, topic, partition, offset in self._lines() if word == "P"]
+
+    def unconfirmed(self) -> set[Record]:
+        """Records that it processed and had not committed when it lost them or ended: the next member reads them
+        again, by right."""
+        waiting: dict[tuple[str, int], set[Record]] = {}
+        lost: set[Record] = set()
+        for word, topic, partition, offset in self._lines():
+            pending = waiting.setdefault((topic, partition), set())
+            if word == "P":
+                pending.add((topic, partition, offset))
+                continue
+            if word == "L":
+                lost |= pending
+            pending.clear()
+        return lost.union(*waiting.values())
+
+    def _lines(self) -> list[tuple[str, str, int, int]]:
+        if not self.file.exists():
+            return []
+        whole = self.file.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
+        return [(w, t, int(p), int(o)) for w, t, p, o in (line.split() for line in whole)]
+
+    def _obeyed(self, order: str) -> list[dict[str, Any]]:
+        return [e for e in self.said("obeyed") if e["order"] == order]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed
+            for line in self.process.stdout:
+                self.events.append(json.loads(line))

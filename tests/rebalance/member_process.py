@@ -1,0 +1,158 @@
+"""An ordinary consumer as a program: processes records, writes each down, commits them; told what to do by lines.
+
+Runs in: a child process of the tests (:class:`rebalance.foreign.Foreign`). Deliberately absent: everything of this
+package. One JSON object a line: commands come in on stdin, what happened goes out on stdout, with the monotonic time.
+
+Commands: ``{"do": "close"}`` leave and end; ``stall`` / ``go`` stop and go on polling; ``keep`` / ``give`` stop and go
+on committing; ``commit`` commit now what is kept; ``pause`` with ``ms`` after each record; ``subscribe`` with
+``topics``.
+"""
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+
+RECORDS_MAX = 100
+"""Records between two commits."""
+POLL_S = 0.1
+
+
+class Application:
+    def __init__(self, topics: list[str], file: str, settings: dict[str, Any], pause_ms: float, keep: bool) -> None:
+        self.consumer = Consumer(settings)
+        self.topics = topics
+        self.out = open(file, "a", encoding="ascii")  # noqa: SIM115 - as long as the process
+        self.pause_s = pause_ms / 1000
+        self.keep = keep
+        self.stalled = self.ending = False
+        self.next: dict[tuple[str, int], int] = {}
+        self.awaited: set[tuple[str, int]] = set()
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self) -> None:
+        for line in sys.stdin:
+            self.commands.put(json.loads(line))
+        os._exit(1)  # the test is gone
+
+    def run(self) -> None:
+        self.subscribe()
+        say("started")
+        while not self.ending:
+            self.obey()
+            if not self.stalled and not self.ending:
+                self.work()
+        self.commit()
+        self.consumer.close()
+        say("closed")
+
+    def subscribe(self) -> None:
+        self.consumer.subscribe(self.topics, on_assign=self.on_assign, on_revoke=self.on_revoke, on_lost=self.on_lost)
+
+    def obey(self) -> None:
+        while True:
+            try:
+                command = self.commands.get(timeout=POLL_S) if self.stalled else self.commands.get_nowait()
+            except queue.Empty:
+                return
+            match command["do"]:
+                case "close":
+                    self.ending = True
+                case "stall" | "go" as word:
+                    self.stalled = word == "stall"
+                case "keep" | "give" as word:
+                    self.keep = word == "keep"
+                case "commit":
+                    self.commit(kept=True)
+                case "pause":
+                    self.pause_s = command["ms"] / 1000
+                case "subscribe":
+                    self.topics = command["topics"]
+                    self.subscribe()
+            say("obeyed", order=command["do"])
+            if self.ending:
+                return
+
+    def work(self) -> None:
+        count = 0
+        while count < RECORDS_MAX and not self.stalled:
+            message: Any = self.consumer.poll(POLL_S)
+            if message is None:
+                break
+            if (error := message.error()) is not None:
+                say("error", code=error.name(), text=error.str(), fatal=error.fatal())
+                if error.name() == "_FATAL":
+                    self.ending = True
+                break
+            tp = (message.topic(), message.partition())
+            if tp in self.awaited:
+                self.awaited.discard(tp)
+                say("first", topic=tp[0], partition=tp[1], offset=message.offset())
+            self.out.write(f"P {tp[0]} {tp[1]} {message.offset()}\n")
+            self.out.flush()
+            self.next[tp] = message.offset() + 1
+            count += 1
+            if self.pause_s:
+                time.sleep(self.pause_s)
+            if not self.commands.empty():
+                break
+        self.commit()
+
+    def commit(self, kept: bool = False) -> None:
+        if not self.next or (self.keep and not kept):
+            return
+        try:
+            done = self.consumer.commit(
+                offsets=[TopicPartition(*tp, offset) for tp, offset in self.next.items()], asynchronous=False
+            )
+            for tp in done:
+                if tp.error is not None:
+                    raise KafkaException(tp.error)
+            self.out.writelines(f"C {t} {p} {offset}\n" for (t, p), offset in self.next.items())
+            self.out.flush()
+            self.next.clear()
+        except KafkaException as exc:
+            say("commit_failed", code=exc.args[0].name(), text=exc.args[0].str())
+            if kept:
+                self.next.clear()
+
+    def on_assign(self, consumer: Any, partitions: list[Any]) -> None:
+        tps = [(tp.topic, tp.partition) for tp in partitions]
+        self.awaited |= set(tps)
+        say("assigned", partitions=tps)
+        if tps:
+            starts = consumer.committed(partitions, timeout=10)
+            say("starts", offsets=[(tp.topic, tp.partition, tp.offset) for tp in starts])
+
+    def on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
+        self.commit()
+        say("revoked", partitions=self.forget(partitions))
+
+    def on_lost(self, consumer: Any, partitions: list[Any]) -> None:
+        self.out.writelines(f"L {tp.topic} {tp.partition} 0\n" for tp in partitions)
+        self.out.flush()
+        say("lost", partitions=self.forget(partitions))
+
+    def forget(self, partitions: list[Any]) -> list[tuple[str, int]]:
+        tps = [(tp.topic, tp.partition) for tp in partitions]
+        for tp in tps:
+            self.next.pop(tp, None)
+            self.awaited.discard(tp)
+        return tps
+
+
+def say(event: str, **more: Any) -> None:
+    print(json.dumps({"event": event, "at": time.monotonic(), **more}), flush=True)  # noqa: T201 - the pipe
+
+
+if __name__ == "__main__":
+    application = Application(**json.loads(sys.argv[1]))
+    signal.signal(signal.SIGTERM, lambda *_: application.commands.put({"do": "close"}))
+    application.run()

@@ -1,0 +1,301 @@
+"""Our side of a rebalance without Spark: a coordinator driven as Spark drives it, with a gate before the sink.
+
+Runs in: tests, and in a child process of theirs (:class:`RunProcess` starts this file), so that a run can be killed and
+frozen. Deliberately absent: judgements; what was produced is asked from Kafka's admin API (``accounts``).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # a child process: the modules of the tests are found as pytest finds them
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from kafka_words import await_until
+from streams import Engine
+
+from spark_group_source import progress
+from spark_group_source.model import TopicPartition
+from spark_group_source.offsets import StreamOffset, parse
+
+log = logging.getLogger(__name__)
+
+GATE_S = 120
+"""The longest that a test keeps a batch in flight."""
+STEP_S = 60
+"""Bound of what takes moments on a machine that is not busy."""
+CLOSE_S = 60
+
+Record = tuple[str, int, int]
+"""topic, partition, offset"""
+
+
+class Run:
+    """One run of a query on a thread of its own: plan, read, sink, and again.
+
+    Args:
+        options: as a user writes them.
+        log: offsets of earlier runs of the stream, as its checkpoint has them, all durable.
+        file: the sink: a line for each durable record, and one for each durable batch (``B`` and its offset).
+    """
+
+    def __init__(self, options: Mapping[str, str], log: Sequence[str] = (), *, file: Path | None = None) -> None:
+        self.engine = Engine(options, log)
+        self.planned: list[StreamOffset] = []
+        self.durable_at_s: list[float] = []
+        self.error: BaseException | None = None
+        self._file = file
+        self._gate = threading.Event()
+        self._gate.set()
+        self._trigger = threading.Event()
+        self._trigger.set()
+        self._full = threading.Event()
+        self._ending = threading.Event()
+        self._resting = threading.Event()
+        self._idle = 0
+        self._thread = threading.Thread(target=self._drive, name="spark", daemon=True)
+        self._thread.start()
+
+    def _drive(self) -> None:
+        try:
+            while not self._ending.is_set():
+                if not self._trigger.is_set():
+                    self._resting.set()
+                    self._trigger.wait(GATE_S)
+                    self._resting.clear()
+                    continue
+                end = self.engine.plan()
+                if end is None:
+                    self._idle += 1
+                    continue
+                rows = self.engine.read(end)
+                self.planned.append(end)
+                if rows:
+                    if not self._gate.is_set():
+                        log.info("batch in flight: %s", end.to_json())
+                    self._full.set()
+                    self._gate.wait(GATE_S)
+                self._keep(end, [(row.topic, row.partition, row.offset) for row in rows])
+                self.engine.rows += rows
+                self.engine.log.append(end.to_json())
+                self.durable_at_s.append(time.monotonic())
+                self._full.clear()
+        except BaseException as exc:  # noqa: BLE001 - the test looks at it
+            self.error = exc
+
+    def _keep(self, end: StreamOffset, rows: Sequence[Record]) -> None:
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as out:
+                out.writelines(f"P {topic} {partition} {offset}\n" for topic, partition, offset in rows)
+                out.write(f"B {end.to_json()}\n")
+
+    # --- the gate before the sink ----------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Stop between two triggers, until :meth:`hold` or :meth:`let_go`."""
+        self._trigger.clear()
+        self.await_(self._resting.is_set, "the end of the trigger")
+
+    def hold(self) -> StreamOffset:
+        """Keep the next batch with records in flight; returns its plan."""
+        self._gate.clear()
+        self._trigger.set()
+        await_until(self._holds, STEP_S, what="a batch in flight")
+        return self.planned[-1]
+
+    def let_go(self, *, rest: bool = False) -> float:
+        """The batch in flight becomes durable; returns the moment.
+
+        Args:
+            rest: plan no other batch before the next :meth:`hold`.
+        """
+        before = len(self.durable_at_s)
+        if rest:
+            self._trigger.clear()
+        else:
+            self._trigger.set()
+        self._gate.set()
+        self.await_(lambda: len(self.durable_at_s) > before, "the batch in flight to become durable")
+        return self.durable_at_s[before]
+
+    def _holds(self) -> bool:
+        self.check()
+        return self._full.is_set()
+
+    # --- looking at it ---------------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> list[Record]:
+        """Every durable record, in order."""
+        return [(row.topic, row.partition, row.offset) for row in list(self.engine.rows)]
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        return self.engine.coordinator._machine.statistics().as_dict()
+
+    @property
+    def partitions(self) -> set[TopicPartition]:
+        """What its members have."""
+        return set(self.engine.coordinator._machine.held())
+
+    def await_(self, holds: Any, what: str, deadline_s: float = STEP_S) -> None:
+        def look() -> bool:
+            self.check()
+            return bool(holds())
+
+        await_until(look, deadline_s, what=what)
+
+    def await_partitions(self, count: int, deadline_s: float = STEP_S) -> None:
+        self.await_(lambda: len(self.partitions) == count, f"{count} partitions in the run", deadline_s)
+
+    def await_idle(self) -> None:
+        """Wait until two questions in a row found nothing to read: what was durable before is echoed or under way."""
+        before = self._idle
+        self.await_(lambda: self._idle >= before + 2, "an idle run")
+
+    def await_echo(self) -> None:
+        """Let one more trigger tell the source what is durable, as a query that is stopped in order between two
+        batches does; then stop before the next batch."""
+        self.rest()
+        self.engine.coordinator.commit(parse(self.engine.log[-1]))
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self._ending.set()
+        self._trigger.set()
+        self._gate.set()
+        self._thread.join(CLOSE_S)
+        assert not self._thread.is_alive(), "the run did not end"
+        self.engine.close()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close()
+        if kind is None:
+            self.check()
+
+
+class RunProcess:
+    """A :class:`Run` in a process of its own. Its sink and checkpoint are one file, which a next one goes on from.
+
+    Args:
+        held: keep the first batch with records in flight until :meth:`let_go`.
+    """
+
+    def __init__(self, options: Mapping[str, str], file: Path, *, held: bool = False) -> None:
+        self.file = file
+        self._log = file.with_suffix(".log").open("ab")
+        arguments = {"options": dict(options), "file": str(file), "log": self.offsets(), "held": held}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def tell(self, order: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+
+    def statistics(self, group: str) -> dict[str, Any]:
+        """What the run publishes on this host."""
+        return next((doc for doc in progress.read(group) if doc["pid"] == self.process.pid), {})
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(CLOSE_S)
+
+    def close(self) -> None:
+        """End it in order: the batch in flight is finished."""
+        if self.process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                self.tell("close")
+            self.process.wait(CLOSE_S)
+
+    @property
+    def output(self) -> str:
+        """What it printed: its log, and the error that ended it."""
+        return self.file.with_suffix(".log").read_text(errors="replace")
+
+    @property
+    def records(self) -> list[Record]:
+        lines = (line.split() for line in self._lines() if line.startswith("P "))
+        return [(topic, int(partition), int(offset)) for _, topic, partition, offset in lines]
+
+    def offsets(self) -> list[str]:
+        return [line[2:] for line in self._lines() if line.startswith("B ")]
+
+    def last(self) -> StreamOffset:
+        return parse(self.offsets()[-1])
+
+    def _lines(self) -> list[str]:
+        return self.file.read_text().rpartition("\n")[0].splitlines() if self.file.exists() else []
+
+    def __enter__(self) -> "RunProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._log.close()
+        with contextlib.suppress(BrokenPipeError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+
+STOPPED = os.pipe() if __name__ == "__main__" else (-1, -1)
+"""Readable as soon as SIGTERM came."""
+
+
+def _serve(options: dict[str, str], file: str, log: list[str], held: bool) -> None:
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
+    run = Run(options, log, file=Path(file))
+    if held:
+        run._gate.clear()
+    signal.signal(signal.SIGTERM, lambda *_: os.close(STOPPED[1]))
+    for line in _orders():
+        match line.strip():
+            case "hold":
+                run._gate.clear()
+            case "let_go":
+                run._gate.set()
+            case "close":
+                break
+    run.await_echo()
+    run.close()
+    run.check()
+
+
+def _orders() -> Iterator[str]:
+    """Lines of stdin until it ends, or is closed by the signal that asks to stop."""
+    while True:
+        ready, _, _ = select.select([STOPPED[0], 0], [], [])
+        if STOPPED[0] in ready or not (line := sys.stdin.readline()):
+            return
+        yield line
+
+
+if __name__ == "__main__":
+    _serve(**json.loads(sys.argv[1]))

@@ -1,0 +1,281 @@
+"""B66, G2, G3, G8: the group's coordinator is killed in every phase of a rebalance, and becomes unreachable.
+
+Classic groups go through four phases: members join, one of them computes the assignment, the others fetch it (sync),
+and then the group is stable. Each test brings the group into one of them, has Kafka say so, and kills the broker that
+coordinates the group. All share one cluster of three nodes; the killed one is back before the next test. The stable
+group is in every run; the three passing phases, a minute each, are in `make soak`.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # its stubs hide it
+from conftest import ADMIN_S, await_until, create_topic
+
+from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed, describe, described, measured, stays
+from rebalance.conftest import make_options
+from rebalance.foreign import Foreign
+from rebalance.runs import Run
+from spark_group_source.broker import Broker
+
+pytestmark = [pytest.mark.broker, pytest.mark.crash, pytest.mark.slow]
+
+PARTITIONS = 6
+NODES = 3
+SESSION_MS = 10_000
+CLIENTS_MAX = 40
+RECOVERED_S = 90
+"""Bound of a fail-over: the node's session at the controller is 4 s, then members look for the new coordinator."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Broker]:
+    with Broker(nodes=NODES) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster_admin(cluster: Broker) -> AdminClient:
+    return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
+
+
+class Scene:
+    """One group on the cluster: a run of ours, foreign members, and records that flow."""
+
+    def __init__(self, cluster: Broker, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
+        self.cluster, self.admin, self.group, self.folder, self.strategy = cluster, admin, group, folder, strategy
+        self.topic = create_topic(admin, f"t-{group}", PARTITIONS)
+        self.options = make_options(
+            cluster.bootstrap_servers, group, self.topic, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
+        )
+        self.members: list[Foreign] = []
+        self.clients: list[AdminClient] = []
+        self.killed: int | None = None
+        self.killed_at_s = 0.0
+
+    def member(self, stack: ExitStack) -> Foreign:
+        file = self.folder / f"member-{len(self.members)}"
+        found = Foreign(
+            self.cluster.bootstrap_servers,
+            self.group,
+            [self.topic],
+            file,
+            strategy=self.strategy,
+            session_ms=SESSION_MS,
+            log_level=2,
+            client__id=f"foreign-{len(self.members)}",
+        )
+        self.members.append(stack.enter_context(found))
+        return found
+
+    def look(self) -> Seen:
+        """The group now; after a failed question with a new client, which finds a moved coordinator at once."""
+        while True:
+            try:
+                return described(self.admin, self.group)
+            except (KafkaException, TimeoutError):
+                self.clients.append(self.admin)  # kept: one that is collected drops what it waits for
+                assert len(self.clients) < CLIENTS_MAX, "nobody coordinates the group"
+                self.admin = AdminClient({"bootstrap.servers": self.cluster.bootstrap_servers, "log_level": 0})
+                self.admin.poll(0.5)
+
+    @property
+    def state(self) -> str:
+        return self.look().state
+
+    def await_state(self, state: str) -> None:
+        await_until(lambda: self.state == state, 30, what=f"the state {state}")
+
+    def kill_coordinator(self) -> None:
+        self.killed = self.look().coordinator
+        self.cluster.kill(self.killed)
+        self.killed_at_s = time.monotonic()
+
+    def settle(self, phase: str, run: Run, flow: Flow) -> None:
+        """Everybody is a member again, shares the partitions and goes on; everything was processed once."""
+        count = len(self.members) + 1
+
+        def whole() -> bool:
+            run.check()
+            group = self.look()
+            given = [tp for tps in group.members.values() for tp in tps]
+            return (
+                group.state == "stable"
+                and len(group.clients) == count
+                and len(given) == len(set(given)) == PARTITIONS
+                and run.partitions == group.of("spark-group") | group.of(f"{self.group}.")
+            )
+
+        await_until(whole, RECOVERED_S, what="the group's recovery")
+        whole_s = time.monotonic() - self.killed_at_s
+        seen = len(run.planned)
+        run.await_(lambda: len(run.planned) > seen + 1, "batches afterwards")
+        measured(f"{self.strategy}, killed while {phase}: the group was whole after {whole_s:.1f} s")
+        flow.stop()
+        twice = {record for member in self.members for record in member.unconfirmed()}
+        # A member that was thrown out loses what it has in flight; how much of it may be read twice is counted.
+        assert_once(self.admin, [self.topic], [run], self.members, twice=twice, counted=run.statistics["maybe_twice"])
+        await_committed(self.admin, self.group, [self.topic])
+        assert run.statistics["overruns"] == 0
+
+
+@pytest.fixture
+def scene(
+    cluster: Broker,
+    cluster_admin: AdminClient,
+    group_id: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> Iterator[Scene]:
+    made = Scene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
+    yield made
+    if made.killed is not None:
+        cluster.start_node(made.killed)
+        await_until(lambda: _in_sync(cluster_admin), 60, what="all replicas in sync")
+
+
+def _in_sync(admin: AdminClient) -> bool:
+    topics = asking(lambda: admin.list_topics(timeout=ADMIN_S)).topics.values()
+    return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
+
+
+@pytest.mark.soak
+def test_the_coordinator_dies_while_members_join(scene: Scene) -> None:
+    """Our run holds its revocation for the batch in flight, so the join cannot end."""
+    with ExitStack() as stack:
+        scene.member(stack).await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(scene.options))
+        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        run.await_partitions(3)
+        run.hold()
+        scene.member(stack)
+        scene.await_state("preparing_rebalancing")
+        scene.kill_coordinator()
+        run.let_go()
+        scene.settle("members joined", run, flow)
+
+
+@pytest.mark.soak
+def test_the_coordinator_dies_while_the_assignment_is_computed(scene: Scene) -> None:
+    """The leader (the member that came first) has joined, waits for the others, and is killed before its answer comes:
+    the join ends, and nobody computes."""
+    with ExitStack() as stack:
+        leader = scene.member(stack)
+        leader.await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(scene.options))
+        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        run.await_partitions(3)
+        run.hold()
+        scene.member(stack)
+        scene.await_state("preparing_rebalancing")
+        leader.await_said("revoked", count=len(leader.said("assigned")))
+        stays(lambda: scene.state == "preparing_rebalancing", 1.0, "the join")  # the leader's request is on its way
+        leader.freeze()
+        run.let_go()
+        scene.await_state("completing_rebalancing")
+        scene.kill_coordinator()
+        leader.thaw()
+        scene.settle("the leader computed the assignment", run, flow)
+
+
+@pytest.mark.soak
+def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Scene) -> None:
+    """The newcomer has joined and is killed: the leader's assignment is there, and one member has not fetched it."""
+    with ExitStack() as stack:
+        scene.member(stack).await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(scene.options))
+        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        run.await_partitions(3)
+        run.hold()
+        newcomer = scene.member(stack)
+        scene.await_state("preparing_rebalancing")
+        await_until(lambda: len(scene.look().clients) == 3, what="the newcomer")
+        stays(lambda: scene.state == "preparing_rebalancing", 1.0, "the join")
+        newcomer.freeze()
+        run.let_go()
+        scene.await_state("stable")
+        run.await_partitions(2)
+        assert not newcomer.joined
+        scene.kill_coordinator()
+        newcomer.thaw()
+        scene.settle("members fetched their assignment", run, flow)
+
+
+@pytest.mark.parametrize("scene", ["range", "cooperative-sticky", "consumer"], indirect=True)
+def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: Scene) -> None:
+    with ExitStack() as stack:
+        scene.member(stack).await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(scene.options))
+        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        run.await_partitions(3)
+        scene.await_state("stable")
+        generation = run.statistics["generation"]
+        run.hold()
+        scene.kill_coordinator()
+        run.let_go()
+        scene.settle("the group was stable", run, flow)
+        assert run.statistics["generation"] == generation, "the places are in the log: no rebalance was needed"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scene", ["consumer"], indirect=True)
+def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Scene) -> None:
+    """Our run holds what the broker has given to the newcomer."""
+    with ExitStack() as stack:
+        run = stack.enter_context(Run(scene.options))
+        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        run.await_partitions(PARTITIONS)
+        run.hold()
+        newcomer = scene.member(stack)
+        run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
+        scene.kill_coordinator()
+        assert not newcomer.partitions
+        run.let_go()
+        scene.settle("partitions moved", run, flow)
+
+
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(
+    strategy: str, cluster: Broker, cluster_admin: AdminClient, group_id: str
+) -> None:
+    name = f"t-{group_id}"
+    first = create_topic(cluster_admin, f"{name}-probe", 1)
+    probe = make_options(cluster.bootstrap_servers, group_id, first, strategy, session_ms=SESSION_MS)
+    with Run(probe) as run:
+        run.await_partitions(1)
+        killed = describe(cluster_admin, group_id).coordinator
+    others = [node for node in range(1, NODES + 1) if node != killed]
+    new = NewTopic(name, num_partitions=2, replica_assignment=[others, others[::-1]])  # its records are elsewhere
+    cluster_admin.create_topics([new])[name].result(ADMIN_S)
+    options = make_options(
+        cluster.bootstrap_servers, group_id, name, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
+    )
+    with Run(options) as run, Flow(cluster.bootstrap_servers, name, 2) as flow:
+        run.await_partitions(2)
+        run.await_(lambda: len(run.planned) > 3, "batches")
+        assert describe(cluster_admin, group_id).coordinator == killed
+        cluster.kill(killed)
+        try:
+            at_s, seen, commits = time.monotonic(), len(run.records), run.statistics["commits"]
+            run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
+            run.await_(lambda: len(run.records) > seen + 200, "records while the coordinator is away")
+            measured(f"{strategy}: 200 records took {time.monotonic() - at_s:.1f} s without the coordinator")
+            assert run.statistics["commits"] >= commits
+        finally:
+            cluster.start_node(killed)
+        flow.stop()
+        assert_once(cluster_admin, [name], [run])
+        fresh = AdminClient(
+            {"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0}
+        )  # knows no old coordinator
+        await_committed(fresh, group_id, [name])
+        measured(
+            f"{strategy}: {run.statistics['commits_failed']} commits failed, the longest drain took "
+            f"{run.statistics['drain_max_ms']} ms"
+        )
+        assert run.statistics["maybe_twice"] == 0
+    await_until(lambda: _in_sync(cluster_admin), 60, what="all replicas in sync")

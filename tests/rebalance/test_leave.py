@@ -1,0 +1,182 @@
+"""B57, B58, B59, G3: members that are killed, frozen, or of a second run; and our own run frozen past its session."""
+
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, TopicFactory, await_until, committed_of
+
+from rebalance.accounts import Flow, assert_once, await_all_processed, await_committed, describe, measured, stays
+from rebalance.conftest import Members, Options
+from rebalance.foreign import KINDS, Foreign
+from rebalance.runs import Run, RunProcess
+from spark_group_source.broker import Broker
+from spark_group_source.model import TopicPartition
+
+PARTITIONS = 4
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B57_a_killed_members_partitions_come_when_its_session_ends(
+    strategy: str,
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    options: Options,
+    foreign: Members,
+    group_id: str,
+) -> None:
+    name = topic(PARTITIONS)
+    with (
+        Run(options(name, strategy)) as run,
+        foreign(name, strategy=strategy, session_ms=2000) as other,
+        Flow(broker.bootstrap_servers, name, PARTITIONS) as flow,
+    ):
+        gained = other.await_partitions(2)
+        run.await_partitions(2)
+        await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
+        plan = run.hold()  # and it dies in the middle of a batch of ours
+        other.kill()
+        committed = committed_of(admin, group_id)
+        run.await_(lambda: not describe(admin, group_id).of("foreign"), "the end of its session")
+        assert run.planned[-1] == plan
+        run.let_go()
+        run.await_partitions(PARTITIONS)
+        flow.stop()
+        assert_once(admin, [name], [run], [other], twice=other.unconfirmed())
+        first = next(p for p in run.planned if p.seq > plan.seq and p.ranges.keys() >= gained)
+        assert {tp: first.ranges[tp][0] for tp in gained} == {tp: committed.get(tp, 0) for tp in gained}
+        await_committed(admin, group_id, [name])
+        assert run.statistics["maybe_twice"] == 0
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(
+    strategy: str,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    foreign: Members,
+    group_id: str,
+) -> None:
+    name = topic(PARTITIONS)
+    with Run(options(name, strategy)) as run, foreign(name, strategy=strategy, session_ms=2000, keep=True) as other:
+        gained = other.await_partitions(2)
+        run.await_partitions(2)
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        await_until(lambda: len(other.processed()) == 20, what="the other's records")
+        other.do("stall")  # so that the order to commit is the first thing it meets when it comes back
+        other.freeze()
+        kept = other.unconfirmed()
+        assert len(kept) == 20  # processed, not committed
+        run.await_partitions(PARTITIONS)
+        run.await_(lambda: len(run.records) == 40, "the records that it had not committed")
+        await_committed(admin, group_id, [name])
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10, 15)], partition=p)
+        run.await_(lambda: len(run.records) == 60, "more records")
+        await_committed(admin, group_id, [name])
+        for order in ("commit", "give", "go"):
+            other.tell(order)
+        other.thaw()
+        refused = other.await_said("commit_failed")
+        assert refused["code"] in ("UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "STALE_MEMBER_EPOCH"), refused
+        assert committed_of(admin, group_id) == {TopicPartition(name, p): 15 for p in range(PARTITIONS)}
+        other.await_partitions(2)  # it is a member again, and starts where we are
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(15, 20)], partition=p)
+        await_all_processed(admin, [name], [run], [other])
+        zombie = {
+            record for record in other.unconfirmed() if record[2] < 15
+        }  # also what it had fetched and not yet lost
+        assert_once(admin, [name], [run], [other], twice=zombie)
+        assert kept <= zombie and len(gained) == 2
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(
+    strategy: str,
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(PARTITIONS)
+    file = tmp_path / "run.txt"
+    with (
+        RunProcess(options(name, strategy, session_ms=2000), file) as run,
+        Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy=strategy) as other,
+    ):
+        other.await_partitions(2)
+        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == 2, 60, what="two for the run")
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        await_committed(admin, group_id, [name])
+        run.tell("hold")
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
+        run.freeze()
+        other.await_partitions(PARTITIONS)  # our session ended
+        await_committed(admin, group_id, [name])  # it read what we have in flight
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
+        await_committed(admin, group_id, [name])
+        run.thaw()
+        await_until(lambda: run.statistics(group_id)["lost"] >= 2, 60, what="the loss to be known")
+        assert run.statistics(group_id)["maybe_twice"] == 20
+        run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
+        await_until(lambda: len(run.records) >= 40, what="the batch")
+        stays(lambda: min(committed_of(admin, group_id).values()) == 25, 1.0, "the newer offsets")
+        await_until(lambda: sum(run.statistics(group_id)["assigned"]) == 2, 60, what="two for the run again")
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
+        in_flight = {(tp.topic, tp.partition, offset) for tp in ours for offset in range(10, 20)}
+        assert_once(admin, [name], [run], [other], twice=in_flight)
+        await_committed(admin, group_id, [name])
+        run.close()
+        assert run.process.returncode == 0, run.output
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(
+    strategy: str, broker: Broker, admin: AdminClient, topic: TopicFactory, options: Options, group_id: str
+) -> None:
+    name = topic(PARTITIONS)
+    with Run(options(name, strategy)) as first, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+        first.await_partitions(PARTITIONS)
+        plan = first.hold()
+        with Run(options(name, strategy, leaveOnStop="always")) as second:
+            first.await_(lambda: "revoking" in first.statistics["slots"], "Kafka to ask for partitions")
+            assert not second.partitions
+            first.let_go()
+            second.await_partitions(2)
+            first.await_partitions(2)
+            second.await_(lambda: any(len(p.ranges) == 2 for p in second.planned), "a batch over both partitions")
+            begun = next(p for p in second.planned if len(p.ranges) == 2)
+            assert {tp: start for tp, (start, _) in begun.ranges.items()} == {
+                tp: plan.ranges[tp][1] for tp in begun.ranges
+            }
+            second.await_(lambda: len(second.planned) >= 5, "some batches of the second")
+            second._ending.set()
+            second._thread.join(60)
+        first.await_partitions(PARTITIONS)
+        measured(f"{strategy}: the second stream read {len(second.records)} records")
+        flow.stop()
+        assert_once(admin, [name], [first, second], twice=_last_batch(second))
+        await_committed(admin, group_id, [name])
+
+
+def _last_batch(run: Run) -> set[tuple[str, int, int]]:
+    """What became durable in the very moment of the end: nobody told the source, so the next owner reads it again."""
+    ranges = run.planned[-1].ranges.items()
+    return {(tp.topic, tp.partition, offset) for tp, (start, end) in ranges for offset in range(start, end)}

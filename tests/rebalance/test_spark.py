@@ -1,0 +1,154 @@
+"""B53, B57, G3, G4: the same with real Spark queries, end to end, once for each protocol."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import TopicFactory, await_until, committed_of
+from streams import Job
+
+from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, produced, records_in, stays
+from rebalance.conftest import Members, Options
+from rebalance.runs import Record
+from spark_group_source import DeltaSink
+from spark_group_source.broker import Broker
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+PARTITIONS = 4
+SPARK_S = 90
+"""Bound of a query's first batch, on a machine that is busy."""
+HAND_OVER_S_MAX = 5.0
+STRATEGIES = ("range", "cooperative-sticky", "consumer")
+
+
+class Query:
+    """A running query whose batches can be kept in flight; a source of records for the account."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inside = threading.Event()
+        job.on_batch = self._wait
+
+    def _wait(self, number: int) -> None:
+        if not self.gate.is_set() and self.job.batches[-1][1]:
+            self.inside.set()
+            self.gate.wait(SPARK_S)
+            self.inside.clear()
+
+    @property
+    def records(self) -> list[Record]:
+        done = self.job.batches[:-1] if self.inside.is_set() else self.job.batches
+        return [(row.topic, row.partition, row.offset) for _, rows in done for row in rows]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_back(
+    strategy: str,
+    spark: "SparkSession",
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    options: Options,
+    foreign: Members,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(PARTITIONS)
+    query = Query(Job(spark, options(name, strategy), tmp_path / "checkpoint"))
+    with query.job.running() as running, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+        await_until(lambda: query.records or running.exception(), SPARK_S, what="the first batch")
+        query.gate.clear()
+        await_until(query.inside.is_set, SPARK_S, what="a batch in flight")
+        ends: dict[TopicPartition, int] = {}
+        for _, rows in list(query.job.batches):
+            for row in rows:
+                ends[TopicPartition(row.topic, row.partition)] = row.offset + 1
+        with foreign(name, strategy=strategy) as other:
+            await_until(lambda: "foreign" in describe(admin, group_id).members, what="the other in the group")
+            before = committed_of(admin, group_id)
+            stays(lambda: not other.partitions, 1.5, "the batch in flight")
+            query.gate.set()
+            let_go_s = _now()
+            gained = other.await_partitions(2)
+            took_s = other.first_assigned_at() - let_go_s
+            measured(f"{strategy}, real Spark: {took_s * 1000:.0f} ms from the end of the sink to the new owner")
+            assert took_s < HAND_OVER_S_MAX
+            await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
+            assert other.firsts() == other.starts()
+            assert all(at >= max(ends[tp], before.get(tp, 0)) for tp, at in other.starts_of(gained).items())
+            if strategy != "cooperative-sticky":  # with it the next batch of the others may pass meanwhile
+                assert other.starts() == {tp: ends[tp] for tp in gained}
+            other.close()
+        await_until(lambda: len(_ours(admin, group_id)) == PARTITIONS, what="all partitions back")
+        flow.stop()
+        assert_once(admin, [name], [query], [other])
+        await_committed(admin, group_id, [name])
+        assert running.exception() is None
+
+
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(
+    strategy: str,
+    spark: "SparkSession",
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    options: Options,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(PARTITIONS)
+    table = tmp_path / "table"
+
+    def start(number: int) -> "StreamingQuery":
+        loaded = spark.readStream.format("kafka-group").options(**options(name, strategy, leaveOnStop="always")).load()
+        writer = loaded.writeStream.foreachBatch(DeltaSink(str(table)))
+        return writer.option("checkpointLocation", str(tmp_path / f"checkpoint-{number}")).start()
+
+    with Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+        first = start(1)
+        try:
+            await_until(lambda: records_in(table), SPARK_S, what="the first rows")
+            second = start(2)
+            try:
+                await_until(
+                    lambda: sorted(map(len, describe(admin, group_id).members.values())) == [2, 2],
+                    SPARK_S,
+                    what="two partitions for each query",
+                )
+                at = len(records_in(table))
+                await_until(lambda: len(records_in(table)) > at + 200, SPARK_S, what="rows of both")
+            finally:
+                second.stop()
+            await_until(lambda: len(_ours(admin, group_id)) == PARTITIONS, SPARK_S, what="all partitions back")
+            flow.stop()
+            await_until(lambda: set(records_in(table)) == produced(admin, [name]), SPARK_S, what="every record")
+            doubled = [record for record, count in Counter(records_in(table)).items() if count > 1]
+            assert not doubled, doubled[:5]
+            await_committed(admin, group_id, [name])
+            assert first.exception() is None and second.exception() is None
+        finally:
+            first.stop()
+
+
+def _ours(admin: AdminClient, group: str) -> set[TopicPartition]:
+    group_seen = describe(admin, group)
+    names = [n for n in group_seen.members if n.startswith((group, "spark-group"))]
+    return {tp for n in names for tp in group_seen.members[n]} if len(group_seen.members) == 1 else set()
+
+
+def _now() -> float:
+    import time
+
+    return time.monotonic()

@@ -1,0 +1,173 @@
+"""B14, B41, B61, G5, G7: partitions and topics that come and go, members that come and go, and runs that come back."""
+
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
+from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of
+
+from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
+from rebalance.conftest import Members, Options
+from rebalance.foreign import KINDS
+from rebalance.runs import Run, RunProcess
+from spark_group_source.broker import Broker
+from spark_group_source.model import TopicPartition
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginning(
+    strategy: str,
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    foreign: Members,
+    group_id: str,
+) -> None:
+    """Also under startingOffsets=latest: nothing between their creation and our noticing is lost."""
+    name = topic(4)
+    with Run(options(name, strategy, startingOffsets="latest")) as run, foreign(name, strategy=strategy) as other:
+        other.await_partitions(2)
+        run.await_partitions(2)
+        with Flow(broker.bootstrap_servers, name, 4) as flow:
+            run.hold()
+            admin.create_partitions([NewPartitions(name, 12)])[name].result(ADMIN_S)
+            await_until(lambda: len(admin.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 12, ADMIN_S)
+            for p in range(4, 12):
+                produce(name, [f"{p}-{n}" for n in range(5)], partition=p)
+            run.let_go()
+            run.await_partitions(6)
+            other.await_partitions(6)
+            flow.stop()
+        assert_once(admin, [name], [run], [other])
+        await_committed(admin, group_id, [name])
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B61_kept_partitions_make_progress_while_others_come_and_go(
+    strategy: str,
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    options: Options,
+    foreign: Members,
+    group_id: str,
+) -> None:
+    name = topic(6)
+    with Run(options(name, strategy)) as run, Flow(broker.bootstrap_servers, name, 6) as flow:
+        run.await_partitions(6)
+        members = []
+        for round_ in range(3):
+            with foreign(name, strategy=strategy) as other:
+                members.append(other)
+                other.await_partitions(3)
+                run.await_partitions(3)
+                seen = len(run.planned)
+                run.await_(lambda at=seen: len(run.planned) > at + 2, "batches between two rounds")
+                other.close()
+            run.await_partitions(6)
+            assert run.statistics["lost"] == 0, f"round {round_}"
+        flow.stop()
+        assert_once(admin, [name], [run], members)
+        await_committed(admin, group_id, [name])
+        at: dict[TopicPartition, int] = {}
+        foreigners = {(t, p, o) for member in members for t, p, o in member.processed()}
+        for plan in run.planned:  # ranges chain: what lies between two of ours was read by another member
+            for tp, (start, end) in plan.ranges.items():
+                between = {(tp.topic, tp.partition, o) for o in range(at.get(tp, 0), start)}
+                assert start >= at.get(tp, 0) and between <= foreigners, f"{tp}: {at.get(tp)} -> {start}"
+                at[tp] = end
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
+    strategy: str,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    group_id: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = topic(2)
+    second, third, other = f"{first}.b", f"{first}.c", f"x{first}"
+    topic(2, name=second)
+    topic(1, name=other)  # does not match the whole name
+    pattern = options(None, strategy, subscribePattern=first.replace(".", "[.]") + "([.].)?", failOnDataLoss=False)
+    with Run(pattern) as run:
+        run.await_partitions(4)
+        for name in (first, second, other):
+            produce(name, ["1", "2"], partition=0)
+        run.await_(lambda: len(run.records) == 4, "the records of both topics")
+        await_committed(admin, group_id, [first, second])
+        generation, plans = run.statistics["generation"], len(run.planned)
+        stays(lambda: run.statistics["generation"] == generation, 1.5, "a group whose topics did not change")
+        assert len(run.planned) == plans, "a batch without records"
+
+        topic(3, name=third)
+        produce(third, ["a", "b", "c"], partition=2)
+        run.await_partitions(7)
+        run.await_(lambda: (third, 2, 2) in run.records, "the records of the new topic")
+
+        admin.delete_topics([second])[second].result(ADMIN_S)
+        run.await_(lambda: run.partitions == _of(first, 2) | _of(third, 3), "the deleted topic to leave")
+        for name in (first, third):
+            produce(name, ["3"], partition=0)
+        assert_once(admin, [first, third], [_Without(run, second)])
+        await_committed(admin, group_id, [first, third])
+        assert [r for r in run.records if r[0] == second] == [(second, 0, 0), (second, 0, 1)]
+        assert "the subscription now stands for 3 topics" in caplog.text
+        await_until(lambda: "the subscription now stands for 2 topics" in caplog.text, what="the word of it")
+
+
+def _of(topic: str, partitions: int) -> set[TopicPartition]:
+    return {TopicPartition(topic, p) for p in range(partitions)}
+
+
+class _Without:
+    """The records of a run without those of a topic that is gone."""
+
+    def __init__(self, run: Run, topic: str) -> None:
+        self.run, self.topic = run, topic
+
+    @property
+    def records(self) -> list[tuple[str, int, int]]:
+        self.run.check()
+        return [r for r in self.run.records if r[0] != self.topic]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
+    strategy: str,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(4)
+    for p in range(4):
+        produce(name, ["old"], partition=p)
+    file = tmp_path / "run"
+    patient = options(name, strategy, session_ms=20_000, startingOffsets="latest")
+    with RunProcess(patient, file) as run:
+        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == 4, 60, what="its partitions")
+        starts = {TopicPartition(name, p): 1 for p in range(4)}
+        await_until(lambda: committed_of(admin, group_id) == starts, what="the start positions in the group")
+        await_until(lambda: len(run.offsets()) == 1, what="the first offset")
+        before = describe(admin, group_id)
+        generation = run.statistics(group_id)["generation"]
+        run.kill()
+    for p in range(4):
+        produce(name, ["new"], partition=p)  # while nobody is there
+    with RunProcess(patient, file) as again:
+        await_until(lambda: len(again.records) == 4, 60, what="the records of the meantime")
+        assert {offset for _, _, offset in again.records} == {1}
+        await_committed(admin, group_id, [name])
+        after = describe(admin, group_id)
+        assert after.members == before.members
+        if strategy == "range":  # under KIP-848 a killed member's place is free when its session ends: the same place
+            assert again.statistics(group_id)["generation"] == generation, "a rebalance"
