@@ -28,6 +28,11 @@ ADMIN_S = 30
 POLL_S = 0.02
 """Pause between two looks of :func:`await_until`."""
 
+NOT_SERVED_YET = frozenset(
+    {KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART}
+)
+"""What Kafka answers for a partition between its creation and its leader's first answer."""
+
 
 class Record(NamedTuple):
     """A record to produce. ``partition`` None lets the producer choose by key; ``timestamp_ms`` None means now."""
@@ -71,16 +76,26 @@ def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str
 def create_topic(
     admin: AdminClient, name: str, partitions: int = 1, *, config: Mapping[str, str] | None = None, replicas: int = -1
 ) -> str:
-    """Create a topic and return its name once every partition has a leader."""
+    """Create a topic and return its name once every partition is served by its leader.
+
+    Metadata names a leader before that broker serves the partition. A record sent in between is refused, sent again, and
+    may end up behind the records that were sent after it.
+    """
     new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config or {}))
     admin.create_topics([new])[name].result(ADMIN_S)
 
-    def led() -> bool:
+    def served() -> bool:
         metadata = admin.list_topics(name, timeout=ADMIN_S).topics[name]
-        found = metadata.partitions.values()
-        return metadata.error is None and len(found) == partitions and all(p.leader >= 0 for p in found)
+        if metadata.error is not None or len(metadata.partitions) != partitions:
+            return False
+        try:
+            return len(end_offsets_of(admin, name)) == partitions
+        except KafkaException as exc:
+            if exc.args[0].code() not in NOT_SERVED_YET:
+                raise
+            return False
 
-    await_until(led, ADMIN_S, what=f"a leader for every partition of {name}")
+    await_until(served, ADMIN_S, what=f"a leader that serves every partition of {name}")
     return name
 
 
