@@ -13,24 +13,16 @@ A partition that was committed by somebody else is committed again under our nam
 else, after a crash before its first echo, that old commit could not be told from one made after ours.
 """
 
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from itertools import islice
+from dataclasses import dataclass, field
 
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.states import PHASES, SLOTS, Phase, SlotState
 from spark_group_source.group.statistics import Counters, Statistics
+from spark_group_source.group.story import Story
 from spark_group_source.model import TopicPartition
 from spark_group_source.offsets import StreamOffset
-
-STORY_EVENTS_MAX = 200
-"""Events remembered for :meth:`GroupMachine.story`: enough for several rebalances, small enough for an error text."""
-
-STORY_ITEMS_MAX = 8
-STORY_CHARS_MAX = 200
-"""What an event's partitions, and its line, are cut to."""
 
 RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
 """Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""
@@ -100,7 +92,7 @@ class GroupMachine:
         self._lookup_at_ms: int | None = None
         self._durable_at_ms: int | None = None
         self._counters = Counters()
-        self._story: deque[str] = deque(maxlen=STORY_EVENTS_MAX)
+        self._story = Story()
         self._out: list[ev.Command] = []
         self._now_ms = 0
 
@@ -113,7 +105,7 @@ class GroupMachine:
             InvariantBroken: the event contradicts what this machine knows in a way that only a bug can explain.
         """
         self._now_ms = now_ms
-        self._story.append(f"{now_ms} {brief(event)}")
+        self._story.happened(event, now_ms)
         if self.phase is Phase.CLOSED:
             return []
         self._out = []
@@ -123,7 +115,7 @@ class GroupMachine:
             self._on_other(event)
         if self.phase not in (Phase.CLOSED, Phase.NEW):
             self._pump()
-        self._story.extend(f"{now_ms}   -> {brief(command)}" for command in self._out)
+        self._story.led_to(self._out, now_ms)
         return self._out
 
     def _on_member(self, event: ev.MemberEvent) -> None:
@@ -253,7 +245,7 @@ class GroupMachine:
 
     def story(self) -> str:
         """The last events and what they led to, one a line, oldest first."""
-        return "\n".join(self._story)
+        return self._story.text()
 
     def statistics(self) -> Statistics:
         """What happened so far, as a frozen snapshot."""
@@ -329,7 +321,7 @@ class GroupMachine:
             self._held[tp] = _Held(slot.number)
             slot.held.add(tp)
             self._unresolved.add(tp)
-        self._counters.assigned(len(new), now_ms=self._now_ms)
+        self._counters.rebalanced(len(new), now_ms=self._now_ms)
 
     def _revoking(self, slot: _Slot, event: ev.Revoking) -> None:
         leaving = {tp for tp in event.partitions if tp in slot.held}
@@ -338,7 +330,7 @@ class GroupMachine:
             slot.hold_since_ms = self._now_ms
         self._move(slot, "Revoking")
         slot.revoking |= leaving
-        self._counters.revoked(len(leaving), now_ms=self._now_ms)
+        self._counters.rebalanced(len(leaving), now_ms=self._now_ms)
 
     def _release(self, slot: _Slot, *, overrun: bool) -> None:
         held_ms = self._now_ms - slot.hold_since_ms
@@ -661,26 +653,3 @@ class GroupMachine:
 
 def _pause(failures: int) -> int:
     return RETRY_PAUSES_MS[min(failures, len(RETRY_PAUSES_MS) - 1)]
-
-
-def brief(value: object) -> str:
-    """An event or command in one line. What is long is cut before it becomes text: plans have many partitions."""
-    parts = [f"{f.name}={_short(getattr(value, f.name))}" for f in fields(value)]  # type: ignore[arg-type]
-    text = f"{type(value).__name__}({', '.join(parts)})"
-    return text if len(text) <= STORY_CHARS_MAX else text[:STORY_CHARS_MAX] + "…"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, TopicPartition):
-        return str(value)
-    if isinstance(value, StreamOffset):
-        return f"batch {value.seq} of {value.stream} {_short(value.ranges)}"
-    if not isinstance(value, Mapping | tuple):
-        return str(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], int):
-        return f"[{value[0]},{value[-1]})"
-    more = ["…"] if len(value) > STORY_ITEMS_MAX else []
-    first = islice(value.items() if isinstance(value, Mapping) else value, STORY_ITEMS_MAX)
-    if isinstance(value, Mapping):
-        return f"{len(value)}{{{', '.join([f'{_short(key)}: {_short(item)}' for key, item in first] + more)}}}"
-    return f"{len(value)}[{', '.join([_short(item) for item in first] + more)}]"

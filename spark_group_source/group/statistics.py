@@ -64,13 +64,10 @@ class Counters:
     drain_last_ms: int = 0
     drain_max_ms: int = 0
 
-    def assigned(self, partitions: int, *, now_ms: int) -> None:
+    def rebalanced(self, partitions: int, *, now_ms: int) -> None:
         if partitions:
             self.rebalances += 1
             self.rebalanced_at_ms = now_ms
-
-    def revoked(self, partitions: int, *, now_ms: int) -> None:
-        self.assigned(partitions, now_ms=now_ms)
 
     def released(self, held_ms: int, *, overrun: bool) -> None:
         self.holds += held_ms > 0  # those that go at once were not held

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from spark_group_source import admission
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
-from spark_group_source.group.machine import GroupMachine, brief
+from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.states import Phase
+from spark_group_source.group.story import brief
 from spark_group_source.model import TopicPartition
 from spark_group_source.offsets import StreamOffset, parse
 from spark_group_source.testing.invariants import Invariants, Reader, Violation

@@ -8,8 +8,8 @@ import pytest
 
 from spark_group_source.errors import Fenced, InvariantBroken
 from spark_group_source.group import events as ev
-from spark_group_source.group.machine import STORY_EVENTS_MAX
 from spark_group_source.group.statistics import Statistics
+from spark_group_source.group.story import STORY_LINES_MAX
 from spark_group_source.model import TopicPartition
 from spark_group_source.offsets import StreamOffset
 from spark_group_source.testing.harness import GroupHarness, tps
@@ -82,10 +82,10 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
 
 def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     many = tuple(TopicPartition("orders", p) for p in range(5_000))
-    for _ in range(STORY_EVENTS_MAX):
+    for _ in range(STORY_LINES_MAX):
         group.feed(ev.LookupFailed(partitions=many, reason="x"))
     lines = group.machine.story().splitlines()
-    assert len(lines) == STORY_EVENTS_MAX
+    assert len(lines) == STORY_LINES_MAX
     assert max(map(len, lines)) < 250
 
 
