@@ -22,9 +22,11 @@ from spark_group_source.errors import (
     SourceError,
     TopicMissing,
 )
+from spark_group_source.group.statistics import Statistics
 from spark_group_source.progress import drain
 
 if TYPE_CHECKING:
+    from spark_group_source.listener import GroupListener
     from spark_group_source.sink import DeltaSink
     from spark_group_source.source import KafkaGroupDataSource
 
@@ -37,6 +39,7 @@ __all__ = [
     "DeltaSink",
     "Fenced",
     "GroupError",
+    "GroupListener",
     "InvariantBroken",
     "KafkaGroupDataSource",
     "LedgerConflict",
@@ -44,6 +47,7 @@ __all__ = [
     "ReadTimeout",
     "RebalanceTimeout",
     "SourceError",
+    "Statistics",
     "TopicMissing",
     "drain",
 ]
@@ -54,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from spark_group_source.sink import DeltaSink
 
         return DeltaSink
+    if name == "GroupListener":
+        from spark_group_source.listener import GroupListener
+
+        return GroupListener
     if name == "KafkaGroupDataSource":
         from spark_group_source.source import KafkaGroupDataSource
 

@@ -93,6 +93,12 @@ def read(group: str) -> list[dict[str, Any]]:
     return found
 
 
+def snapshot(group: str, stream: str) -> Statistics | None:
+    """The statistics of one stream, if it runs on this host; of several runs of it, the one that got furthest."""
+    found = [Statistics.from_dict(doc) for doc in read(group) if doc["stream"] == stream]
+    return max(found, key=lambda statistics: statistics.seq, default=None)
+
+
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
     """Let this host's queries of a group finish the batch in hand and begin no other, and wait until they have.
 

@@ -3,14 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
-from streams import PROTOCOLS, Engine, JobFactory, job_factory, options_of, planned, readers_below, values_of
+from streams import PROTOCOLS, Engine, JobFactory, Outsider, job_factory, options_of, planned, readers_below, values_of
 
+from spark_group_source import GroupListener, Statistics
 from spark_group_source.broker import Broker
 from spark_group_source.model import TopicPartition
 from spark_group_source.offsets import parse
@@ -326,3 +328,37 @@ def test_progress_shows_positions_and_how_far_the_topic_is_ahead(
 
 def _object(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
+
+
+def test_a_listener_gets_what_the_members_did_after_every_batch(
+    spark: "SparkSession", job: JobFactory, broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+) -> None:
+    name = topic(4)
+    received: list[tuple[str, Statistics]] = []
+    listener = GroupListener(lambda progress, statistics: received.append((str(progress.id), statistics)))
+
+    def a_batch_shows(assigned: tuple[int, ...]) -> bool:
+        produce(name, numbered(0, 3, 4))
+        return bool(received) and received[-1][1].assigned == assigned
+
+    spark.streams.addListener(listener)
+    try:
+        with job(subscribe=name, groupMembers=2).running(processingTime="100 milliseconds") as query:
+            await_until(lambda: a_batch_shows((2, 2)), what="both members' partitions")
+            alone = received[-1][1]
+            with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+                await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
+            first, last = received[0], received[-1][1]
+            assert (first[0], last.group, last.slots) == (str(query.id), group_id, ("assigned",) * 2)
+            assert last.rebalances > alone.rebalances and last.generation > alone.generation
+            assert last.seq > alone.seq and last.commits > alone.commits
+    finally:
+        spark.streams.removeListener(listener)
+
+
+@pytest.mark.parametrize("offset", [None, "null", "17", "not JSON", '{"group":{"0":5}}', '{"group":"nobody"}'])
+def test_a_listener_is_silent_about_other_sources(offset: str | None) -> None:
+    received: list[object] = []
+    event = SimpleNamespace(progress=SimpleNamespace(sources=[SimpleNamespace(endOffset=offset)]))
+    GroupListener(lambda *what: received.append(what)).onQueryProgress(event)  # type: ignore[arg-type]  # as much as it uses
+    assert received == []

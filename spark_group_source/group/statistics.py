@@ -3,7 +3,8 @@
 Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (``progress``).
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -45,6 +46,12 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
+        """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
+        values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
+        return cls(**values | {name: tuple(doc[name]) for name in ("slots", "assigned")})
 
 
 @dataclass(slots=True)
