@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.errors import AnalysisException
 
 from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.model import TopicPartition
 from spark_group_source.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
@@ -115,6 +116,53 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
         )
     before = _read(spark, f"{root}/offsets/{batch_id - 1}") if batch_id > 0 else None
     return planned(query_id, batch_id, text, before)
+
+
+def positions(
+    spark: "SparkSession", checkpoint: str, group: str, batch: int | None = None
+) -> dict[TopicPartition, int]:
+    """Where the group stood in a query's checkpoint: after its last finished batch, or before ``batch``.
+
+    Args:
+        checkpoint: the query's ``checkpointLocation``.
+        batch: the number of a batch; 0 is where the stream began, as long as Spark keeps that batch.
+
+    Raises:
+        OptionError: there is no such batch, or nothing of this group in it.
+        CheckpointMismatch: the offset of the batch cannot be read.
+    """
+    root = checkpoint.rstrip("/")
+    number = max(_batches(spark, f"{root}/commits"), default=None) if batch is None else batch
+    if number is None:
+        raise OptionError(f"{root} has no finished batch. Is it the checkpointLocation of a query?", checkpoint=root)
+    text = _read(spark, f"{root}/offsets/{number}")
+    if text is None:
+        kept = _batches(spark, f"{root}/offsets")
+        raise OptionError(
+            f"{root} does not have batch {number}; it has {f'{min(kept)} to {max(kept)}' if kept else 'none'}. Spark "
+            "keeps the last spark.sql.streaming.minBatchesToRetain of them",
+            checkpoint=root,
+            batch_id=number,
+        )
+    side = 1 if batch is None else 0
+    found: dict[TopicPartition, int] = {}
+    for offset in (parse(line) for line in _source_lines(text) if _is_ours(line)):
+        if offset.group == group:
+            found |= offset.owed
+            found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
+    if not found:
+        raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
+    return found
+
+
+def _batches(spark: "SparkSession", folder: str) -> list[int]:
+    """The numbers of the batches that one of a checkpoint's logs has."""
+    jspark: Any = spark._jsparkSession
+    jvm: Any = spark._jvm
+    path = jvm.org.apache.hadoop.fs.Path(folder)
+    fs = path.getFileSystem(jspark.sessionState().newHadoopConf())
+    names = [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _is_classic(spark: "SparkSession") -> bool:

@@ -7,7 +7,7 @@ shown.
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from spark_group_source import progress
 from spark_group_source.errors import OptionError
+from spark_group_source.starting import EARLIEST, LATEST, StartAt, parse_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,6 +75,13 @@ def reset(
     to_offsets: Annotated[str | None, typer.Option("--to-offsets", help='JSON: {"orders":{"0":23,"1":-1}}')] = None,
     to_datetime: Annotated[str | None, typer.Option("--to-datetime", help="ISO 8601 with its zone.")] = None,
     to_ledger: Annotated[bool, typer.Option("--to-ledger", help="To what the table of --table holds.")] = False,
+    to_checkpoint: Annotated[
+        str | None, typer.Option("--to-checkpoint", help="To the last finished batch of a query's checkpointLocation.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=0, help="With --to-checkpoint: to where this batch began."),
+    ] = None,
     table: TableOption = None,
     execute: Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")] = False,
     command_config: ConfigOption = None,
@@ -81,26 +89,29 @@ def reset(
     """Move a stopped group's offsets; with --table the table's ledger moves along, so that nothing is refused later."""
     from spark_group_source import reset as resetting
 
-    chosen = [to_earliest, to_latest, to_offset is not None, to_offsets is not None, to_datetime is not None, to_ledger]
-    if sum(chosen) != 1:
+    given = [value for value in (to_offset, to_offsets, to_datetime, to_checkpoint) if value is not None]
+    if to_earliest + to_latest + to_ledger + len(given) != 1:
         raise OptionError(
-            "say where to: exactly one of --to-earliest, --to-latest, --to-offset, --to-offsets, "
-            "--to-datetime and --to-ledger"
+            "say where to: exactly one of --to-earliest, --to-latest, --to-offset, --to-offsets, --to-datetime, "
+            "--to-ledger and --to-checkpoint"
         )
     if to_ledger and table is None:
         raise OptionError("--to-ledger needs --table: the Delta table whose ledger is meant")
+    if batch is not None and to_checkpoint is None:
+        raise OptionError("--batch needs --to-checkpoint: the checkpoint that has the batch")
     admin = _admin(bootstrap_servers, group, command_config)
-    with _spark(table is not None) as spark:
-        if to_ledger and spark is not None and table is not None:
-            from spark_group_source.ledger import read_ledger
-
-            found = read_ledger(spark, table, group)
-            if found is None:
-                raise OptionError(f"group {group!r} never wrote to {table}; the table has no ledger of it")
-            targets = {tp: at for tp, at in found.offsets.items() if not topic or tp.topic in topic}
+    with _spark(table is not None or to_checkpoint is not None) as spark:
+        named: Mapping[TopicPartition, int] | None = None
+        if to_offsets is not None:
+            named = _named(to_offsets)
+        elif spark is not None and (to_ledger or to_checkpoint is not None):
+            named = _kept(spark, group, table, to_checkpoint, batch)
+        if named is not None:
+            chosen = {tp: at for tp, at in named.items() if not topic or tp.topic in topic}
+            targets = resetting.named_targets(admin, chosen)
         else:
-            word = "latest" if to_latest else "earliest"
-            targets = _targets(admin, group, topic or [], word, to_offset, to_offsets, to_datetime)
+            to = EARLIEST if to_earliest else LATEST if to_latest else _place(to_offset, to_datetime)
+            targets = resetting.targets(admin, resetting.partitions_of(admin, group, topic or []), to)
         _show_move(admin, group, targets)
         if not execute:
             console.print("nothing was changed; add --execute to do it")
@@ -119,39 +130,41 @@ def drain(
     typer.echo(f"{count} {'query' if count == 1 else 'queries'} of group {group} drained; stop now")
 
 
-def _targets(
-    admin: "Admin",
-    group: str,
-    topics: list[str],
-    word: str,
-    to_offset: int | None,
-    to_offsets: str | None,
-    to_datetime: str | None,
-) -> "dict[TopicPartition, int]":
-    from spark_group_source import reset as resetting
-    from spark_group_source.starting import EARLIEST, LATEST, StartAt, parse_offsets
+def _kept(
+    spark: "SparkSession", group: str, table: str | None, checkpoint: str | None, batch: int | None
+) -> "Mapping[TopicPartition, int]":
+    """What a checkpoint, else the ledger of a table, says of the group."""
+    from spark_group_source.checkpoint import positions
+    from spark_group_source.ledger import read_ledger
 
-    if to_offsets is not None:
-        try:
-            named = parse_offsets(to_offsets)
-        except ValueError as exc:
-            raise OptionError(f"--to-offsets: {exc}") from None
-        if isinstance(named, StartAt):
-            raise OptionError("--to-offsets takes JSON; for a word use --to-earliest or --to-latest")
-        return resetting.named_targets(admin, dict(named))
-    if to_datetime is not None:
-        try:
-            moment = datetime.fromisoformat(to_datetime)
-        except ValueError:
-            raise OptionError(f"--to-datetime is {to_datetime!r}; write it as 2026-01-31T12:00:00+00:00") from None
-        if moment.tzinfo is None:
-            raise OptionError(f"--to-datetime {to_datetime!r} has no zone; add one, such as +00:00")
-        to = StartAt("time", int(moment.timestamp() * 1000))
-    elif to_offset is not None:
-        to = StartAt("offset", to_offset)
-    else:
-        to = LATEST if word == "latest" else EARLIEST
-    return resetting.targets(admin, resetting.partitions_of(admin, group, topics), to)
+    if checkpoint is not None:
+        return positions(spark, checkpoint, group, batch)
+    found = read_ledger(spark, str(table), group)
+    if found is None:
+        raise OptionError(f"group {group!r} never wrote to {table}; the table has no ledger of it")
+    return found.offsets
+
+
+def _named(text: str) -> "dict[TopicPartition, int]":
+    try:
+        named = parse_offsets(text)
+    except ValueError as exc:
+        raise OptionError(f"--to-offsets: {exc}") from None
+    if isinstance(named, StartAt):
+        raise OptionError("--to-offsets takes JSON; for a word use --to-earliest or --to-latest")
+    return dict(named)
+
+
+def _place(offset: int | None, text: str | None) -> StartAt:
+    if text is None:
+        return StartAt("offset", offset or 0)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise OptionError(f"--to-datetime is {text!r}; write it as 2026-01-31T12:00:00+00:00") from None
+    if moment.tzinfo is None:
+        raise OptionError(f"--to-datetime {text!r} has no zone; add one, such as +00:00")
+    return StartAt("time", int(moment.timestamp() * 1000))
 
 
 def _admin(servers: str, group: str, config: Path | None) -> "Admin":
@@ -170,7 +183,7 @@ def _admin(servers: str, group: str, config: Path | None) -> "Admin":
 
 @contextmanager
 def _spark(wanted: bool) -> "Iterator[SparkSession | None]":
-    """A small local session that can read and write Delta tables, if one is wanted."""
+    """A small local session that can read checkpoints and Delta tables, and write these, if one is wanted."""
     if not wanted:
         yield None
         return
@@ -179,7 +192,7 @@ def _spark(wanted: bool) -> "Iterator[SparkSession | None]":
     from spark_group_source.conf import local_spark_settings
 
     logging.getLogger("py4j").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch, console.status("reading the table ..."):
+    with tempfile.TemporaryDirectory(prefix="spark-group-") as scratch, console.status("starting Spark ..."):
         builder = SparkSession.builder.master("local[1]").appName("spark-group")
         for key, value in local_spark_settings(scratch).items():
             builder = builder.config(key, value)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import Admin
 from spark_group_source.model import TopicPartition
-from spark_group_source.starting import LATEST_OFFSET, StartAt, start_at
+from spark_group_source.starting import EARLIEST_OFFSET, LATEST_OFFSET, StartAt
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,24 +28,24 @@ def partitions_of(admin: Admin, group: str, topics: Iterable[str]) -> list[Topic
 
 
 def targets(admin: Admin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
-    """Where a word or a number means for each partition; an offset outside the log becomes its nearest end."""
+    """Where a word, an offset or a time means for each partition. Partitions that are gone are left out."""
     tps = list(tps)
-    first, end = admin.earliest(tps), admin.latest(tps)
-    if to.kind == "earliest":
-        return first
-    if to.kind == "latest":
-        return end
     if to.kind == "time":
-        return {tp: end[tp] if at is None else at for tp, at in admin.at_time(dict.fromkeys(tps, to.value)).items()}
-    return {tp: min(max(to.value, first[tp]), end[tp]) for tp in first}
+        found = admin.at_time(dict.fromkeys(tps, to.value))
+        end = admin.latest(tp for tp, at in found.items() if at is None)
+        return {tp: end[tp] if at is None else at for tp, at in found.items()}
+    number = {"earliest": EARLIEST_OFFSET, "latest": LATEST_OFFSET}.get(to.kind, to.value)
+    return named_targets(admin, dict.fromkeys(tps, number))
 
 
 def named_targets(admin: Admin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-    """The same for a JSON that names each partition (-1 latest, -2 earliest)."""
+    """The same for an offset each (-1 latest, -2 earliest); one that is outside the log becomes its nearest end."""
+    first, end = admin.earliest(offsets), admin.latest(offsets)
+    words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
     return {
-        tp: found[tp]
-        for tp, offset in offsets.items()
-        if (found := targets(admin, [tp], start_at(max(offset, LATEST_OFFSET - 1))))
+        tp: words[at][tp] if at in words else min(max(at, first[tp]), end[tp])
+        for tp, at in offsets.items()
+        if tp in first and tp in end
     }
 
 

@@ -161,6 +161,12 @@ def committed_of(admin: AdminClient, group: str) -> Offsets:
     return {TopicPartition(tp.topic, tp.partition): tp.offset for tp in found if tp.offset >= 0}
 
 
+def set_committed(admin: AdminClient, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+    """What ``kafka-consumer-groups --reset-offsets`` does: partition -> offset, while nobody is in the group."""
+    entries = [KafkaTopicPartition(topic, p, offset) for p, offset in offsets.items()]
+    admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, entries)])[group].result(ADMIN_S)
+
+
 def end_offsets_of(admin: AdminClient, topic: str) -> Offsets:
     """The next offset of every partition of the topic."""
     partitions = admin.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions

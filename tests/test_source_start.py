@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions, Producer
-from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
+from kafka_words import set_committed
 from streams import PROTOCOLS, Engine, JobFactory, job_factory, options_of, planned, values_of
 
 from spark_group_source.broker import Broker
@@ -309,17 +309,10 @@ def test_a_group_that_an_ordinary_consumer_had_is_taken_over_where_it_stands(
 ) -> None:
     name = topic(2)
     produce(name, numbered(0, 9, 2))
-    set_offsets(admin, group_id, name, {0: 2, 1: 4})
+    set_committed(admin, group_id, name, {0: 2, 1: 4})
     one = job(subscribe=name)  # startingOffsets is earliest, and has no say where the group has an offset
     one.run()
     assert one.values == sorted(["4", "6", "8", "9"])
-
-
-def set_offsets(admin: AdminClient, group: str, name: str, offsets: dict[int, int]) -> None:
-    """What ``kafka-consumer-groups --reset-offsets`` does."""
-    entries = [KafkaPartition(name, p, offset) for p, offset in offsets.items()]
-    request = ConsumerGroupTopicPartitions(group, entries)
-    admin.alter_consumer_group_offsets([request])[group].result(ADMIN_S)
 
 
 def test_B55_an_operators_reset_while_it_was_stopped_is_followed(
@@ -329,7 +322,7 @@ def test_B55_an_operators_reset_while_it_was_stopped_is_followed(
     produce(name, numbered(0, 9, 2))
     one = job(subscribe=name)
     one.run()
-    set_offsets(admin, group_id, name, {0: 3})
+    set_committed(admin, group_id, name, {0: 3})
     assert values_of(one.run()) == ["6", "8"]
     last = max(planned(one.checkpoint).items())[1]
     assert last.moved == {TopicPartition(name, 0)}  # the sink is told that this start is not its own
@@ -350,7 +343,7 @@ def test_B55_the_reset_is_said_in_the_log(
     with Engine(options) as first:
         first.step()
         first.step()
-    set_offsets(admin, group_id, name, {0: 1})
+    set_committed(admin, group_id, name, {0: 1})
     with Engine(options, first.log) as second:
         second.step()
     assert values_of(second.rows) == texts(1, 4)
