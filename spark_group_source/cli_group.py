@@ -230,7 +230,8 @@ def _show(described: "GroupReport", *, with_ledger: bool) -> None:
         console.print(f"members without partitions: {', '.join(idle)}")
     for run in described.runs:
         console.print(
-            f"query in process {run['pid']}: generation {run['generation']}, {run['rebalances']} rebalances, "
+            f"query in process {run['pid']}: generation {run['generation']}, {run['rebalances']} rebalances"
+            f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
             f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
             f"{run['commits_failed']} failed, {run['lost']} partitions lost"
         )

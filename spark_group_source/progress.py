@@ -56,8 +56,9 @@ class Publisher:
             return
         if self._last is None or statistics.rebalances != self._last.rebalances:
             log.info(
-                "group %s: generation %d, partitions by slot %s, %d rebalances, longest hold %d ms, %d lost",
+                "group %s: %s; generation %d, partitions by slot %s, %d rebalances, longest hold %d ms, %d lost",
                 self._group,
+                statistics.reason or "joining",
                 statistics.generation,
                 list(statistics.assigned),
                 statistics.rebalances,

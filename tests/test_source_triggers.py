@@ -350,6 +350,7 @@ def test_a_listener_gets_what_the_members_did_after_every_batch(
                 await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
             first, last = received[0], received[-1][1]
             assert (first[0], last.group, last.slots) == (str(query.id), group_id, ("assigned",) * 2)
+            assert alone.reason.endswith("was given 2 partitions")
             assert last.rebalances > alone.rebalances and last.generation > alone.generation
             assert last.seq > alone.seq and last.commits > alone.commits
     finally:

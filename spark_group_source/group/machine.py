@@ -128,11 +128,11 @@ class GroupMachine:
             case ev.Revoking():
                 self._revoking(slot, event)
             case ev.Lost():
-                self._lost(slot, event.partitions)
+                self._lost(slot, event.partitions, "Kafka took them away without asking")
                 if not slot.held:
                     self._move(slot, "Lost")
             case ev.MemberFailed():
-                self._lost(slot, tuple(slot.held))
+                self._lost(slot, tuple(slot.held), event.reason)
                 self._move(slot, "MemberFailed")
                 self._member_failed(slot, event.reason)
             case ev.MemberFenced():
@@ -309,7 +309,8 @@ class GroupMachine:
 
     def _assigned(self, slot: _Slot, event: ev.Assigned) -> None:
         if slot.revoking:  # an assignment after a hold: the hold is over, whether we let go or not
-            self._lost(slot, tuple(tp for tp in slot.revoking if self._must_wait(tp)))
+            late = tuple(tp for tp in slot.revoking if self._must_wait(tp))
+            self._lost(slot, late, "Kafka went on while they were held")
             self._drop(slot, tuple(slot.revoking))
         self._move(slot, "Assigned")
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
@@ -317,11 +318,12 @@ class GroupMachine:
         for tp in new:
             before = self._held.get(tp)
             if before is not None:  # its former slot was not told yet: Kafka's newest word counts
-                self._lost(self._slots[before.slot], (tp,))
+                self._lost(self._slots[before.slot], (tp,), f"slot {slot.number} has it now")
             self._held[tp] = _Held(slot.number)
             slot.held.add(tp)
             self._unresolved.add(tp)
-        self._counters.rebalanced(len(new), now_ms=self._now_ms)
+        if new:
+            self._counters.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._now_ms)
 
     def _revoking(self, slot: _Slot, event: ev.Revoking) -> None:
         leaving = {tp for tp in event.partitions if tp in slot.held}
@@ -330,7 +332,8 @@ class GroupMachine:
             slot.hold_since_ms = self._now_ms
         self._move(slot, "Revoking")
         slot.revoking |= leaving
-        self._counters.rebalanced(len(leaving), now_ms=self._now_ms)
+        if leaving:
+            self._counters.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._now_ms)
 
     def _release(self, slot: _Slot, *, overrun: bool) -> None:
         held_ms = self._now_ms - slot.hold_since_ms
@@ -341,20 +344,22 @@ class GroupMachine:
                 "without a commit, and their next reader may see the batch in flight again",
                 warn=True,
             )
-            self._lost(slot, tuple(late))
+            self._lost(slot, tuple(late), "the budget of their hold was used up")
         self._drop(slot, tuple(slot.revoking))
         self._counters.released(held_ms, overrun=overrun)
         self._move(slot, "Release (eager)" if slot.eager else "Release")
         self._out.append(ev.Release(slot=slot.number, client=slot.client))
 
-    def _lost(self, slot: _Slot, partitions: tuple[TopicPartition, ...]) -> None:
+    def _lost(self, slot: _Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
         """Somebody else may read these already: never commit them, and count what Kafka does not know."""
         gone = [tp for tp in partitions if tp in slot.held]
         twice = sum(map(self._unconfirmed, gone))
         self._drop(slot, tuple(gone))
         if gone:
+            reason = f"slot {slot.number} lost {len(gone)} partitions: {why}"
             self._counters.lost(len(gone), twice)
-            self._say(f"slot {slot.number} lost {len(gone)} partitions; {twice} offsets may be read twice", warn=True)
+            self._counters.rebalanced(reason, now_ms=self._now_ms)
+            self._say(f"{reason}; {twice} offsets may be read twice", warn=True)
 
     def _drop(self, slot: _Slot, partitions: tuple[TopicPartition, ...]) -> None:
         for tp in partitions:

@@ -28,6 +28,8 @@ class Statistics:
     """Assignments and revocations that changed something."""
     rebalanced_at_ms: int
     """When the last of them came, on the run's clock; 0 before."""
+    reason: str
+    """What it was, such as ``slot 0 was given 3 partitions``; empty before. Kafka does not tell who caused it."""
     holds: int
     """Revocations that were held for the batch in flight or its commit."""
     hold_last_ms: int
@@ -60,6 +62,7 @@ class Counters:
 
     rebalances: int = 0
     rebalanced_at_ms: int = 0
+    reason: str = ""
     holds: int = 0
     hold_last_ms: int = 0
     hold_max_ms: int = 0
@@ -71,10 +74,10 @@ class Counters:
     drain_last_ms: int = 0
     drain_max_ms: int = 0
 
-    def rebalanced(self, partitions: int, *, now_ms: int) -> None:
-        if partitions:
-            self.rebalances += 1
-            self.rebalanced_at_ms = now_ms
+    def rebalanced(self, reason: str, *, now_ms: int) -> None:
+        self.rebalances += 1
+        self.rebalanced_at_ms = now_ms
+        self.reason = reason
 
     def released(self, held_ms: int, *, overrun: bool) -> None:
         self.holds += held_ms > 0  # those that go at once were not held
@@ -83,7 +86,6 @@ class Counters:
         self.hold_max_ms = max(self.hold_max_ms, held_ms)
 
     def lost(self, partitions: int, maybe_twice: int) -> None:
-        self.rebalances += 1
         self.lost_partitions += partitions
         self.maybe_twice += maybe_twice
 
@@ -119,6 +121,7 @@ class Counters:
             uncommitted=uncommitted,
             rebalances=self.rebalances,
             rebalanced_at_ms=self.rebalanced_at_ms,
+            reason=self.reason,
             holds=self.holds,
             hold_last_ms=self.hold_last_ms,
             hold_max_ms=self.hold_max_ms,

@@ -156,7 +156,9 @@ def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group
     group.lost(A)
     assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 130}, stream=STREAM, seq=0)]
     assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
-    assert group.warned() == ["slot 0 lost 1 partitions; 50 offsets may be read twice"]
+    assert group.warned() == [
+        "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
+    ]
 
 
 def test_rows_that_are_safe_but_not_committed_count_too_when_their_partition_is_lost(group: GroupHarness) -> None:
@@ -276,8 +278,16 @@ def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group
 
 
 def test_a_rebalance_counts_once_for_each_word_that_changes_something(group: GroupHarness) -> None:
+    def counted() -> tuple[int, int, str]:
+        now = group.machine.statistics()
+        return now.rebalances, now.rebalanced_at_ms, now.reason
+
+    assert counted() == (0, 0, "")
     group.assigned(A, B)
+    assert counted() == (1, 0, "slot 0 was given 2 partitions")
     group.clock.advance(ms=7)
     group.assigned()
     group.revoking(B)
-    assert (group.machine.statistics().rebalances, group.machine.statistics().rebalanced_at_ms) == (2, 7)
+    assert counted() == (2, 7, "slot 0 was asked for 1")
+    group.lost(A)
+    assert counted() == (3, 7, "slot 0 lost 1 partitions: Kafka took them away without asking")

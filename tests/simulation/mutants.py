@@ -24,9 +24,9 @@ class NoEchoBeforeRelease(GroupMachine):
 class CommitsWhatIsLost(GroupMachine):
     """What was taken away without asking is committed all the same."""
 
-    def _lost(self, slot: _Slot, partitions: tuple[TopicPartition, ...]) -> None:
+    def _lost(self, slot: _Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
         ends = {tp: self._held[tp].planned or (0, self._held[tp].position) for tp in partitions if tp in slot.held}
-        super()._lost(slot, partitions)
+        super()._lost(slot, partitions, why)
         if offsets := {tp: end for tp, (_, end) in ends.items() if end is not None}:
             self._out.append(ev.Echo(offsets=offsets, stream=self.stream, seq=self.seq))
 
