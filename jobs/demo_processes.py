@@ -43,7 +43,9 @@ class Orders:
     """Produces orders at a steady rate, numbered from 1, until it is told to finish. ``hold`` makes it pause."""
 
     def __init__(self, bootstrap_servers: str, topic: str, rate: int) -> None:
-        self._producer = Producer({"bootstrap.servers": bootstrap_servers, "linger.ms": 20, "log_level": 0})
+        self._producer = Producer(
+            {"bootstrap.servers": bootstrap_servers, "enable.idempotence": True, "linger.ms": 20, "log_level": 0}
+        )
         self._topic, self._rate = topic, rate
         self._finish = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
