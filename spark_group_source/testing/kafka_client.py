@@ -1,8 +1,8 @@
 """A consumer as librdkafka's callbacks show it, for both protocols: it joins, heartbeats, and holds a revocation.
 
 Runs in: tests. Three habits of the library that matter are kept: heartbeats go on while a revocation is held; a holder
-that was thrown out meanwhile is *not* told; a fenced client is dead without a callback for its partitions. Deliberately
-absent: fetching.
+that was thrown out meanwhile is not told (classic), or only after the hold (KIP-848); a fenced client is dead without a
+callback for its partitions. Deliberately absent: fetching.
 """
 
 from collections.abc import Callable, Mapping
@@ -242,6 +242,7 @@ class ConsumerClient(Client):
     _group: ConsumerGroup
     _asking = False
     _again = False
+    _thrown_out = False
 
     def start(self) -> None:
         self.member = self.name
@@ -262,6 +263,8 @@ class ConsumerClient(Client):
         self._beat_now(full=False)
 
     def _beat_now(self, *, full: bool = True) -> None:
+        if self._thrown_out:
+            return
         if self._asking:
             self._again |= full
             return
@@ -287,11 +290,9 @@ class ConsumerClient(Client):
             self._die(answer.code)
             return
         else:
-            self.generation = 0
-            if not self.holding:  # a holder is not told
-                self._lose_all()
-                self._given = False
-                self._beat_now()
+            self._thrown_out = True
+            if not self.holding:
+                self._rejoin()
         if self._again:
             self._again = False
             self._beat_now()
@@ -302,11 +303,23 @@ class ConsumerClient(Client):
             return
         revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
         if revoked:
-            self._hold(revoked, self._beat_now)
+            self._hold(revoked, self._held_on)
         elif added or not self._given:
             self._given = True
             self._give(added)
             self._beat_now()
+
+    def _held_on(self) -> None:
+        """The hold is over; librdkafka's F_WAIT_REJOIN waits for that. Until then nothing shows that it is out."""
+        if self._thrown_out:
+            self._rejoin()
+        else:
+            self._beat_now()
+
+    def _rejoin(self) -> None:
+        self._thrown_out, self._given, self.generation = False, False, 0
+        self._lose_all()
+        self._beat_now()
 
 
 def make_client(
