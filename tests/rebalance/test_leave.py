@@ -147,6 +147,53 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(
         assert run.process.returncode == 0, run.output
 
 
+@pytest.mark.crash
+@pytest.mark.parametrize("strategy", KINDS)
+def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(
+    strategy: str,
+    broker: Broker,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    options: Options,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    """A holder is not told that it was thrown out, or only when its hold is over (KIP-848): until it finds out it may
+    read on, and every offset of that is counted."""
+    name = topic(PARTITIONS)
+    with RunProcess(options(name, strategy, session_ms=2000), tmp_path / "run.txt") as run:
+        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == PARTITIONS, 60, what="its partitions")
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        await_committed(admin, group_id, [name])
+        run.tell("hold")
+        for p in range(PARTITIONS):
+            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        await_until(lambda: run.output.count("batch in flight"), what="a batch in flight")
+        with Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy=strategy) as other:
+            await_until(lambda: "revoking" in run.statistics(group_id)["slots"], what="a held revocation")
+            run.freeze()
+            other.await_partitions(PARTITIONS)  # our session ended
+            await_committed(admin, group_id, [name])  # it read what we have in flight
+            for p in range(PARTITIONS):
+                produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
+            await_committed(admin, group_id, [name])
+            run.thaw()
+            run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
+            await_until(lambda: len(run.records) > PARTITIONS * 10, what="the batch")
+            stays(lambda: min(committed_of(admin, group_id).values()) == 25, 1.0, "the newer offsets")
+            await_until(lambda: sum(run.statistics(group_id)["assigned"]) == 2, 60, what="two for the run again")
+            for p in range(PARTITIONS):
+                produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
+            await_committed(admin, group_id, [name])
+            counted = run.statistics(group_id)["maybe_twice"]
+            measured(f"{strategy}: {counted} offsets may have been read twice")
+            assert_once(admin, [name], [run], [other], counted=counted)
+            run.close()
+            assert run.process.returncode == 0, run.output
+
+
 @pytest.mark.parametrize("strategy", KINDS)
 def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(
     strategy: str, broker: Broker, admin: AdminClient, topic: TopicFactory, options: Options, group_id: str
