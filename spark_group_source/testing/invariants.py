@@ -39,6 +39,8 @@ class Reader:
     number: int = 0  # later runs of a party have higher ones
     counted: Callable[[], int] | None = None  # offsets that it says may be read twice; None for ordinary consumers
     alive: bool = True
+    began_ms: int = 0
+    ended_ms: int = 0
     blame: list[list["Loss"]] = field(default_factory=list)  # for each offset that was, its losses that explain it
 
 
@@ -103,6 +105,7 @@ class Invariants:
     def reads_as(self, process: str, reader: Reader) -> None:
         """Consumers of this process read for ``reader``."""
         self._readers[process] = reader
+        reader.began_ms = self._world.now_ms
 
     def given(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
@@ -115,8 +118,7 @@ class Invariants:
                 continue
             for name, other in list(book.holders.items()):
                 if other.reader.party == reader.party:
-                    over = not other.reader.alive and other.reader.number < reader.number
-                    if other.reader is reader or over:
+                    if other.reader is reader or _continues(reader, other.reader):
                         del book.holders[name]  # another slot of this run, or a run that this one continues
                     elif other.loss is None:  # two runs at a time: neither knows what the other does now
                         other.loss = Loss(other.reader, self._committed(tp), Cause.UNTOLD)
@@ -167,7 +169,7 @@ class Invariants:
     def ended(self, reader: Reader) -> None:
         """A process is gone; its consumers still have their partitions as far as the group knows."""
         self._honest(reader)
-        reader.alive = False
+        reader.alive, reader.ended_ms = False, self._world.now_ms
         for tp, book in self.books.items():
             book.flight.pop(reader, None)
             for name, holding in list(book.holders.items()):
@@ -349,3 +351,8 @@ class Invariants:
     def _break(self, rule: str) -> None:
         self._world.note(f"VIOLATION: {rule}")
         raise Violation(rule)
+
+
+def _continues(reader: Reader, former: Reader) -> bool:
+    """Whether it began with all that the former one did. One that began while the former still ran did not."""
+    return not former.alive and former.number < reader.number and former.ended_ms <= reader.began_ms
