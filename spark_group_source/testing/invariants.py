@@ -209,7 +209,8 @@ class Invariants:
             if start != last and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
-            if any(held.reader is reader and held.loss is None for held in book.holders.values()):
+            mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]
+            if any(held.begin <= start for held in mine):  # else it was planned before it had the partition back
                 book.away.discard(reader.party)
             else:
                 book.away.add(reader.party)
