@@ -37,6 +37,7 @@ class _Held:
     planned: tuple[int, int] | None = None
     committed: int | None = None
     began: int = 0  # its first position here: without a commit, the next reader may begin there
+    blind: int = 0  # offsets that became durable here before its position was known
     taken: bool = True  # nobody else's name is on the committed offset
     foreign: bool = False  # the position came from a commit that no stream made
 
@@ -426,6 +427,8 @@ class GroupMachine:
                 self._memory[tp] = max(self._memory.get(tp, end), end)
                 if start < end:
                     self._owed[tp] = self._memory[tp]
+                if held is not None:
+                    held.blind = end - start
             elif start <= held.position < end:
                 held.planned, held.foreign = None, False
                 self._set_position(tp, end)
@@ -599,7 +602,7 @@ class GroupMachine:
         """Offsets that the partition's next reader reads again: from what Kafka has to the end of what was read."""
         held = self._held[tp]
         if held.position is None:
-            return self._in_flight(tp)
+            return self._in_flight(tp) + held.blind
         end = held.planned[1] if held.planned else held.position
         return end - min(held.position, held.began if held.committed is None else held.committed)
 

@@ -79,6 +79,17 @@ def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh
     assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
 
 
+def test_a_replay_that_is_durable_before_anyone_knows_what_kafka_has_counts_when_its_partitions_are_lost(
+    fresh: GroupHarness,
+) -> None:
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.assigned(A, B)
+    fresh.feed(ev.Durable(offset=replayed))
+    fresh.lost(A, B)
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
 def test_the_plan_of_this_run_may_be_read_again(group: GroupHarness) -> None:
     group.settled(A)
     offset = group.offset({A: (100, 150)}, 0)
