@@ -151,7 +151,7 @@ def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(
     committed: Committed,
     group_id: str,
 ) -> None:
-    name = topic(2)
+    name = topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
     produce(name, numbered(0, 9, 2, at_ms=1_000_000))
     produce(name, numbered(10, 10, 2, at_ms=3_000_000))
     set_committed(admin, group_id, name, {0: 5, 1: 5})

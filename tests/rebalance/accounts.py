@@ -31,6 +31,8 @@ MOVING_CODES = frozenset(
         KafkaError.COORDINATOR_NOT_AVAILABLE,
         KafkaError.LEADER_NOT_AVAILABLE,
         KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
         KafkaError.REQUEST_TIMED_OUT,
         KafkaError._TIMED_OUT,
         KafkaError._TRANSPORT,

@@ -251,8 +251,8 @@ def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_re
     others = [node for node in range(1, NODES + 1) if node != killed]
     new = NewTopic(name, num_partitions=2, replica_assignment=[others, others[::-1]])  # its records are elsewhere
     cluster_admin.create_topics([new])[name].result(ADMIN_S)
-    options = make_options(
-        cluster.bootstrap_servers, group_id, name, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
+    options = make_options(  # a session that outlasts the coordinator's absence on a slow machine, too
+        cluster.bootstrap_servers, group_id, name, strategy, session_ms=6 * SESSION_MS, fetchOffset__numRetries=20
     )
     with Run(options) as run, Flow(cluster.bootstrap_servers, name, 2) as flow:
         run.await_partitions(2)
