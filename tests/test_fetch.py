@@ -924,7 +924,7 @@ def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    name = topic()
+    name = topic(config={"retention.ms": "-1"})  # these records are old
     produce(name, [Record(b"v", timestamp_ms=1_000 + i) for i in range(5)], partition=0)
     monkeypatch.setattr(native, "_STAMP", native._OFFSET)
     stamps = [row["timestamp"].microsecond for row in read(of(name, 0, 5))]
