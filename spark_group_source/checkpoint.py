@@ -157,10 +157,7 @@ def positions(
 
 def _batches(spark: "SparkSession", folder: str) -> list[int]:
     """The numbers of the batches that one of a checkpoint's logs has."""
-    jspark: Any = spark._jsparkSession
-    jvm: Any = spark._jvm
-    path = jvm.org.apache.hadoop.fs.Path(folder)
-    fs = path.getFileSystem(jspark.sessionState().newHadoopConf())
+    fs, path = _located(spark, folder)
     names = [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
     return [int(name) for name in names if name.isdecimal()]
 
@@ -209,10 +206,7 @@ def _read(spark: "SparkSession", path: str) -> str | None:
     """The text of a small file, or None if there is none."""
     if not _is_classic(spark):
         return _read_by_spark(spark, path)
-    jspark: Any = spark._jsparkSession
-    jvm: Any = spark._jvm
-    hadoop_path = jvm.org.apache.hadoop.fs.Path(path)
-    fs = hadoop_path.getFileSystem(jspark.sessionState().newHadoopConf())
+    fs, hadoop_path = _located(spark, path)
     if not fs.exists(hadoop_path):
         return None
     stream = fs.open(hadoop_path)
@@ -220,6 +214,14 @@ def _read(spark: "SparkSession", path: str) -> str | None:
         return bytes(stream.readAllBytes()).decode()
     finally:
         stream.close()
+
+
+def _located(spark: "SparkSession", path: str) -> tuple[Any, Any]:
+    """The Hadoop file system of a path, and the path."""
+    jspark: Any = spark._jsparkSession
+    jvm: Any = spark._jvm
+    located = jvm.org.apache.hadoop.fs.Path(path)
+    return located.getFileSystem(jspark.sessionState().newHadoopConf()), located
 
 
 def _read_by_spark(spark: "SparkSession", path: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S
+from kafka_words import ADMIN_S, Record
 
 from spark_group_source.coordinator import Coordinator
 from spark_group_source.fetch import read_ranges
@@ -141,6 +141,16 @@ def rows_of(batches: Sequence[tuple[int, list[Seen]]]) -> list[Seen]:
 def values_of(rows: Sequence[Seen]) -> list[str]:
     """The values, sorted: partitions come in no order."""
     return sorted(str(row.value) for row in rows)
+
+
+def numbered(first: int, last: int, partitions: int = 1, *, at_ms: int | None = None) -> list[Record]:
+    """Records whose values are the numbers from ``first`` to ``last``, dealt out to the partitions in turn."""
+    return [Record(str(n).encode(), partition=n % partitions, timestamp_ms=at_ms) for n in range(first, last + 1)]
+
+
+def texts(first: int, last: int) -> list[str]:
+    """The values of :func:`numbered`, in the order of :func:`values_of`."""
+    return sorted(str(n) for n in range(first, last + 1))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Offsets, Produce, Record, TopicFactory, await_until
+from conftest import Offsets, Produce, TopicFactory, await_until
 from delta_files import living_rows
 from kafka_words import set_committed
-from streams import END_S, Job, JobFactory, Outsider, job_factory
+from streams import END_S, Job, JobFactory, Outsider, job_factory, numbered
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink, cli_group
@@ -74,10 +74,6 @@ def refused(shown: Shown) -> str:
     """The one line that a refused command ends with."""
     assert shown.code == 1, shown.output
     return shown.output.splitlines()[-1]
-
-
-def numbered(first: int, last: int, partitions: int = 1, *, at_ms: int | None = None) -> list[Record]:
-    return [Record(str(n).encode(), partition=n % partitions, timestamp_ms=at_ms) for n in range(first, last + 1)]
 
 
 def into(job: Job, table: Path) -> None:

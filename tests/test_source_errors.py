@@ -9,8 +9,8 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
-from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until, create_topic, produce_to
-from streams import END_S, Job, JobFactory, job_factory, planned, rewrite, values_of
+from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until, create_topic, produce_to
+from streams import END_S, Job, JobFactory, job_factory, numbered, planned, rewrite, texts, values_of
 
 from spark_group_source.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -27,14 +27,6 @@ NOWHERE = "127.0.0.1:1"
 @pytest.fixture
 def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
     return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
-def numbered(first: int, last: int, partitions: int = 1) -> list[Record]:
-    return [Record(str(n).encode(), partition=n % partitions) for n in range(first, last + 1)]
-
-
-def texts(first: int, last: int) -> list[str]:
-    return sorted(str(n) for n in range(first, last + 1))
 
 
 def message_of(action: Callable[[], object]) -> str:

@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     ConfigResource,
     ResourceType,
 )
-from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
+from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
 from streams import (
     PROTOCOLS,
     Engine,
@@ -25,8 +25,10 @@ from streams import (
     describe,
     forget,
     job_factory,
+    numbered,
     options_of,
     planned,
+    texts,
     values_of,
 )
 
@@ -69,14 +71,6 @@ def options(broker: Broker, group_id: str, admin: AdminClient) -> Callable[..., 
 
 
 OptionsOf = Callable[..., dict[str, str]]
-
-
-def numbered(first: int, last: int, partitions: int = 1) -> list[Record]:
-    return [Record(str(n).encode(), partition=n % partitions) for n in range(first, last + 1)]
-
-
-def texts(first: int, last: int) -> list[str]:
-    return sorted(str(n) for n in range(first, last + 1))
 
 
 # --- the group shows what is durable --------------------------------------------------------------------------------
@@ -122,6 +116,20 @@ def test_G2_kafka_is_never_ahead_of_what_the_sink_has(
     assert committed(group_id) == {TopicPartition(name, 0): 5}  # the batch in flight was never durable
 
 
+def refused_commits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Commits are refused until the event is cleared."""
+    real, broken = OffsetCommitter.commit, threading.Event()
+    broken.set()
+
+    def commit(self: OffsetCommitter, shares: Shares, note: str) -> None:
+        if broken.is_set():
+            raise CommitFailed("the coordinator is moving")
+        real(self, shares, note)
+
+    monkeypatch.setattr(OffsetCommitter, "commit", commit)
+    return broken
+
+
 def test_B47_a_refused_commit_costs_no_rows_and_the_next_one_covers_it(
     options: OptionsOf,
     topic: TopicFactory,
@@ -134,15 +142,7 @@ def test_B47_a_refused_commit_costs_no_rows_and_the_next_one_covers_it(
 ) -> None:
     name = topic(2)
     produce(name, numbered(0, 5, 2))
-    real, broken = OffsetCommitter.commit, threading.Event()
-    broken.set()
-
-    def commit(self: OffsetCommitter, shares: Shares, note: str) -> None:
-        if broken.is_set():
-            raise CommitFailed("the coordinator is moving")
-        real(self, shares, note)
-
-    monkeypatch.setattr(OffsetCommitter, "commit", commit)
+    broken = refused_commits(monkeypatch)
     with Engine(options(subscribe=name)) as engine:
         engine.step()
         produce(name, numbered(6, 9), partition=0)
@@ -166,15 +166,7 @@ def test_a_drain_is_not_done_before_kafka_has_the_offsets(
 ) -> None:
     name = topic()
     produce(name, numbered(0, 3))
-    real, broken = OffsetCommitter.commit, threading.Event()
-    broken.set()
-
-    def commit(self: OffsetCommitter, shares: Shares, note: str) -> None:
-        if broken.is_set():
-            raise CommitFailed("the coordinator is moving")
-        real(self, shares, note)
-
-    monkeypatch.setattr(OffsetCommitter, "commit", commit)
+    broken = refused_commits(monkeypatch)
     monkeypatch.setattr("spark_group_source.coordinator.ECHO_S_MAX", 0.5)
     with Engine(options(subscribe=name)) as engine:
         engine.step()

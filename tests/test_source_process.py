@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Offsets, Produce, Record, TopicFactory, await_until
+from conftest import Offsets, Produce, TopicFactory, await_until
 from pyspark.sql.types import StructType
 from streams import (
     PROTOCOLS,
@@ -24,9 +24,11 @@ from streams import (
     descendants,
     describe,
     job_factory,
+    numbered,
     options_of,
     readers_below,
     rename,
+    texts,
     values_of,
 )
 
@@ -50,14 +52,6 @@ CHILD_S = 120
 @pytest.fixture
 def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
     return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
-def numbered(first: int, last: int, partitions: int = 1) -> list[Record]:
-    return [Record(str(n).encode(), partition=n % partitions) for n in range(first, last + 1)]
-
-
-def texts(first: int, last: int) -> list[str]:
-    return sorted(str(n) for n in range(first, last + 1))
 
 
 # --- what travels ---------------------------------------------------------------------------------------------------

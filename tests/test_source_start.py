@@ -11,7 +11,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
 from kafka_words import set_committed
-from streams import PROTOCOLS, Engine, JobFactory, job_factory, options_of, planned, values_of
+from streams import PROTOCOLS, Engine, JobFactory, job_factory, numbered, options_of, planned, texts, values_of
 
 from spark_group_source.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -27,15 +27,6 @@ Committed = Callable[[str], Offsets]
 @pytest.fixture
 def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
     return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
-def numbered(first: int, last: int, partitions: int) -> list[Record]:
-    """Values first..last, spread over the partitions in turn."""
-    return [Record(str(n).encode(), partition=n % partitions) for n in range(first, last + 1)]
-
-
-def texts(first: int, last: int) -> list[str]:
-    return sorted(str(n) for n in range(first, last + 1))
 
 
 # --- latest and earliest --------------------------------------------------------------------------------------------

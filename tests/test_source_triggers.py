@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
-from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
-from streams import PROTOCOLS, Engine, JobFactory, Outsider, job_factory, options_of, planned, readers_below, values_of
+from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
+from streams import (
+    PROTOCOLS,
+    Engine,
+    JobFactory,
+    Outsider,
+    job_factory,
+    numbered,
+    options_of,
+    planned,
+    readers_below,
+    texts,
+    values_of,
+)
 
 from spark_group_source import GroupListener, Statistics
 from spark_group_source.broker import Broker
@@ -28,14 +40,6 @@ Committed = Callable[[str], Offsets]
 @pytest.fixture
 def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
     return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
-def numbered(first: int, last: int, partitions: int = 1) -> list[Record]:
-    return [Record(str(n).encode(), partition=n % partitions) for n in range(first, last + 1)]
-
-
-def texts(first: int, last: int) -> list[str]:
-    return sorted(str(n) for n in range(first, last + 1))
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
