@@ -29,7 +29,12 @@ POLL_S = 0.02
 """Pause between two looks of :func:`await_until`."""
 
 NOT_SERVED_YET = frozenset(
-    {KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART}
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+    }
 )
 """What Kafka answers for a partition between its creation and its leader's first answer."""
 
@@ -76,13 +81,19 @@ def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str
 def create_topic(
     admin: AdminClient, name: str, partitions: int = 1, *, config: Mapping[str, str] | None = None, replicas: int = -1
 ) -> str:
-    """Create a topic and return its name once every partition is served by its leader.
+    """Create a topic and return its name once every partition is served by its leader."""
+    new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config or {}))
+    admin.create_topics([new])[name].result(ADMIN_S)
+    await_served(admin, name, partitions)
+    return name
+
+
+def await_served(admin: AdminClient, name: str, partitions: int) -> None:
+    """Wait until every partition is served by its leader.
 
     Metadata names a leader before that broker serves the partition. A record sent in between is refused, sent again,
     and may end up behind the records that were sent after it.
     """
-    new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config or {}))
-    admin.create_topics([new])[name].result(ADMIN_S)
 
     def served() -> bool:
         metadata = admin.list_topics(name, timeout=ADMIN_S).topics[name]
@@ -96,7 +107,6 @@ def create_topic(
             return False
 
     await_until(served, ADMIN_S, what=f"a leader that serves every partition of {name}")
-    return name
 
 
 def produce_to(

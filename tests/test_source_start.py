@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
-from kafka_words import set_committed
+from kafka_words import await_served, set_committed
 from streams import PROTOCOLS, Engine, JobFactory, job_factory, numbered, options_of, planned, texts, values_of
 
 from spark_group_source.broker import Broker
@@ -245,6 +245,7 @@ def grow(admin: AdminClient, producer: Producer) -> Grow:
             found = producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions.values()
             return len(found) == partitions and all(p.leader >= 0 for p in found)
 
+        await_served(admin, name, partitions)
         await_until(known, what="leaders of the new partitions")
 
     return more
