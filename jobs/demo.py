@@ -25,7 +25,7 @@ from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
 from demo_proof import DeltaLog, Evidence, check
 from demo_screen import Screen, View
 
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 
 TOPIC, GROUP = "orders", "orders-to-delta"
 

@@ -35,7 +35,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from spark_group_source import DeltaSink, GroupError, drain
-from spark_group_source.jars import delta_jars
+from spark_group_source.local.jars import delta_jars
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery

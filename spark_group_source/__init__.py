@@ -23,11 +23,11 @@ from spark_group_source.errors import (
     TopicMissing,
 )
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.progress import drain
+from spark_group_source.host.runs import drain
 
 if TYPE_CHECKING:
-    from spark_group_source.listener import GroupListener
-    from spark_group_source.sink import DeltaSink
+    from spark_group_source.delta.sink import DeltaSink
+    from spark_group_source.host.listener import GroupListener
     from spark_group_source.source import KafkaGroupDataSource
 
 __all__ = [
@@ -55,11 +55,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "DeltaSink":
-        from spark_group_source.sink import DeltaSink
+        from spark_group_source.delta.sink import DeltaSink
 
         return DeltaSink
     if name == "GroupListener":
-        from spark_group_source.listener import GroupListener
+        from spark_group_source.host.listener import GroupListener
 
         return GroupListener
     if name == "KafkaGroupDataSource":

@@ -17,17 +17,17 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from spark_group_source.admission import pack
 from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.executor.records import spark_ddl
+from spark_group_source.group.admission import pack
+from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import OffsetRange
-from spark_group_source.offsets import StreamOffset, parse
-from spark_group_source.options import Options
-from spark_group_source.records import spark_ddl
+from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_group_source.coordinator import Coordinator
+    from spark_group_source.driver.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
-            from spark_group_source.coordinator import Coordinator
+            from spark_group_source.driver.coordinator import Coordinator
 
             _prepare_process()
             self._coordinator = Coordinator(self._options)
@@ -149,7 +149,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --- in an executor worker --------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
-        from spark_group_source.fetch import read_ranges
+        from spark_group_source.executor.fetch import read_ranges
 
         assert isinstance(partition, RangesPartition)
         return read_ranges(

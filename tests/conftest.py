@@ -26,8 +26,8 @@ from kafka_words import (
     produce_to,
 )
 
-from spark_group_source.broker import Broker
-from spark_group_source.conf import local_spark_settings
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.conf import local_spark_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

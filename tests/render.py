@@ -4,8 +4,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from spark_group_source import options
 from spark_group_source.group import states
+from spark_group_source.options import table as options
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 

@@ -19,10 +19,10 @@ from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 from kafka_words import ADMIN_S, Record
 
-from spark_group_source.coordinator import Coordinator
-from spark_group_source.fetch import read_ranges
-from spark_group_source.offsets import StreamOffset, parse
-from spark_group_source.options import Options
+from spark_group_source.driver.coordinator import Coordinator
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

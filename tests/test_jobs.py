@@ -14,8 +14,8 @@ import typer
 from delta_files import living_rows
 from typer.testing import CliRunner
 
-from spark_group_source.broker import Broker
-from spark_group_source.jars import delta_jars
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.jars import delta_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

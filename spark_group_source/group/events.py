@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spark_group_source.errors import SourceError
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 
 # --- events: what members report ------------------------------------------------------------------------------------
 

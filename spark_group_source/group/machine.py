@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from spark_group_source.errors import Fenced, InvariantBroken, RebalanceTimeout
 from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import PHASES, SLOTS, Phase, SlotState
 from spark_group_source.group.statistics import Counters, Statistics
 from spark_group_source.group.story import Story
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 
 RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
 """Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""

@@ -9,8 +9,8 @@ from dataclasses import fields
 from itertools import islice
 
 from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 
 STORY_LINES_MAX = 200
 """Enough for several rebalances, small enough for an error text."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 
-from spark_group_source.client_settings import SESSION_TIMEOUT_MS
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.translation import AUTH_CODES, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ Runs in: the planner, at ``load()``. Deliberately absent: which settings are our
 from confluent_kafka import Consumer, KafkaException, Producer
 
 from spark_group_source.errors import OptionError
-from spark_group_source.options import Options
+from spark_group_source.options.table import Options
 
 
 def check_settings(options: Options) -> None:

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import Phase
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 from spark_group_source.testing.clock import ManualClock
 
 GROUP = "etl"

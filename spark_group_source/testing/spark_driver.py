@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from spark_group_source import admission
 from spark_group_source.errors import InvariantBroken
+from spark_group_source.group import admission
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.states import Phase
 from spark_group_source.group.story import brief
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset, parse
 from spark_group_source.testing.invariants import Invariants, Reader, Violation
 from spark_group_source.testing.kafka_client import Client, Tps, make_client
 from spark_group_source.testing.kafka_group import REBALANCE_MS, SESSION_MS, Code, Entry, Group

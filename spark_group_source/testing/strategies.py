@@ -6,8 +6,8 @@ what has happened (``tests/model``).
 
 from hypothesis import strategies as st
 
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 
 OFFSET_MAX = 2**63 - 1
 """Kafka's offsets are Java longs."""

@@ -21,8 +21,8 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.broker import Broker
-from spark_group_source.conf import local_spark_settings
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.source import KafkaGroupDataSource
 
 if TYPE_CHECKING:

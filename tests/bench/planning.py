@@ -14,11 +14,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source import admission
+from spark_group_source.group import admission
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 
 SIZES = (100, 1_000, 10_000, 100_000)
 SLOTS = 500

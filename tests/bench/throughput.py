@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stub hides it
 
-from spark_group_source.broker import Broker
-from spark_group_source.conf import local_spark_settings
-from spark_group_source.jars import spark_kafka_jars
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import spark_kafka_jars
 from spark_group_source.source import KafkaGroupDataSource
 
 if TYPE_CHECKING:

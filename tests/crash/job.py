@@ -10,7 +10,7 @@ import sys
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_group_source import DeltaSink, KafkaGroupDataSource
-from spark_group_source.conf import local_spark_settings
+from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2
 

@@ -21,7 +21,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import Offsets, TopicFactory, await_until, committed_of, end_offsets_of
 from delta_files import living_rows
 
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 JOB = Path(__file__).with_name("job.py")

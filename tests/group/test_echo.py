@@ -4,8 +4,8 @@ import pytest
 
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)

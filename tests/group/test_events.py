@@ -8,10 +8,10 @@ import pytest
 
 from spark_group_source.errors import Fenced, InvariantBroken
 from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.story import STORY_LINES_MAX
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset
 from spark_group_source.testing.harness import GroupHarness, tps
 
 A, B = tps("orders", 0, 1)

@@ -9,8 +9,8 @@ import pytest
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group import machine
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import PHASES, SLOTS, Phase, SlotState, render_markdown
-from spark_group_source.offsets import StreamOffset
 from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, GroupHarness, tps
 
 A, B = tps("orders", 0, 1)

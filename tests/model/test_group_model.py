@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset, parse
 from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, GROUP, HOLD_BUDGET_MS, STREAM
 
 SLOTS = 2

@@ -4,8 +4,8 @@ import json
 
 from hypothesis import given, settings
 
+from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset, parse
 from spark_group_source.testing.strategies import stream_offsets
 
 

@@ -8,7 +8,7 @@ import pytest
 from streams import options_of
 
 from rebalance.foreign import Foreign, settings_of
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 
 Options = Callable[..., dict[str, str]]
 Members = Callable[..., Foreign]

@@ -24,9 +24,9 @@ if __name__ == "__main__":  # a child process: the modules of the tests are foun
 from kafka_words import await_until
 from streams import Engine
 
-from spark_group_source import progress
+from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.host import runs as progress
 from spark_group_source.model import TopicPartition
-from spark_group_source.offsets import StreamOffset, parse
 
 log = logging.getLogger(__name__)
 

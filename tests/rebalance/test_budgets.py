@@ -8,8 +8,8 @@ from rebalance.accounts import Flow, assert_once, await_committed, describe, mea
 from rebalance.conftest import Members, Options
 from rebalance.foreign import KINDS
 from rebalance.runs import Run
-from spark_group_source.broker import Broker
-from spark_group_source.coordinator import HOLD_SHARE
+from spark_group_source.driver.coordinator import HOLD_SHARE
+from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 POLL_MS = 4000
@@ -99,7 +99,7 @@ def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("spark_group_source.coordinator.PATIENCE_S", 0.5)
+    monkeypatch.setattr("spark_group_source.driver.coordinator.PATIENCE_S", 0.5)
     name = topic(PARTITIONS)
     for p in range(PARTITIONS):
         produce(name, ["a"], partition=p)

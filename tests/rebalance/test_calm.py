@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
 from rebalance.conftest import Members, Options
 from rebalance.runs import Run, RunProcess
-from spark_group_source.broker import Broker
-from spark_group_source.cli import app
+from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
+from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 CALM_S = 10

@@ -20,7 +20,7 @@ from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed,
 from rebalance.conftest import make_options
 from rebalance.foreign import Foreign
 from rebalance.runs import Run
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.crash, pytest.mark.slow]
 

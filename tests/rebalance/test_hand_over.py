@@ -32,8 +32,8 @@ from rebalance.conftest import Members, Options
 from rebalance.foreign import KINDS, Foreign
 from rebalance.runs import RunProcess
 from spark_group_source import GroupError, drain
-from spark_group_source.broker import Broker
-from spark_group_source.cli import app
+from spark_group_source.cli.app import app
+from spark_group_source.local.broker import Broker
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "hand_over.py"

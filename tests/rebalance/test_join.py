@@ -10,7 +10,7 @@ from rebalance.accounts import Flow, assert_once, await_committed, describe, mea
 from rebalance.conftest import Members, Options
 from rebalance.foreign import STRATEGIES
 from rebalance.runs import Run
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 HAND_OVER_S_MAX = 5.0

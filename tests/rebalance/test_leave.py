@@ -10,7 +10,7 @@ from rebalance.accounts import Flow, assert_once, await_all_processed, await_com
 from rebalance.conftest import Members, Options
 from rebalance.foreign import KINDS, Foreign
 from rebalance.runs import Run, RunProcess
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 PARTITIONS = 4

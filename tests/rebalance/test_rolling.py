@@ -13,9 +13,9 @@ from rebalance.accounts import Flow, assert_once, await_committed, measured
 from rebalance.conftest import Members, Options
 from rebalance.foreign import KINDS
 from rebalance.runs import Run
-from spark_group_source.broker import Broker
 from spark_group_source.errors import OptionError
-from spark_group_source.options import Options as Parsed
+from spark_group_source.local.broker import Broker
+from spark_group_source.options.table import Options as Parsed
 
 
 @pytest.mark.parametrize("strategy", KINDS)

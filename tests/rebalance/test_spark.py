@@ -14,7 +14,7 @@ from rebalance.accounts import Flow, assert_once, await_committed, describe, mea
 from rebalance.conftest import Members, Options
 from rebalance.runs import Record
 from spark_group_source import DeltaSink
-from spark_group_source.broker import Broker
+from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:

@@ -1,0 +1,137 @@
+"""``spark-group``: the commands around the source.
+
+Runs in: a terminal. Deliberately absent: anything a job needs; a job imports the package.
+
+A command is a function with ``@app.command()`` (or of a group such as ``broker_app``). It raises ``SourceError`` for
+what the person at the terminal can settle: that becomes one line on stderr and exit code 1. Heavy imports (Kafka,
+Spark) belong inside the functions, so that ``--help`` answers at once.
+"""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from spark_group_source.cli import group as cli_group
+from spark_group_source.errors import SourceError
+
+console = Console()
+
+WATCH_S = 1.0
+"""How often a broker in the foreground looks whether a node still runs."""
+
+
+class _Commands(TyperGroup):
+    """Shows the package's errors as one line instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
+        try:
+            return super().invoke(ctx)
+        except SourceError as exc:
+            typer.echo(f"error: {exc}", err=True)
+            raise typer.Exit(1) from exc
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="Kafka consumer groups in PySpark.")
+broker_app = typer.Typer(no_args_is_help=True, help="A real local Kafka, for development.")
+app.add_typer(broker_app, name="broker")
+app.command()(cli_group.describe)
+app.command()(cli_group.reset)
+app.command()(cli_group.drain)
+
+NodesOption = Annotated[int, typer.Option(help="1 or 3.")]
+PortOption = Annotated[int, typer.Option(min=1, max=65_533, help="Of the first node; the next ones follow it.")]
+DataOption = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Keep the data here; by default it goes when the broker stops.")
+]
+TopicOption = Annotated[
+    list[str] | None, typer.Option("--topic", metavar="NAME[:PARTITIONS]", help="Create this topic; repeatable.")
+]
+
+
+@broker_app.command("start")
+def broker_start(
+    nodes: NodesOption = 1, port: PortOption = 9092, data_dir: DataOption = None, topic: TopicOption = None
+) -> None:
+    """Start a broker in the background and print its bootstrap servers."""
+    from spark_group_source.local import background as local_broker
+
+    topics = local_broker.parse_topics(topic or [])
+    with console.status("starting Kafka ..."):
+        state = local_broker.start(nodes=nodes, port=port, data_dir=data_dir)
+        local_broker.create_topics(state.bootstrap_servers, topics)
+    typer.echo(state.bootstrap_servers)
+
+
+@broker_app.command("stop")
+def broker_stop() -> None:
+    """Stop the broker that ``broker start`` started; nothing else is touched."""
+    from spark_group_source.local import background as local_broker
+
+    state = local_broker.stop()
+    typer.echo("no broker is running" if state is None else f"stopped {state.bootstrap_servers}")
+
+
+@broker_app.command("status")
+def broker_status() -> None:
+    """Show the broker that ``broker start`` started. Exit code 3 means there is none."""
+    from spark_group_source.local import background as local_broker
+
+    state = local_broker.running()
+    if state is None:
+        typer.echo("no broker is running")
+        raise typer.Exit(3)
+    table = Table("bootstrap servers", "pid", "nodes (pid)", "logs")
+    nodes = ", ".join(f"{node} ({pid})" for node, pid in state.nodes.items())
+    table.add_row(state.bootstrap_servers, str(state.pid), nodes, state.log_dir)
+    console.print(table)
+
+
+@broker_app.command("run")
+def broker_run(
+    nodes: NodesOption = 1,
+    port: PortOption = 9092,
+    data_dir: DataOption = None,
+    topic: TopicOption = None,
+    record: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run a broker in the foreground until Ctrl-C."""
+    from spark_group_source.local import background as local_broker
+    from spark_group_source.local.broker import Broker
+
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s [%(threadName)s] %(name)s: %(message)s"
+    )
+    topics = local_broker.parse_topics(topic or [])
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with Broker(nodes, ports=local_broker.ports_from(port, nodes), data_dir=data_dir) as broker:
+        local_broker.create_topics(broker.bootstrap_servers, topics)
+        if record:
+            local_broker.record(broker)
+        else:
+            typer.echo(broker.bootstrap_servers)
+        while not stop.wait(WATCH_S) and broker.pids:
+            pass
+        if not stop.is_set():
+            raise SourceError(f"every node ended by itself; see {broker.log_dir}")
+
+
+@app.command(hidden=True)
+def jars() -> None:
+    """Download the jars that the demo and the tests need, print where they are, and make later starts quick."""
+    from spark_group_source.local.broker import prepare
+    from spark_group_source.local.jars import delta_jars, kafka_jars
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
+        typer.echo(f"{name}: {len(found)} jars in {found[0].parent}")
+    prepare()

@@ -1,0 +1,234 @@
+"""What a batch holds, read from Spark's own checkpoint.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: the
+rows. The smallest and largest offset among the rows of a batch are not its range: compaction, transaction markers and
+filters leave gaps at both ends.
+
+Spark writes ``offsets/<batch id>`` before it runs a batch, and never changes it. The first line is the format's
+version, the second is Spark's own, then follows one line per source: its offset (v1) or ``<source>:<offset>`` (v2). A
+source without an offset so far has ``-``. One DataFrame used twice in a query has one line per use in v1.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import AnalysisException
+
+from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+QUERY_ID = "sql.streaming.queryId"
+"""The local property that Spark sets on the thread that runs a batch."""
+
+_OURS = re.compile(r'\{\s*"group"\s*:')
+"""How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """A batch as it was planned.
+
+    ``offsets`` are those of the kafka-group sources that have something in this batch; a source whose offset is the
+    same as in the batch before gave no rows. ``other_sources`` counts the sources of other kinds in the query.
+    """
+
+    query_id: str
+    batch_id: int
+    offsets: tuple[StreamOffset, ...]
+    other_sources: int = 0
+
+    def user_metadata(self) -> str:
+        """The offset JSON as it is kept in the table's commit: one offset, or a list where a query has several."""
+        texts = [offset.to_json() for offset in self.offsets]
+        return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
+
+
+def planned(query_id: str, batch_id: int, text: str, before: str | None) -> PlannedBatch:
+    """Read the text of ``offsets/<batch id>``; ``before`` is that of the batch before it, if there is one.
+
+    Raises:
+        CheckpointMismatch: no line is of this source, or one that is cannot be read.
+    """
+    lines = _source_lines(text)
+    ours = [line for line in dict.fromkeys(lines) if _is_ours(line)]
+    if not ours:
+        raise CheckpointMismatch(
+            f"batch {batch_id} of query {query_id} has no offset of a kafka-group source, so its rows cannot be "
+            "recorded in the table. DeltaSink writes only queries that read format('kafka-group'); for others use "
+            "writeStream.format('delta')",
+            query_id=query_id,
+            batch_id=batch_id,
+        )
+    old = set(_source_lines(before)) if before is not None else set()
+    offsets = [parse(line) for line in ours if line not in old]
+    return PlannedBatch(
+        query_id=query_id,
+        batch_id=batch_id,
+        offsets=tuple(offset for offset in offsets if not offset.is_initial),
+        other_sources=sum(not _is_ours(line) for line in lines),
+    )
+
+
+def _source_lines(text: str) -> list[str]:
+    version, _, rest = text.partition("\n")
+    lines = rest.splitlines()[1:]
+    if version == "v1":
+        return lines
+    if version == "v2":
+        return [line.partition(":")[2] for line in lines]
+    raise CheckpointMismatch(
+        f"the checkpoint's offset log has format {version[:20]!r}; this release reads v1 and v2 of Spark 4.2. "
+        "A newer Spark needs a newer release of spark-group-source"
+    )
+
+
+def _is_ours(line: str) -> bool:
+    return _OURS.match(line) is not None
+
+
+def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -> PlannedBatch:
+    """Find the query that runs on this thread, and read what its batch holds.
+
+    Args:
+        checkpoint: the query's ``checkpointLocation``, needed on Spark Connect; None asks the running query.
+
+    Raises:
+        OptionError: the query or its checkpoint cannot be found.
+        CheckpointMismatch: as in :func:`planned`.
+    """
+    query_id = _local_query_id(spark)
+    root = checkpoint or _running_checkpoint(spark, query_id)
+    if query_id is None:
+        query_id = _recorded_query_id(spark, root)
+    text = _read(spark, f"{root}/offsets/{batch_id}")
+    if text is None:
+        raise OptionError(
+            f"there is no {root}/offsets/{batch_id}, which Spark writes before it runs batch {batch_id}. "
+            "Is `checkpoint=` the checkpointLocation of this very query?",
+            checkpoint=root,
+            batch_id=batch_id,
+        )
+    before = _read(spark, f"{root}/offsets/{batch_id - 1}") if batch_id > 0 else None
+    return planned(query_id, batch_id, text, before)
+
+
+def positions(
+    spark: "SparkSession", checkpoint: str, group: str, batch: int | None = None
+) -> dict[TopicPartition, int]:
+    """Where the group stood in a query's checkpoint: after its last finished batch, or before ``batch``.
+
+    Args:
+        checkpoint: the query's ``checkpointLocation``.
+        batch: the number of a batch; 0 is where the stream began, as long as Spark keeps that batch.
+
+    Raises:
+        OptionError: there is no such batch, or nothing of this group in it.
+        CheckpointMismatch: the offset of the batch cannot be read.
+    """
+    root = checkpoint.rstrip("/")
+    number = max(_batches(spark, f"{root}/commits"), default=None) if batch is None else batch
+    if number is None:
+        raise OptionError(f"{root} has no finished batch. Is it the checkpointLocation of a query?", checkpoint=root)
+    text = _read(spark, f"{root}/offsets/{number}")
+    if text is None:
+        kept = _batches(spark, f"{root}/offsets")
+        raise OptionError(
+            f"{root} does not have batch {number}; it has {f'{min(kept)} to {max(kept)}' if kept else 'none'}. Spark "
+            "keeps the last spark.sql.streaming.minBatchesToRetain of them",
+            checkpoint=root,
+            batch_id=number,
+        )
+    side = 1 if batch is None else 0
+    found: dict[TopicPartition, int] = {}
+    for offset in (parse(line) for line in _source_lines(text) if _is_ours(line)):
+        if offset.group == group:
+            found |= offset.owed
+            found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
+    if not found:
+        raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
+    return found
+
+
+def _batches(spark: "SparkSession", folder: str) -> list[int]:
+    """The numbers of the batches that one of a checkpoint's logs has."""
+    fs, path = _located(spark, folder)
+    names = [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _is_classic(spark: "SparkSession") -> bool:
+    return hasattr(spark, "_jsparkSession")
+
+
+def _local_query_id(spark: "SparkSession") -> str | None:
+    # None on Spark Connect, which runs the batch on a thread of the server.
+    return spark.sparkContext.getLocalProperty(QUERY_ID) if _is_classic(spark) else None
+
+
+def _running_checkpoint(spark: "SparkSession", query_id: str | None) -> str:
+    if query_id is None:
+        raise OptionError(
+            "the streaming query cannot be found from here. DeltaSink is called by foreachBatch, on Spark's thread; "
+            "on Spark Connect pass it the query's checkpointLocation: DeltaSink(table, checkpoint=...)"
+        )
+    # py4j objects are Any: py4j has no types.
+    jspark: Any = spark._jsparkSession
+    jvm: Any = spark._jvm
+    execution = jspark.sharedState().activeStreamingQueries().get(jvm.java.util.UUID.fromString(query_id))
+    if execution is None:
+        raise OptionError(
+            f"query {query_id} is not active any more, so its checkpoint cannot be found. If DeltaSink is called by "
+            "other means than foreachBatch, pass DeltaSink(table, checkpoint=...)",
+            query_id=query_id,
+        )
+    return str(execution.resolvedCheckpointRoot())
+
+
+def _recorded_query_id(spark: "SparkSession", root: str) -> str:
+    text = _read(spark, f"{root}/metadata")
+    try:
+        return str(json.loads(text or "")["id"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise OptionError(
+            f"{root}/metadata, in which Spark keeps the query's id, is missing or damaged. Is `checkpoint=` the "
+            "checkpointLocation of this very query?",
+            checkpoint=root,
+        ) from exc
+
+
+def _read(spark: "SparkSession", path: str) -> str | None:
+    """The text of a small file, or None if there is none."""
+    if not _is_classic(spark):
+        return _read_by_spark(spark, path)
+    fs, hadoop_path = _located(spark, path)
+    if not fs.exists(hadoop_path):
+        return None
+    stream = fs.open(hadoop_path)
+    try:
+        return bytes(stream.readAllBytes()).decode()
+    finally:
+        stream.close()
+
+
+def _located(spark: "SparkSession", path: str) -> tuple[Any, Any]:
+    """The Hadoop file system of a path, and the path."""
+    jspark: Any = spark._jsparkSession
+    jvm: Any = spark._jvm
+    located = jvm.org.apache.hadoop.fs.Path(path)
+    return located.getFileSystem(jspark.sessionState().newHadoopConf()), located
+
+
+def _read_by_spark(spark: "SparkSession", path: str) -> str | None:
+    try:
+        row = spark.read.text(path, wholetext=True).first()
+    except AnalysisException as exc:
+        if exc.getCondition() == "PATH_NOT_FOUND":
+            return None
+        raise
+    return None if row is None else str(row[0])

@@ -1,0 +1,386 @@
+"""DeltaSink: the rows of a batch and the offsets they came from, in one Delta commit.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: Kafka,
+members, the source: what a batch holds comes from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
+its log (:mod:`ledger`).
+
+Two tiers:
+
+- **transaction** (classic Spark with the delta-spark jar): one commit holds the rows, a ``SetTransaction(query id,
+  batch id)``, the ledger of the group and the offset JSON. Before it the batch is compared with the ledger, in the same
+  transaction. A killed driver, a replay, a zombie, a deleted checkpoint and a second query of the group all end with
+  each record in the table once.
+- **writer-options** (Spark Connect; platforms with Delta classes of their own): one commit holds the rows, the
+  ``SetTransaction`` and the offset JSON. It protects from a killed driver, a replay and a zombie *of the same
+  checkpoint*. It does not protect from a deleted checkpoint, a second query of the group, or an operator's rewind:
+  there the records between Kafka's committed offset and the table are written twice.
+"""
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pyspark.errors import PySparkException
+
+from spark_group_source.delta import deltalog, ledger
+from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source.delta.ledger import Ledger, Verdict
+from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.model import OffsetRange
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
+
+log = logging.getLogger(__name__)
+
+Tier = Literal["auto", "transaction", "writer-options"]
+
+HISTORY_STEPS = (1, 20, 1000)
+"""How many of the table's last commits are searched for a batch, in turns: normally it is the very last."""
+
+_NO_TABLE = {
+    "TABLE_OR_VIEW_NOT_FOUND",
+    "DELTA_MISSING_DELTA_TABLE",
+    "DELTA_TABLE_NOT_FOUND",
+    "DELTA_PATH_DOES_NOT_EXIST",
+}
+"""The conditions under which ``DESCRIBE DETAIL`` says that there is no table."""
+
+ROW_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
+"""The columns by which rows that are in the table already are left out."""
+
+
+class DeltaSink:
+    """Writes each batch to a Delta table exactly once: ``stream.writeStream.foreachBatch(DeltaSink("/lake/orders"))``.
+
+    The table is created at the first batch, with the columns of that batch, if it does not exist. A table that lacks
+    Delta's ``domainMetadata`` feature gets it (the transaction tier only; a commit of its own, said in the log).
+
+    A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
+    The ledger knows what was written, not what is there: after ``RESTORE``, ``REPLACE`` or ``DELETE``, rows come back
+    only if Kafka and the ledger are moved back together, by ``spark-group reset`` with ``--table``.
+
+    Args:
+        table: a path (it has a slash in it) or a table name, looked up in the session's catalog.
+        transform: makes the rows to write from the rows of the batch. Give the projection here, not before
+            ``writeStream``: the sink needs the columns topic, partition and offset where it has to leave rows out.
+            Rows must not be read more than once in it (no ``count()``): each action reads the batch again.
+        partition_by: the partition columns, used when the table is created, and compared when it exists.
+        merge_schema: whether new columns are added to the table; otherwise they are an error of Delta's.
+        tier: "auto" takes the transaction tier where it works and says in the log where it does not; "transaction"
+            raises there; "writer-options" is described in this module.
+        checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
+
+    Raises (when a batch is written):
+        LedgerConflict: the table and the batch contradict each other. Nothing was written; the message says what
+            settles it. Do not retry before that.
+        CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
+        OptionError: an argument cannot work in this session.
+        Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        table: str | os.PathLike[str],
+        *,
+        transform: "Callable[[DataFrame], DataFrame] | None" = None,
+        partition_by: Sequence[str] = (),
+        merge_schema: bool = False,
+        tier: Tier = "auto",
+        checkpoint: str | None = None,
+    ) -> None:
+        if tier not in get_args(Tier):
+            raise OptionError(f"tier {tier!r}: must be one of {', '.join(get_args(Tier))}", tier=tier)
+        self.table = deltalog.canonical(table)
+        self.transform = transform
+        self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
+        self.merge_schema = merge_schema
+        self.tier = tier
+        self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
+        self._told: set[str] = set()
+        self._ready = False
+
+    def __repr__(self) -> str:
+        return f"DeltaSink({self.table!r}, tier={self.tier!r})"
+
+    def __call__(self, df: "DataFrame", batch_id: int) -> None:
+        """Write one batch; ``foreachBatch`` calls this."""
+        planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
+        if self._has_transactions(df.sparkSession):
+            self._write_in_transaction(df, planned)
+        else:
+            self._write_by_options(df, planned)
+
+    def _has_transactions(self, spark: "SparkSession") -> bool:
+        if self.tier == "writer-options":
+            return False
+        if deltalog.available(spark):
+            return True
+        if self.tier == "transaction":
+            raise OptionError(
+                "tier='transaction' needs Delta's open-source Java classes: a classic Spark session with the "
+                "delta-spark jar, not Spark Connect. tier='writer-options' works here, with the weaker guarantees that "
+                "its documentation lists"
+            )
+        self._tell_once(
+            "Delta's Java classes cannot be reached in this session, so DeltaSink uses writer options. A replayed "
+            "batch is written once; a deleted checkpoint, a second query of the group or a rewind of it can write "
+            "records twice"
+        )
+        return False
+
+    def _tell_once(self, message: str, *args: object) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            log.warning(message, *args)
+
+    # The transaction tier
+
+    def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> None:
+        target = deltalog.Table(df.sparkSession, self.table)
+        if not self._ready:
+            if not target.exists():
+                target.create(self._transformed(df), self.partition_by)
+            target.ensure_domains()
+            self._ready = True
+        attempt = _Attempt(self, target, df, planned)
+        deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+
+    def _transformed(self, df: "DataFrame") -> "DataFrame":
+        return df if self.transform is None else self.transform(df)
+
+    # The writer-options tier
+
+    def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> None:
+        spark = df.sparkSession
+        if not self._ready:
+            self._ensure_table(spark, df)
+            self._ready = True
+        note = planned.user_metadata()
+        writer = (
+            self._transformed(df)
+            .write.format("delta")
+            .mode("append")
+            .option("txnAppId", planned.query_id)
+            .option("txnVersion", planned.batch_id)
+            .option("userMetadata", note)
+            .option("mergeSchema", self.merge_schema)
+        )
+        self._save(writer.partitionBy(*self.partition_by) if self.partition_by else writer)
+        # Delta skips a batch that it has recorded, without a word, whatever that batch held.
+        if planned.offsets and not recorded_in_history(spark, self.table, note):
+            raise self._other_content(planned)
+
+    def _ensure_table(self, spark: "SparkSession", df: "DataFrame") -> None:
+        try:
+            detail = spark.sql(f"DESCRIBE DETAIL {deltalog.sql_name(self.table)}").first()
+        except PySparkException as exc:
+            if exc.getCondition() not in _NO_TABLE:
+                raise
+            # A table of its own commit: CREATE AS SELECT would not compare the batch's number.
+            empty = spark.createDataFrame([], self._transformed(df).schema).write.format("delta").mode("ignore")
+            self._save(empty.partitionBy(*self.partition_by) if self.partition_by else empty)
+            return
+        retention = (detail["properties"] if detail else {}).get(deltalog.RETENTION)
+        if retention is not None:
+            raise OptionError(
+                f"table {self.table} sets {deltalog.RETENTION} = {retention!r}. Delta would forget which batches it "
+                "has, and here nothing else prevents a replay from being written twice. Unset it: ALTER TABLE "
+                f"{deltalog.sql_name(self.table)} UNSET TBLPROPERTIES ('{deltalog.RETENTION}')",
+                table=self.table,
+            )
+
+    def _save(self, writer: "DataFrameWriter") -> None:
+        if deltalog.is_path(self.table):
+            writer.save(self.table)
+        else:
+            writer.saveAsTable(self.table)
+
+    def _other_content(self, planned: PlannedBatch) -> LedgerConflict:
+        return LedgerConflict(
+            f"table {self.table} has batch {planned.batch_id} of query {planned.query_id} already, but not with the "
+            f"offsets {planned.user_metadata()[:500]}: no commit among the last {HISTORY_STEPS[-1]} of the table's "
+            "history holds them, and its rows were not written. Either a second run of this query wrote another batch "
+            "under this number (is the checkpoint used twice?), or the commit is too old to be seen. Look at "
+            f"`DESCRIBE HISTORY {deltalog.sql_name(self.table)}` (userMetadata); to go on, start the query with a new "
+            "checkpointLocation once the group's position in Kafka is right",
+            table=self.table,
+            query_id=planned.query_id,
+            batch_id=planned.batch_id,
+        )
+
+
+class _Attempt:
+    """The attempts to commit one batch. Files are written once, and again only if the rows to leave out changed."""
+
+    def __init__(self, sink: DeltaSink, target: deltalog.Table, df: "DataFrame", planned: PlannedBatch) -> None:
+        self.sink, self.target, self.df, self.planned = sink, target, df, planned
+        self._written: deltalog.Written | None = None
+        self._without: tuple[OffsetRange, ...] = ()
+
+    def __call__(self) -> None:
+        """One attempt. Raises CommitRace if another writer was first; the next one judges anew."""
+        sink, planned = self.sink, self.planned
+        txn = self.target.begin()
+        if txn.snapshot.version < 0:
+            raise LedgerConflict(
+                f"table {sink.table} was deleted while the query runs, with its ledger. Nothing was written. Start the "
+                "query again to create the table anew; it goes on at the group's position in Kafka",
+                table=sink.table,
+            )
+        self._check_retention(txn.snapshot)
+        if txn.recorded(planned.query_id) >= planned.batch_id:
+            self._confirm(txn.snapshot)
+            return
+        before = {o.group: ledger.in_snapshot(txn.snapshot, o.group) for o in planned.offsets}
+        verdicts = self._judge(before)
+        drop = _dropped(sink.table, planned, verdicts)
+        written = self._files(txn, drop)
+        if not written.actions and not drop and all(_unmoved(v.ledger, before[v.ledger.group]) for v in verdicts):
+            log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
+            return
+        version = txn.commit(
+            written,
+            # Of several offsets of one group the last verdict has all of them.
+            {ledger.DOMAIN_PREFIX + v.ledger.group: v.ledger.to_json() for v in verdicts},
+            app_id=planned.query_id,
+            batch_id=planned.batch_id,
+            user_metadata=planned.user_metadata(),
+        )
+        log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
+
+    def _judge(self, before: dict[str, Ledger | None]) -> list[Verdict]:
+        table, current = self.sink.table, dict(before)
+        verdicts = []
+        for offset in self.planned.offsets:
+            verdict = ledger.judge(offset, current[offset.group])
+            if verdict.refused:
+                raise ledger.conflict(table, offset.group, verdict.refused)
+            current[offset.group] = verdict.ledger
+            verdicts.append(verdict)
+            if verdict.recreated:
+                log.warning(
+                    "group %s, table %s: topic %s was deleted and created again; its offsets start afresh",
+                    offset.group,
+                    table,
+                    ", ".join(verdict.recreated),
+                )
+            if verdict.skipped:
+                log.info("group %s, table %s: others had %s", offset.group, table, ledger.shown(verdict.skipped))
+        return verdicts
+
+    def _files(self, txn: deltalog.Transaction, drop: tuple[OffsetRange, ...]) -> deltalog.Written:
+        if self._written is not None and self._without == drop and txn.adopt(self._written):
+            return self._written
+        if drop:
+            log.warning(
+                "batch %d of query %s: %d offsets are in table %s already and are left out: %s",
+                self.planned.batch_id,
+                self.planned.query_id,
+                sum(r.size for r in drop),
+                self.sink.table,
+                ledger.shown(drop),
+            )
+        rows = self.sink._transformed(without(self.df, drop, self.sink.table))
+        self._written = txn.write(rows, partition_by=self.sink.partition_by, merge_schema=self.sink.merge_schema)
+        self._without = drop
+        return self._written
+
+    def _check_retention(self, snapshot: deltalog.Snapshot) -> None:
+        retention = snapshot.properties().get(deltalog.RETENTION)
+        if retention is not None:
+            self.sink._tell_once(
+                "table %s sets %s = %s: Delta forgets after that time which batches it has, and a replay later than "
+                "that is recognised only by the ledger. Unset the property",
+                self.sink.table,
+                deltalog.RETENTION,
+                retention,
+            )
+
+    def _confirm(self, snapshot: deltalog.Snapshot) -> None:
+        """The table has a batch of this number. Make sure that it is this one."""
+        sink, planned = self.sink, self.planned
+        for offset in planned.offsets:
+            missing = ledger.behind(offset, ledger.in_snapshot(snapshot, offset.group))
+            # The ledger may also be behind because writer options wrote the batch, or an operator set it back since.
+            if missing and not recorded_in_history(self.df.sparkSession, sink.table, planned.user_metadata()):
+                raise LedgerConflict(
+                    f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
+                    f"ledger of group {offset.group!r} does not cover {ledger.shown(missing)}. A second run of this "
+                    "query wrote another batch under this number (is the checkpoint used twice?). Nothing was written. "
+                    "Stop the other run; then start this query with a new checkpointLocation: it continues at the "
+                    "ledger",
+                    table=sink.table,
+                    query_id=planned.query_id,
+                    batch_id=planned.batch_id,
+                    missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+                )
+        log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
+
+
+def _unmoved(after: Ledger, before: Ledger | None) -> bool:
+    return before is not None and after.same_position(before)
+
+
+def _dropped(table: str, planned: PlannedBatch, verdicts: Sequence[Verdict]) -> tuple[OffsetRange, ...]:
+    """The ranges to leave out, once it is sure that no row of another source could be meant."""
+    drop = tuple(r for v in verdicts for r in v.drop)
+    readers = Counter(r.tp for offset in planned.offsets for r in offset.batch())
+    twice = sorted({r.tp for r in drop if readers[r.tp] > 1})
+    if twice:
+        raise LedgerConflict(
+            f"table {table} already holds part of what batch {planned.batch_id} read of {twice[0]}, but several "
+            "kafka-group sources of this query read that partition, and their rows cannot be told apart. Nothing was "
+            "written. Read each topic with one source, and use its DataFrame as often as needed",
+            table=table,
+            partitions=[tuple(tp) for tp in twice],
+        )
+    return drop
+
+
+def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
+    """The rows of a batch but those in the given ranges, found by the columns topic, partition and offset.
+
+    Raises:
+        LedgerConflict: the rows do not have these columns (any more).
+    """
+    if not drop:
+        return df
+    from pyspark.sql import functions as F
+
+    types = [(field.name, field.dataType.simpleString()) for field in df.schema.fields]
+    if any(types.count(column) != 1 for column in ROW_COLUMNS.items()):
+        raise LedgerConflict(
+            f"table {table} already holds {ledger.shown(drop)}, and the sink cannot leave these rows out: it needs the "
+            f"columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has {dict(types)}. Nothing was "
+            "written. Select and rename columns in DeltaSink(..., transform=...), not before writeStream",
+            table=table,
+        )
+    # A join, not a chain of conditions: there may be thousands of ranges. Rows with a null topic stay.
+    text = json.dumps([{"t": r.tp.topic, "p": r.tp.partition, "a": r.start, "b": r.end} for r in drop])
+    each = F.explode(F.from_json(F.lit(text), "array<struct<t string, p int, a bigint, b bigint>>"))
+    ranges = (
+        df.sparkSession.range(1).select(each.alias("r")).select(*(F.col(f"r.{c}").alias(f"_drop_{c}") for c in "tpab"))
+    )
+    held = (
+        (F.col("topic") == F.col("_drop_t"))
+        & (F.col("partition") == F.col("_drop_p"))
+        & (F.col("offset") >= F.col("_drop_a"))
+        & (F.col("offset") < F.col("_drop_b"))
+    )
+    return df.join(F.broadcast(ranges), held, "left_anti")
+
+
+def recorded_in_history(spark: "SparkSession", table: str, note: str) -> bool:
+    """Whether one of the table's last commits has exactly this ``userMetadata``."""
+    for commits in HISTORY_STEPS:
+        history: Any = spark.sql(f"DESCRIBE HISTORY {deltalog.sql_name(table)} LIMIT {commits}")
+        rows = history.select("userMetadata").collect()
+        if any(row[0] == note for row in rows):
+            return True
+        if len(rows) < commits:
+            return False
+    return False

@@ -1,0 +1,216 @@
+"""The one broker that ``spark-group broker start`` leaves in the background.
+
+Runs in: the command line. Deliberately absent: the cluster itself (``broker.py``), one of which the background process
+holds.
+
+That process is known by a file in the user's state folder, with its pid *and* its start time: a pid alone may by now be
+someone else's, and only what was started here is ever stopped here.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker
+from spark_group_source.local.jars import java_path, kafka_jars, locked
+
+POLL_S = 0.05
+"""Pause between two looks at a process that is not our child."""
+
+LOCK_S = 10
+"""Bound of waiting for another start or stop to begin; it holds the lock for as long as it works."""
+
+ADMIN_S = 30
+"""Bound of creating topics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerState:
+    """What the state file says about the background process. ``started`` tells its pid from a later owner's."""
+
+    pid: int
+    started: str
+    bootstrap_servers: str
+    nodes: Mapping[int, int]
+    log_dir: str
+
+
+def state_dir() -> Path:
+    """The project's folder for state: in ``$XDG_STATE_HOME`` or ``~/.local/state``; not created here."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "spark-group-source"
+
+
+def running() -> BrokerState | None:
+    """The background broker, or None if it never was, was stopped, or ended."""
+    try:
+        document = json.loads(_state_file().read_text(encoding="utf-8"))
+        document["nodes"] = {int(node): pid for node, pid in document["nodes"].items()}
+        state = BrokerState(**document)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a file that cannot be read names no process that could be stopped
+    return state if _start_time(state.pid) == state.started else None
+
+
+def start(*, nodes: int = 1, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
+    """Start a broker that stays when this process ends.
+
+    Raises:
+        SetupError: no usable Java, or Kafka's jars cannot be downloaded.
+        OptionError: a port is taken.
+        BrokerUnavailable: one runs already, or it did not come up; the message ends with the log.
+    """
+    java_path()  # said here, in one line, rather than in the background process's log
+    kafka_jars()
+    home = state_dir()
+    home.mkdir(parents=True, exist_ok=True)
+    with locked(home / "broker.lock", LOCK_S):
+        already = running()
+        if already is not None:
+            raise BrokerUnavailable(
+                f"a broker already runs at {already.bootstrap_servers}; stop it first: spark-group broker stop",
+                op="start",
+            )
+        ports_from(port, nodes)
+        _state_file().unlink(missing_ok=True)
+        log = home / "broker.log"
+        command = [sys.executable, "-m", "spark_group_source", "broker", "run", "--record"]
+        command += ["--nodes", str(nodes), "--port", str(port)]
+        if data_dir is not None:
+            command += ["--data-dir", str(data_dir.resolve())]
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd=home
+            )
+        if not _await(lambda: process.poll() is not None or running() is not None, START_S + KILL_S):
+            process.kill()
+            process.wait(KILL_S)
+        state = running()
+        if state is None:
+            tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            raise BrokerUnavailable(f"the broker did not start; the end of {log}:\n" + "\n".join(tail), op="start")
+        return state
+
+
+def stop() -> BrokerState | None:
+    """Stop what :func:`start` started, and return when it is gone; None if nothing runs."""
+    home = state_dir()
+    if not home.is_dir():
+        return None
+    with locked(home / "broker.lock", LOCK_S):
+        state = running()
+        if state is not None:
+            for number, bound_s in ((signal.SIGTERM, STOP_S + KILL_S), (signal.SIGKILL, KILL_S)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(state.pid, number)
+                if _await(lambda: running() is None, bound_s):
+                    break
+        _state_file().unlink(missing_ok=True)
+        return state
+
+
+def record(broker: Broker) -> None:
+    """Say in the state file that this process holds ``broker``, and where it is."""
+    state = BrokerState(
+        pid=os.getpid(),
+        started=_start_time(os.getpid()) or "",
+        bootstrap_servers=broker.bootstrap_servers,
+        nodes=broker.pids,
+        log_dir=str(broker.log_dir),
+    )
+    unfinished = _state_file().with_suffix(".new")
+    unfinished.write_text(json.dumps(asdict(state)), encoding="utf-8")
+    unfinished.replace(_state_file())
+
+
+def ports_from(first: int, nodes: int) -> list[int]:
+    """``nodes`` ports beginning with ``first``.
+
+    Raises:
+        OptionError: one of them is taken; the message names it.
+    """
+    ports = list(range(first, first + nodes))
+    for port in ports:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as exc:
+                raise OptionError(f"port {port} of 127.0.0.1 is taken; choose another with --port", port=port) from exc
+    return ports
+
+
+def parse_topics(texts: Sequence[str]) -> dict[str, int]:
+    """``["orders:6", "audit"]`` -> ``{"orders": 6, "audit": 1}``.
+
+    Raises:
+        OptionError: the part after the colon is not a number of partitions.
+    """
+    topics: dict[str, int] = {}
+    for text in texts:
+        name, _, count = text.partition(":")
+        if not name or (count and not (count.isdecimal() and int(count) > 0)) or text.endswith(":"):
+            raise OptionError(f"--topic {text!r}: write NAME or NAME:PARTITIONS, for example orders:6", topic=text)
+        topics[name] = int(count or 1)
+    return topics
+
+
+def create_topics(bootstrap_servers: str, topics: Mapping[str, int]) -> None:
+    """Create the topics that do not exist.
+
+    Raises:
+        BrokerUnavailable: Kafka refused one, or did not answer in time.
+    """
+    if not topics:
+        return
+    from confluent_kafka import KafkaError, KafkaException
+    from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # re-exported without saying
+
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    new = [NewTopic(name, num_partitions=count) for name, count in topics.items()]
+    for name, future in admin.create_topics(new).items():
+        try:
+            future.result(ADMIN_S)
+        except (KafkaException, TimeoutError) as exc:
+            error = exc.args[0] if exc.args else None
+            if isinstance(error, KafkaError) and error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                continue
+            raise BrokerUnavailable(f"cannot create topic {name}: {exc}", op="create_topics", topic=name) from exc
+
+
+def _state_file() -> Path:
+    return state_dir() / "broker.json"
+
+
+def _start_time(pid: int) -> str | None:
+    """When the process started, in the system's own words; None if it is gone, also if only its exit code remains."""
+    if sys.platform == "linux":
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        fields = stat.rpartition(")")[2].split()  # the name before it may have spaces and parentheses
+        return None if fields[0] in "ZX" else fields[19]
+    else:
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=KILL_S, check=False).stdout.strip()
+        return None if not shown or shown.startswith("Z") else shown.partition(" ")[2].strip()
+
+
+def _await(done: Callable[[], bool], wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    pause = threading.Event()
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        pause.wait(POLL_S)
+    return True

@@ -1,0 +1,248 @@
+"""The ``kafka.*`` options: whose they are, and which Kafka client gets which.
+
+Runs in: every process. Deliberately absent: the full list of setting names (only the client library knows it: ``kafka``
+builds its clients at ``load()`` to have unknown names and bad values refused) and the translation of Java's names and
+stores (``java_settings``).
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from spark_group_source.errors import OptionError
+from spark_group_source.options.java import translate
+
+MASK: Final = "***"
+_SECRET_WORDS: Final = ("password", "passphrase", "secret", "token", "key", "jaas", "pem", "credential")
+_SECRET_NAMES: Final = frozenset({"sasl.oauthbearer.config", "sasl.kerberos.kinit.cmd"})
+
+# The defaults of the client library, for the checks below when only one of two related settings is given.
+SESSION_TIMEOUT_MS: Final = 45_000
+HEARTBEAT_INTERVAL_MS: Final = 3_000
+MAX_POLL_INTERVAL_MS: Final = 300_000
+
+_OFFSETS_ARE_OURS = "offsets are committed only after their rows are durable"
+_BYTES_ONLY = "key and value always arrive as bytes; decode them with DataFrame functions"
+_SLOTS_ARE_OURS = "the source names its members so that they survive restarts; set groupMembers for their number"
+_NO_CALLABLE = "it takes a function, and options are text"
+
+REFUSED: Final[Mapping[str, str]] = {
+    "auto.offset.reset": "use startingOffsets; a position that is gone must never be replaced silently",
+    "enable.auto.commit": _OFFSETS_ARE_OURS,
+    "auto.commit.enable": _OFFSETS_ARE_OURS,
+    "auto.commit.interval.ms": _OFFSETS_ARE_OURS,
+    "enable.auto.offset.store": _OFFSETS_ARE_OURS,
+    "offset.store.method": _OFFSETS_ARE_OURS,
+    "offset.store.path": _OFFSETS_ARE_OURS,
+    "offset.store.sync.interval.ms": _OFFSETS_ARE_OURS,
+    "key.deserializer": _BYTES_ONLY,
+    "value.deserializer": _BYTES_ONLY,
+    "interceptor.classes": "interceptors may change records, so that a replay would differ",
+    "interceptors": "interceptors may change records, so that a replay would differ",
+    "enable.partition.eof": "the source needs it to find the end of a range",
+    "group.instance.id": _SLOTS_ARE_OURS,
+    "group.protocol.type": "the source joins as a consumer",
+    "transactional.id": "the source names its transactions after the group, so that an old driver is fenced",
+    "metadata.broker.list": "use kafka.bootstrap.servers",
+    "topic.blacklist": "use subscribePattern",
+    "default_topic_conf": _NO_CALLABLE,
+    "opaque": _NO_CALLABLE,
+    "enabled_events": _NO_CALLABLE,
+    "log.queue": "the source serves the client's log itself",
+}
+"""Settings that no value makes right, and why."""
+
+BROKER_SIDE: Final = frozenset({"session.timeout.ms", "heartbeat.interval.ms", "partition.assignment.strategy"})
+"""With ``group.protocol=consumer`` the broker decides these."""
+
+CONSUMER_ONLY: Final = frozenset(
+    {
+        "group.id",
+        "group.instance.id",
+        "partition.assignment.strategy",
+        "session.timeout.ms",
+        "heartbeat.interval.ms",
+        "group.protocol.type",
+        "group.protocol",
+        "group.remote.assignor",
+        "coordinator.query.interval.ms",
+        "max.poll.interval.ms",
+        "enable.auto.commit",
+        "auto.commit.enable",
+        "auto.commit.interval.ms",
+        "enable.auto.offset.store",
+        "queued.min.messages",
+        "queued.max.messages.kbytes",
+        "fetch.wait.max.ms",
+        "fetch.queue.backoff.ms",
+        "fetch.message.max.bytes",
+        "max.partition.fetch.bytes",
+        "fetch.max.bytes",
+        "fetch.min.bytes",
+        "fetch.error.backoff.ms",
+        "offset.store.method",
+        "offset.store.path",
+        "offset.store.sync.interval.ms",
+        "isolation.level",
+        "enable.partition.eof",
+        "check.crcs",
+        "max.poll.records",
+        "share.acknowledgement.mode",
+        "auto.offset.reset",
+        "consume.callback.max.messages",
+    }
+)
+"""A producer or admin client that is given one of these warns in its log each time it is made."""
+
+PRODUCER_ONLY: Final = frozenset(
+    {
+        "transactional.id",
+        "transaction.timeout.ms",
+        "enable.idempotence",
+        "enable.gapless.guarantee",
+        "queue.buffering.max.messages",
+        "queue.buffering.max.kbytes",
+        "queue.buffering.max.ms",
+        "linger.ms",
+        "message.send.max.retries",
+        "retries",
+        "queue.buffering.backpressure.threshold",
+        "compression.codec",
+        "compression.type",
+        "compression.level",
+        "batch.num.messages",
+        "batch.size",
+        "delivery.report.only.error",
+        "sticky.partitioning.linger.ms",
+        "request.required.acks",
+        "acks",
+        "message.timeout.ms",
+        "delivery.timeout.ms",
+        "queuing.strategy",
+        "produce.offset.report",
+        "partitioner",
+    }
+)
+
+_ASSIGNORS: Final[Mapping[str, str]] = {
+    "range": "range",
+    "roundrobin": "roundrobin",
+    "cooperative-sticky": "cooperative-sticky",
+    "org.apache.kafka.clients.consumer.rangeassignor": "range",
+    "org.apache.kafka.clients.consumer.roundrobinassignor": "roundrobin",
+    "org.apache.kafka.clients.consumer.cooperativestickyassignor": "cooperative-sticky",
+}
+_COOPERATIVE: Final = "cooperative-sticky"
+_INT32_MAX: Final = 2**31 - 1
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of this setting must not be shown. Rather one too many: a path to a key is masked as well."""
+    bare = name.lower().removeprefix("kafka.")
+    return bare in _SECRET_NAMES or any(word in bare for word in _SECRET_WORDS)
+
+
+def masked(name: str, value: str) -> str:
+    """The value as it may appear in a log, plan or error."""
+    return MASK if is_secret(name) else value
+
+
+def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Turn the user's ``kafka.*`` options (names without the prefix) into settings of the client library.
+
+    Args:
+        given: without group.id, bootstrap.servers, group.protocol and isolation.level, which are options of their own.
+        group_protocol: "classic" or "consumer".
+
+    Returns:
+        The settings, and one note for each that was dropped or read differently, for the log; neither holds a name
+        from :data:`REFUSED`, and no note holds a secret.
+
+    Raises:
+        OptionError: a setting is the source's own, cannot be translated, or contradicts another.
+    """
+    for name in given:
+        _refuse_owned(name)
+    settings, notes = translate(given)
+    for name in sorted(PRODUCER_ONLY & settings.keys()):
+        notes.append(f"kafka.{name} is for producers and has no effect on reading")
+        del settings[name]
+    if group_protocol == "consumer":
+        _check_consumer_protocol(settings)
+    else:
+        _check_classic_protocol(settings)
+    return settings, tuple(notes)
+
+
+def number_ms(settings: Mapping[str, str], name: str, default: int) -> int:
+    """A time in ``settings``, or the default.
+
+    Raises:
+        OptionError: it is not a whole number of milliseconds, 1 or more.
+    """
+    text = settings.get(name)
+    if text is None:
+        return default
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits) <= _INT32_MAX:
+        raise OptionError(f"option 'kafka.{name}' is {text!r}; it must be a whole number of milliseconds, 1 or more")
+    return int(digits)
+
+
+def _refuse_owned(name: str) -> None:
+    if not name:
+        raise OptionError("option 'kafka.' has no name behind the dot; write for example kafka.bootstrap.servers")
+    reason = REFUSED.get(name, _NO_CALLABLE if name.endswith("_cb") else "")
+    if reason:
+        raise OptionError(f"option 'kafka.{name}' cannot be set, whatever the value: {reason}", option=f"kafka.{name}")
+
+
+def _check_consumer_protocol(settings: Mapping[str, str]) -> None:
+    for name in sorted(BROKER_SIDE & settings.keys()):
+        raise OptionError(
+            f"option 'kafka.{name}' does not go with kafka.group.protocol=consumer, where the broker decides it; "
+            "remove it, or use kafka.group.protocol=classic",
+            option=f"kafka.{name}",
+        )
+    number_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
+
+
+def _check_classic_protocol(settings: dict[str, str]) -> None:
+    if "group.remote.assignor" in settings:
+        raise OptionError(
+            "option 'kafka.group.remote.assignor' needs kafka.group.protocol=consumer; with the classic protocol use "
+            "kafka.partition.assignment.strategy",
+            option="kafka.group.remote.assignor",
+        )
+    if "partition.assignment.strategy" in settings:
+        settings["partition.assignment.strategy"] = _assignors(settings["partition.assignment.strategy"])
+    session = number_ms(settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
+    heartbeat = number_ms(settings, "heartbeat.interval.ms", HEARTBEAT_INTERVAL_MS)
+    max_poll = number_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
+    if heartbeat >= session:
+        raise OptionError(
+            f"kafka.heartbeat.interval.ms ({heartbeat}) must be below kafka.session.timeout.ms ({session}); a third "
+            "of it is usual"
+        )
+    if max_poll < session:
+        raise OptionError(
+            f"kafka.max.poll.interval.ms ({max_poll}) must not be below kafka.session.timeout.ms ({session})"
+        )
+
+
+def _assignors(text: str) -> str:
+    names: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name = _ASSIGNORS.get(item.lower())
+        if name is None:
+            raise OptionError(
+                f"option 'kafka.partition.assignment.strategy' names {item!r}; it must be range, roundrobin or "
+                "cooperative-sticky (or the Java class of one of these)"
+            )
+        if name not in names:
+            names.append(name)
+    if not names or (_COOPERATIVE in names and len(names) > 1):
+        raise OptionError(
+            f"option 'kafka.partition.assignment.strategy' is {text!r}; it must be range and roundrobin in any order, "
+            "or cooperative-sticky alone: a group cannot move between the two kinds while it runs"
+        )
+    return ",".join(names)

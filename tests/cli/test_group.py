@@ -1,0 +1,253 @@
+"""``spark-group describe`` and ``reset`` on a real group: what they show, what they move, what they refuse.
+
+Kafka's offsets are read back with its own admin API, the table's rows from its files.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import Offsets, Produce, TopicFactory, await_until
+from delta_files import living_rows
+from kafka_words import set_committed
+from streams import END_S, Job, JobFactory, Outsider, job_factory, numbered
+from typer.testing import CliRunner
+
+from spark_group_source import DeltaSink
+from spark_group_source.cli import group as cli_group
+from spark_group_source.cli.app import app
+from spark_group_source.delta.checkpoint import positions
+from spark_group_source.errors import OptionError
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+Committed = Callable[[str], Offsets]
+
+
+class Shown(NamedTuple):
+    """What a command printed."""
+
+    code: int
+    output: str
+
+
+Run = Callable[..., Shown]
+CLI_S = 120
+
+
+@pytest.fixture
+def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
+    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
+
+
+@pytest.fixture
+def run(spark: "SparkSession", broker: Broker, group_id: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``run("reset", "--to-latest")`` as typed, but in this process and with its Spark session."""
+
+    @contextmanager
+    def session(wanted: bool) -> "Iterator[SparkSession | None]":
+        yield spark if wanted else None
+
+    monkeypatch.setattr(cli_group, "_spark", session)
+
+    def invoke(command: str, *arguments: str) -> Shown:
+        common = ["--group", group_id, "--bootstrap-servers", broker.bootstrap_servers]
+        result = CliRunner().invoke(app, [command, *common, *arguments], env={"COLUMNS": "2000"})
+        return Shown(result.exit_code, result.output)
+
+    return invoke
+
+
+def refused(shown: Shown) -> str:
+    """The one line that a refused command ends with."""
+    assert shown.code == 1, shown.output
+    return shown.output.splitlines()[-1]
+
+
+def into(job: Job, table: Path) -> None:
+    """An AvailableNow run of the job into a Delta table; raises what the query failed with."""
+    writer = job.load().writeStream.foreachBatch(DeltaSink(table)).option("checkpointLocation", str(job.checkpoint))
+    query = writer.trigger(availableNow=True).start()
+    try:
+        assert query.awaitTermination(END_S)
+    finally:
+        query.stop()
+
+
+def offsets_in(table: Path) -> Counter[tuple[int, int]]:
+    return Counter((row["partition"], row["offset"]) for row in living_rows(table, ["partition", "offset"]))
+
+
+# --- describe -------------------------------------------------------------------------------------------------------
+
+
+def test_describe_shows_members_offsets_lag_and_what_the_table_holds(
+    broker: Broker, job: JobFactory, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
+) -> None:
+    name, table = topic(2), tmp_path / "table"
+    produce(name, numbered(0, 9, 2))
+    into(job(subscribe=name), table)
+    produce(name, numbered(10, 12, 2))
+    command = [sys.executable, "-m", "spark_group_source", "describe", "--group", group_id, "--json"]
+    command += ["--bootstrap-servers", broker.bootstrap_servers, "--table", str(table)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["state"], shown["members"], shown["lag"]) == ("empty", [], 3)
+    found = [(row["partition"], row["committed"], row["end"], row["lag"], row["ledger"]) for row in shown["partitions"]]
+    assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
+
+
+def test_describe_names_the_member_of_each_partition(
+    run: Run, broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+) -> None:
+    name = topic(2)
+    produce(name, numbered(0, 3, 2))
+    with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+        await_until(lambda: other.partitions, what="its partitions")
+        text = run("describe").output
+    assert f"group {group_id}: stable" in text and "1 members" in text
+    assert text.count("rdkafka") >= 2, text
+
+
+# --- reset ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "then"),
+    [
+        (("--to-earliest",), (0, 0)),
+        (("--to-latest",), (6, 5)),
+        (("--to-offset", "3"), (3, 3)),
+        (("--to-offset", "99"), (6, 5)),
+        (("--to-offsets", '{"%s":{"0":-1,"1":1}}'), (6, 1)),
+        (("--to-offsets", '{"%s":{"0":-2}}'), (0, 5)),
+        (("--to-datetime", datetime.fromtimestamp(2_000, UTC).isoformat()), (5, 5)),
+    ],
+)
+def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(
+    to: tuple[str, ...],
+    then: tuple[int, int],
+    run: Run,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    committed: Committed,
+    group_id: str,
+) -> None:
+    name = topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
+    produce(name, numbered(0, 9, 2, at_ms=1_000_000))
+    produce(name, numbered(10, 10, 2, at_ms=3_000_000))
+    set_committed(admin, group_id, name, {0: 5, 1: 5})
+    here = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
+    arguments = [argument % name if "%s" in argument else argument for argument in to]
+    assert committed(group_id) == here
+    assert "nothing was changed" in run("reset", *arguments).output
+    assert committed(group_id) == here
+    run("reset", *arguments, "--execute")
+    assert committed(group_id) == dict(zip(here, then, strict=True))
+
+
+def test_reset_is_refused_while_the_group_has_members(
+    run: Run, broker: Broker, topic: TopicFactory, group_id: str, committed: Committed
+) -> None:
+    name = topic()
+    with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+        await_until(lambda: other.partitions, what="its partitions")
+        line = refused(run("reset", "--to-latest", "--topic", name, "--execute"))
+        assert f"group '{group_id}' is stable with 1 members: Kafka moves offsets only" in line
+        assert committed(group_id) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say where to: exactly one of"),
+        (("--to-earliest", "--to-offset", "3"), "say where to: exactly one of"),
+        (("--to-ledger",), "--to-ledger needs --table"),
+        (("--to-latest", "--batch", "3"), "--batch needs --to-checkpoint"),
+        (("--to-datetime", "yesterday"), "write it as 2026-01-31T12:00:00"),
+        (("--to-datetime", "2026-01-31T12:00:00"), "has no zone"),
+        (("--to-offsets", "latest"), "takes JSON"),
+        (("--to-offsets", "{"), "--to-offsets: "),
+        (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
+        (("--to-latest", "--execute"), "has no offsets to move; name the topics"),
+    ],
+)
+def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    assert message in refused(run("reset", *arguments))
+
+
+def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_until_it_is_settled(
+    run: Run, job: JobFactory, topic: TopicFactory, produce: Produce, tmp_path: Path
+) -> None:
+    name, table = topic(2), tmp_path / "table"
+    produce(name, numbered(0, 9, 2))
+    one = job(subscribe=name)
+    into(one, table)
+    everything = {(p, offset): 1 for p in range(2) for offset in range(5)}
+    assert offsets_in(table) == everything
+
+    run("reset", "--to-earliest", "--execute")
+    with pytest.raises(Exception, match="LedgerConflict") as refused:
+        into(job(subscribe=name, checkpoint="c2"), table)
+    assert "spark-group reset" in str(refused.value)
+    assert offsets_in(table) == everything, "nothing was written"
+    run("reset", "--to-ledger", "--table", str(table), "--execute")
+    produce(name, numbered(10, 11, 2))
+    into(job(subscribe=name, checkpoint="c3"), table)
+    everything |= {(0, 5): 1, (1, 5): 1}
+    assert offsets_in(table) == everything
+
+    run("reset", "--to-offset", "3", "--table", str(table), "--execute")
+    into(job(subscribe=name, checkpoint="c4"), table)
+    assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in everything}
+
+
+def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_ended(
+    run: Run,
+    spark: "SparkSession",
+    job: JobFactory,
+    topic: TopicFactory,
+    produce: Produce,
+    committed: Committed,
+    group_id: str,
+) -> None:
+    """The initial positions of a stream survive its batches and restarts: batch 0 began there."""
+    name = topic(2)
+    p0, p1 = TopicPartition(name, 0), TopicPartition(name, 1)
+    produce(name, numbered(0, 19, 2))
+    starting = json.dumps({name: {"0": 4, "1": 2}})
+    one = job(subscribe=name, startingOffsets=starting, maxOffsetsPerTrigger=4)
+    one.run()
+    checkpoint = str(one.checkpoint)
+    assert committed(group_id) == {p0: 10, p1: 10}
+    run("reset", "--to-earliest", "--execute")
+
+    run("reset", "--to-checkpoint", checkpoint, "--execute")
+    assert committed(group_id) == {p0: 10, p1: 10}
+    run("reset", "--to-checkpoint", checkpoint, "--batch", "0", "--execute")
+    assert committed(group_id) == {p0: 4, p1: 2}
+    run("reset", "--to-checkpoint", checkpoint, "--batch", "1", "--topic", name, "--execute")
+    assert committed(group_id) == {p0: 6, p1: 4}
+    assert len(one.run()) == 10, "what came after batch 0, once more"
+
+    with pytest.raises(OptionError, match=r"does not have batch 77; it has 0 to \d+"):
+        positions(spark, checkpoint, group_id, 77)
+    with pytest.raises(OptionError, match=r"batch 0 in .* has no partition of group 'other'"):
+        positions(spark, checkpoint, "other", 0)
+    with pytest.raises(OptionError, match=r"has no finished batch\. Is it the checkpointLocation"):
+        positions(spark, f"{checkpoint}-no", group_id)

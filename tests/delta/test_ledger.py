@@ -1,0 +1,319 @@
+"""The ledger: what it says, how a batch is compared with it, and how it is read and set in a real table."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from sink_source import Ranges, offset
+
+from spark_group_source.delta.ledger import Ledger, behind, conflict, judge, ledgers, read_ledger, set_ledger
+from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.model import OffsetRange, TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+
+
+def ledger(offsets: dict[TopicPartition, int], *, topic_id: str = "id-1") -> Ledger:
+    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, stream="s1", seq=3)
+
+
+def ranges(*pairs: tuple[int, int]) -> Ranges:
+    return {("orders", p): pair for p, pair in enumerate(pairs)}
+
+
+def test_a_batch_for_a_table_that_never_saw_the_group_is_new() -> None:
+    verdict = judge(offset(0, ranges((100, 250), (40, 40))), None)
+    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
+    assert verdict.ledger.offsets == {P0: 250, P1: 40}
+    assert verdict.ledger.topic_ids == {"orders": "id-1"}
+
+
+def test_a_batch_that_starts_at_the_ledger_is_new() -> None:
+    verdict = judge(offset(4, ranges((100, 250))), ledger({P0: 100}))
+    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
+    assert verdict.ledger.offsets == {P0: 250}
+    assert (verdict.ledger.stream, verdict.ledger.seq) == ("s1", 4)
+
+
+def test_what_another_member_had_in_between_is_skipped_and_said() -> None:
+    verdict = judge(offset(4, ranges((120, 130))), ledger({P0: 100}))
+    assert verdict.skipped == (OffsetRange(P0, 100, 120),)
+    assert verdict.ledger.offsets == {P0: 130}
+
+
+def test_records_that_the_table_has_are_dropped_and_the_rest_is_new() -> None:
+    verdict = judge(offset(4, ranges((90, 130), (5, 9))), ledger({P0: 100, P1: 5}))
+    assert verdict.drop == (OffsetRange(P0, 90, 100),)
+    assert verdict.ledger.offsets == {P0: 130, P1: 9}
+
+
+def test_a_batch_wholly_below_the_ledger_is_dropped_and_moves_nothing() -> None:
+    verdict = judge(offset(4, ranges((10, 30), (7, 7))), ledger({P0: 100, P1: 9}))
+    assert verdict.drop == (OffsetRange(P0, 10, 30),)
+    assert verdict.ledger.offsets == {P0: 100, P1: 9}
+
+
+def test_a_position_that_someone_moved_below_the_ledger_is_refused() -> None:
+    verdict = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)]), ledger({P0: 100}))
+    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
+
+
+def test_a_position_that_someone_moved_is_refused_before_anything_is_read_from_it() -> None:
+    assert judge(offset(4, ranges((10, 10)), moved=[("orders", 0)]), ledger({P0: 100})).refused
+
+
+@pytest.mark.parametrize("start", [100, 150])
+def test_a_position_that_someone_moved_forward_is_followed(start: int) -> None:
+    verdict = judge(offset(4, ranges((start, 200)), moved=[("orders", 0)]), ledger({P0: 100}))
+    assert verdict.refused == ()
+    assert verdict.ledger.offsets == {P0: 200}
+
+
+def test_a_topic_that_was_created_anew_starts_afresh_and_others_do_not() -> None:
+    old = Ledger(
+        group="etl",
+        offsets={P0: 100, P1: 100, TopicPartition("other", 0): 7},
+        topic_ids={"orders": "id-0", "other": "id-7"},
+    )
+    verdict = judge(offset(4, ranges((0, 30)), moved=[("orders", 0)]), old)
+    assert verdict.recreated == ("orders",)
+    assert verdict.refused == ()
+    assert verdict.ledger.offsets == {P0: 30, TopicPartition("other", 0): 7}
+    assert verdict.ledger.topic_ids == {"orders": "id-1", "other": "id-7"}
+
+
+@pytest.mark.parametrize(("old", "new"), [("", "id-1"), ("id-1", "")])
+def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
+    verdict = judge(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
+    assert verdict.recreated == ()
+    assert verdict.ledger.offsets == {P0: 100}
+    assert verdict.ledger.topic_ids == {"orders": "id-1"}
+
+
+def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
+    batch = offset(4, ranges((90, 130), (0, 5), (8, 8)))
+    assert behind(batch, ledger({P0: 130, P1: 5})) == []
+    assert behind(batch, ledger({P0: 100})) == [OffsetRange(P0, 100, 130), OffsetRange(P1, 0, 5)]
+    assert behind(batch, None) == [OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5)]
+    assert behind(batch, ledger({P0: 1}, topic_id="id-2")) == []
+
+
+def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() -> None:
+    refused = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)]), ledger({P0: 100})).refused
+    error = conflict("/lake/orders", "etl", refused)
+    for part in (
+        "'etl'",
+        "/lake/orders",
+        "orders-0",
+        "10",
+        "100",
+        "`spark-group reset --group etl --to-ledger --table /lake/orders`",
+        "`spark-group reset --group etl --table /lake/orders`",
+    ):
+        assert part in str(error)
+    assert error.fields["refused"] == [("orders", 0, 10, 100)]
+
+
+def test_a_refusal_of_many_partitions_stays_readable() -> None:
+    many = {("orders", p): (0, 1) for p in range(1000)}
+    verdict = judge(offset(4, many, moved=list(many)), ledger({TopicPartition("orders", p): 9 for p in range(1000)}))
+    error = conflict("t", "etl", verdict.refused)
+    assert "(and 995 more partitions)" in str(error)
+    assert len(str(error)) < 1500
+
+
+tps = st.builds(TopicPartition, st.sampled_from(["a", "b", "c'\"\\ü"]), st.integers(0, 3))
+
+
+@given(
+    offsets=st.dictionaries(tps, st.integers(0, 2**63 - 1)),
+    ids=st.dictionaries(st.sampled_from(["a", "b", "z"]), st.text(max_size=3)),
+    stream=st.text(max_size=3),
+    seq=st.integers(-1, 2**40),
+)
+def test_a_ledger_survives_its_text(
+    offsets: dict[TopicPartition, int], ids: dict[str, str], stream: str, seq: int
+) -> None:
+    before = Ledger(group="g", offsets=offsets, topic_ids=ids, stream=stream, seq=seq)
+    after = Ledger.from_json("g", before.to_json())
+    assert after.offsets == before.offsets
+    assert (after.stream, after.seq) == (stream, seq)
+    assert {t: i for t, i in after.topic_ids.items() if i} == {t: i for t, i in ids.items() if i}
+    assert after.to_json() == Ledger.from_json("g", after.to_json()).to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "7",
+        "{}",
+        '{"v":1}',
+        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":-1}}},"v":1}',
+        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":"1"}}},"v":1}',
+        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":true}}},"v":1}',
+        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"zero":1}}},"v":1}',
+        '{"seq":1,"stream":"s","topics":{"a":{"id":"x"}},"v":1}',
+    ],
+)
+def test_a_damaged_ledger_is_refused(text: str) -> None:
+    with pytest.raises(LedgerConflict, match="damaged"):
+        Ledger.from_json("etl", text)
+
+
+def test_a_ledger_of_a_newer_release_is_refused_by_name() -> None:
+    with pytest.raises(LedgerConflict, match=r"version 2; this release reads version 1"):
+        Ledger.from_json("etl", '{"v":2}')
+
+
+class Writers(RuleBasedStateMachine):
+    """Several queries of one group write one table, each from where it believes the group stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger: Ledger | None = None
+        self.table: list[tuple[TopicPartition, int]] = []
+        self.highest: dict[TopicPartition, int] = {}
+
+    @rule(
+        batch=st.dictionaries(
+            st.tuples(st.just("orders"), st.integers(0, 2)),
+            st.tuples(st.integers(0, 30), st.integers(0, 10)),
+            max_size=3,
+        ),
+        moved=st.sets(st.tuples(st.just("orders"), st.integers(0, 2))),
+    )
+    def write(self, batch: dict[tuple[str, int], tuple[int, int]], moved: set[tuple[str, int]]) -> None:
+        spans = {tp: (start, start + size) for tp, (start, size) in batch.items()}
+        verdict = judge(offset(1, spans, moved=sorted(moved & set(spans))), self.ledger)
+        if verdict.refused:
+            return
+        dropped = {(r.tp, n) for r in verdict.drop for n in range(r.start, r.end)}
+        for tp, (start, end) in spans.items():
+            self.table += [
+                (TopicPartition(*tp), n) for n in range(start, end) if (TopicPartition(*tp), n) not in dropped
+            ]
+        for tp, n in (self.ledger.offsets if self.ledger else {}).items():
+            assert verdict.ledger.offsets[tp] >= n, "the ledger moved backwards"
+        self.ledger = verdict.ledger
+
+    @invariant()
+    def every_record_is_in_the_table_once(self) -> None:
+        assert len(self.table) == len(set(self.table))
+
+    @invariant()
+    def the_ledger_is_past_every_record_in_the_table(self) -> None:
+        assert all(self.ledger is not None and n < self.ledger.offsets[tp] for tp, n in self.table)
+
+
+TestWriters = Writers.TestCase
+TestWriters.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+
+
+# In a real table
+
+
+@pytest.fixture
+def table(spark: "SparkSession", tmp_path: Path) -> str:
+    path = str(tmp_path / "table")
+    spark.range(3).write.format("delta").save(path)
+    return path
+
+
+def last_commit(table: str) -> list[dict[str, dict[str, object]]]:
+    newest = max((Path(table) / "_delta_log").glob("*.json"))
+    return [json.loads(line) for line in newest.read_text().splitlines()]
+
+
+@pytest.mark.spark
+def test_a_ledger_that_was_set_is_read_back(spark: "SparkSession", table: str) -> None:
+    assert read_ledger(spark, table, "etl") is None
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="move the job", topic_ids={"orders": "id-1"})
+    found = read_ledger(spark, table, "etl")
+    assert found is not None
+    assert found.offsets == {P0: 5, P1: 7}
+    assert found.topic_ids == {"orders": "id-1"}
+    assert found.stream == "", "no stream wrote it: an operator did"
+    assert found.table_version == 2, "version 1 added the table feature"
+
+
+@pytest.mark.spark
+def test_setting_a_ledger_is_one_commit_without_rows_that_says_why(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, table, "etl", {P0: 5}, reason="anna: replay after the outage")
+    actions = last_commit(table)
+    assert [next(iter(a)) for a in actions] == ["commitInfo", "domainMetadata"]
+    assert actions[1]["domainMetadata"]["domain"] == "spark-group-source.etl"
+    assert "anna: replay after the outage" in str(actions[0]["commitInfo"]["userMetadata"])
+    assert spark.read.format("delta").load(table).count() == 3
+
+
+@pytest.mark.spark
+def test_setting_a_ledger_moves_what_is_named_also_back_and_forgets_on_request(
+    spark: "SparkSession", table: str
+) -> None:
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="r")
+    set_ledger(spark, table, "etl", {P0: 2}, reason="r")
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and found.offsets == {P0: 2, P1: 7}
+    set_ledger(spark, table, "etl", {P0: None}, reason="r")
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and found.offsets == {P1: 7}
+
+
+@pytest.mark.spark
+def test_groups_have_ledgers_of_their_own(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, table, "b", {P0: 1}, reason="r")
+    set_ledger(spark, table, "a", {P0: 2}, reason="r")
+    assert [(led.group, led.offsets) for led in ledgers(spark, table)] == [("a", {P0: 2}), ("b", {P0: 1})]
+
+
+@pytest.mark.spark
+def test_more_ledgers_than_delta_keeps_in_its_checksum_files_are_read(spark: "SparkSession", table: str) -> None:
+    for n in range(11):
+        set_ledger(spark, table, f"g{n:02}", {P0: n}, reason="r")
+    assert [led.offsets[P0] for led in ledgers(spark, table)] == list(range(11))
+
+
+@pytest.mark.spark
+def test_ledgers_set_at_the_same_time_are_all_kept(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, table, "etl", {P0: 0}, reason="r")
+
+    def move(partition: int) -> None:
+        for n in range(1, 4):
+            set_ledger(spark, table, "etl", {TopicPartition("orders", partition): n}, reason="r")
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(move, p) for p in range(3)]:
+            done.result(60)
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and found.offsets == {TopicPartition("orders", p): 3 for p in range(3)}
+
+
+@pytest.mark.spark
+def test_a_table_that_is_not_there_is_named_in_the_error(spark: "SparkSession", tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no Delta table"):
+        read_ledger(spark, str(tmp_path / "nowhere"), "etl")
+    with pytest.raises(OptionError, match="no Delta table 'nowhere'"):
+        set_ledger(spark, "nowhere", "etl", {}, reason="r")
+
+
+@pytest.mark.spark
+def test_a_table_is_found_by_name_and_by_the_path_form_of_sql(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, f"delta.`{table}`", "etl", {P0: 5}, reason="r")
+    spark.sql("CREATE DATABASE IF NOT EXISTS ledger_test")
+    spark.sql(f"CREATE TABLE ledger_test.by_name USING delta LOCATION '{table}'")
+    try:
+        for name in ("ledger_test.by_name", "spark_catalog.ledger_test.by_name"):
+            found = read_ledger(spark, name, "etl")
+            assert found is not None and found.offsets == {P0: 5}
+    finally:
+        spark.sql("DROP DATABASE ledger_test CASCADE")

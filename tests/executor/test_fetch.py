@@ -1,0 +1,970 @@
+"""Reading ranges from a real Kafka: which rows come, how a range ends, what a loss is, and how long anything may take.
+
+Every test about rows runs over both clients, so neither is trusted for more than the other.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka import TopicPartition as KafkaTopicPartition
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, Record, TopicFactory, await_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
+from spark_group_source.executor import fetch, native, ranges, rdkafka, records
+from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import OffsetRange, TopicPartition
+
+Row = dict[str, Any]
+Read = Callable[..., list[Row]]
+
+DEADLINE_S = 15.0
+NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
+
+
+@pytest.fixture(params=["fast", "plain"])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def read(broker: Broker, path: str) -> Read:
+    """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
+    return reading(broker, path)
+
+
+def reading(broker: Broker, path: str) -> Read:
+    def rows(
+        *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
+    ) -> list[Row]:
+        options.setdefault("deadline_s", DEADLINE_S)
+        found: list[Row] = []
+        for batch in fetch.read_ranges(
+            {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": isolation},
+            wanted,
+            include_headers=include_headers,
+            path=path,
+            **options,
+        ):
+            assert batch.schema.equals(arrow_schema(include_headers))
+            batch.validate(full=True)
+            found.extend(batch.to_pylist())
+        return found
+
+    return rows
+
+
+def of(topic: str, start: int, end: int, partition: int = 0) -> OffsetRange:
+    return OffsetRange(TopicPartition(topic, partition), start, end)
+
+
+def offsets(rows: Sequence[Row]) -> list[int]:
+    return [row["offset"] for row in rows]
+
+
+@pytest.fixture
+def transactions(broker: Broker) -> Iterator[Callable[..., None]]:
+    """``transactions(topic, values, commit=True)`` writes the values to partition 0 in one transaction."""
+    producer = Producer(
+        {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": f"tx-{os.urandom(4).hex()}"}
+    )
+    producer.init_transactions(30)
+
+    def write(topic: str, values: Sequence[str], *, commit: bool = True, leave_open: bool = False) -> None:
+        producer.begin_transaction()
+        for value in values:
+            producer.produce(topic, value.encode(), partition=0)
+        producer.flush(30)
+        if leave_open:
+            return
+        if commit:
+            producer.commit_transaction(30)
+        else:
+            producer.abort_transaction(30)
+
+    yield write
+    with contextlib.suppress(Exception):
+        producer.abort_transaction(5)
+
+
+# ------------------------------------------------------------------------------------------------------ schema, plan
+
+
+def test_the_schema_is_the_one_of_sparks_own_source() -> None:
+    assert arrow_schema(False).names == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
+    assert arrow_schema(True).field("headers").type == records.HEADERS_TYPE
+    assert all(field.nullable for field in arrow_schema(True))
+    from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    for include_headers in (False, True):
+        spark_schema = from_arrow_schema(arrow_schema(include_headers))
+        assert to_arrow_schema(spark_schema, timezone="UTC").equals(arrow_schema(include_headers))
+        assert isinstance(spark_schema, StructType)
+        names = [part.split()[0] for part in spark_ddl(include_headers).replace("key: ", "").split(", ")]
+        assert [name for name in names if name != "value:"] == spark_schema.names
+
+
+def test_batches_are_bounded_in_rows_and_in_bytes() -> None:
+    tp = TopicPartition("t", 0)
+    rows = records.BATCH_ROWS_MAX
+    small = list(bounded([Cut(tp, 0, rows + 10), Cut(tp, rows + 10, rows + 20)], np.full(rows + 20, 10)))
+    assert [sum(cut.last - cut.first for cut in group) for group in small] == [rows, 20]
+    third = records.BATCH_BYTES_MAX // 3
+    large = np.array([third, third, third, third, 5 * third, 1])
+    assert [[cut[1:] for cut in group] for group in bounded([Cut(tp, 0, 6)], large)] == [
+        [(0, 3)],
+        [(3, 4)],
+        [(4, 5)],
+        [(5, 6)],
+    ]
+    assert list(bounded([], np.zeros(0, dtype=np.int64))) == []
+
+
+def test_a_range_that_cannot_be_is_refused(read: Read) -> None:
+    with pytest.raises(ValueError, match=r"t-0\[5,4\)"):
+        read(of("t", 5, 4))
+    assert read() == []
+    assert read(of("never-asked-for", 7, 7)) == []
+
+
+# --------------------------------------------------------------------------------------------------------- the rows
+
+
+def test_rows_of_several_ranges_come_once_each_and_nothing_outside(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic(3)
+    for partition in range(3):
+        produce(name, [f"{partition}:{i}" for i in range(100)], partition=partition)
+    rows = read(of(name, 10, 20, 0), of(name, 0, 100, 1), of(name, 99, 100, 2))
+    by_partition = {p: [row for row in rows if row["partition"] == p] for p in range(3)}
+    assert [offsets(by_partition[p]) for p in range(3)] == [list(range(10, 20)), list(range(100)), [99]]
+    assert all(row["value"] == f"{row['partition']}:{row['offset']}".encode() for row in rows)
+    assert {row["topic"] for row in rows} == {name}
+
+
+def test_two_ranges_of_one_partition_are_both_read(topic: TopicFactory, produce: Produce, read: Read) -> None:
+    name = topic()
+    produce(name, [str(i) for i in range(50)], partition=0)
+    assert offsets(read(of(name, 40, 50), of(name, 0, 10))) == [*range(10), *range(40, 50)]
+    assert offsets(read(of(name, 5, 15), of(name, 10, 12))) == [*range(5, 15), 10, 11]
+
+
+def test_B28_records_that_were_fetched_ahead_are_read_by_the_next_batch(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic()
+    produce(name, [str(i) for i in range(1000)], partition=0)  # one answer of the broker holds them all
+    for start, end in ((0, 5), (5, 10), (10, 12), (3, 7), (12, 1000)):
+        assert offsets(read(of(name, start, end))) == list(range(start, end))
+
+
+def test_B26_committed_aborted_and_marker_only_ranges(
+    topic: TopicFactory, read: Read, transactions: Callable[..., None]
+) -> None:
+    name = topic()
+    transactions(name, ["0", "1", "2", "3", "4"])  # 0-4, marker 5
+    transactions(name, ["6", "7", "8", "9", "10"], commit=False)  # 6-10, marker 11
+    transactions(name, ["12", "13", "14"])  # marker 15
+    bounds = range(0, 15, 3)
+    batches = [offsets(read(of(name, start, start + 3))) for start in bounds]
+    assert batches == [[0, 1, 2], [3, 4], [], [], [12, 13, 14]]
+    assert offsets(read(of(name, 0, 16))) == [0, 1, 2, 3, 4, 12, 13, 14]
+    assert read(of(name, 5, 6)) == [] == read(of(name, 15, 16))
+    assert offsets(read(of(name, 0, 16), isolation="read_uncommitted")) == [*range(5), *range(6, 11), 12, 13, 14]
+
+
+def test_B26_an_open_transaction_is_waited_for_until_the_deadline(
+    topic: TopicFactory, read: Read, transactions: Callable[..., None]
+) -> None:
+    name = topic()
+    transactions(name, ["0", "1"], leave_open=True)
+    with pytest.raises(ReadTimeout, match="open transaction"):
+        read(of(name, 0, 2), deadline_s=2.0)
+    assert offsets(read(of(name, 0, 2), isolation="read_uncommitted")) == [0, 1]
+
+
+def test_B29_null_key_and_value_stay_null(topic: TopicFactory, produce: Produce, read: Read) -> None:
+    name = topic()
+    produce(name, [Record(None, b"k"), Record(b"v", None), Record(None, None), Record(b"", b"")], partition=0)
+    assert [(row["key"], row["value"]) for row in read(of(name, 0, 4))] == [
+        (b"k", None),
+        (None, b"v"),
+        (None, None),
+        (b"", b""),
+    ]
+
+
+def test_B30_headers_keep_order_duplicates_and_null_apart_from_empty(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic()
+    headers = (("b", b"1"), ("a", None), ("b", b""), ("b", b"1"), ("", b"no name"), ("ü", b"\x00\xff"))
+    produce(name, [Record(b"v", headers=headers), Record(b"none"), Record(b"v", headers=(("x", b"y"),))], partition=0)
+    rows = read(of(name, 0, 3), include_headers=True)
+    assert rows[0]["headers"] == [{"key": k, "value": v} for k, v in headers]
+    assert rows[1]["headers"] is None
+    assert rows[2]["headers"] == [{"key": "x", "value": b"y"}]
+
+
+def test_B31_create_time_and_log_append_time(topic: TopicFactory, produce: Produce, read: Read) -> None:
+    kept = {"retention.ms": "-1"}  # these records are old
+    created, appended = topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})
+    for name in (created, appended):
+        produce(name, [Record(b"v", timestamp_ms=1_234_567_890_123), Record(b"w", timestamp_ms=1)], partition=0)
+    rows = read(of(created, 0, 2))
+    assert [row["timestampType"] for row in rows] == [0, 0]
+    assert rows[0]["timestamp"] == datetime(2009, 2, 13, 23, 31, 30, 123000, tzinfo=UTC)
+    assert rows[1]["timestamp"] == datetime(1970, 1, 1, 0, 0, 0, 1000, tzinfo=UTC)
+    rows = read(of(appended, 0, 2))
+    assert [row["timestampType"] for row in rows] == [1, 1]
+    assert all(abs(row["timestamp"] - datetime.now(UTC)) < timedelta(minutes=5) for row in rows)
+
+
+def test_B31_a_record_without_timestamp_is_one_millisecond_before_the_epoch() -> None:
+    """Only brokers of long ago can send one, so the assembly is asked directly."""
+    batch = records.assemble(
+        [Cut(TopicPartition("t", 0), 0, 1)],
+        pa.array([None], pa.binary()),
+        pa.array([b"v"], pa.binary()),
+        np.array([0]),
+        np.array([-1]),
+        np.array([0], dtype=np.int32),
+        None,
+    )
+    row = batch.to_pylist()[0]
+    assert (row["timestamp"], row["timestampType"]) == (NO_STAMP, -1)
+
+
+_SPARK_READS = """
+import pickle, sys
+from pathlib import Path
+from pyspark.sql import SparkSession
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import spark_kafka_jars
+servers, topics, scratch = sys.argv[1:]
+builder = SparkSession.builder.master("local[1]")
+jars = ",".join(map(str, spark_kafka_jars()))
+for key, value in {**local_spark_settings(scratch), "spark.jars": jars, "spark.sql.extensions": ""}.items():
+    if not key.startswith("spark.sql.catalog"):
+        builder = builder.config(key, value)
+reader = builder.getOrCreate().read.format("kafka").option("kafka.bootstrap.servers", servers)
+frame = reader.option("subscribe", topics).option("includeHeaders", "true").load()
+table = frame.toArrow()
+Path(scratch, "rows").write_bytes(pickle.dumps((table.schema, table.to_pylist())))
+"""
+
+
+def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
+    topic: TopicFactory, produce: Produce, broker: Broker, tmp_path: Path
+) -> None:
+    kept = {"retention.ms": "-1"}
+    names = [topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})]
+    headers = (("b", b"1"), ("a", None), ("b", b""), ("b", b"1"))
+    written = [
+        Record(b"v", b"k", timestamp_ms=1_234_567_890_123, headers=headers),
+        Record(None, b"", timestamp_ms=1),
+        Record(b"", None, headers=(("", b"no name"),)),
+        Record(None, None, timestamp_ms=4_000_000_000),
+    ]
+    for name in names:
+        produce(name, written, partition=0)
+    command = [sys.executable, "-c", _SPARK_READS, broker.bootstrap_servers, ",".join(names), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYSPARK_PYTHON": sys.executable})
+    schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
+    assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(True)]
+    place = itemgetter("topic", "offset")
+    for path in ("fast", "plain"):
+        rows = reading(broker, path)(*(of(name, 0, len(written)) for name in names), include_headers=True)
+        assert sorted(rows, key=place) == sorted(expected, key=place)
+
+
+def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Broker, path: str) -> None:
+    name = topic(config={"max.message.bytes": "20000000"})
+    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "message.max.bytes": 20_000_000})
+    sizes = [1_500_000, 10, 17_000_000, 1_200_000, 3]
+    bodies = [os.urandom(size) for size in sizes]
+    for body in bodies:
+        producer.produce(name, body, partition=0)
+    assert producer.flush(30) == 0
+    found = list(
+        fetch.read_ranges({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], path=path, deadline_s=30)
+    )
+    assert [row["value"] for batch in found for row in batch.to_pylist()] == bodies
+    for batch in found:
+        assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
+
+
+def test_a_large_range_comes_in_bounded_batches(
+    topic: TopicFactory, produce: Produce, broker: Broker, path: str
+) -> None:
+    name = topic(2)
+    for partition in range(2):
+        produce(name, (b"%0100d" % i for i in range(50_000)), partition=partition)
+    batches = list(
+        fetch.read_ranges(
+            {"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000, p) for p in range(2)], path=path
+        )
+    )
+    assert all(0 < batch.num_rows <= records.BATCH_ROWS_MAX for batch in batches)
+    whole = pa.Table.from_batches(batches).sort_by([("partition", "ascending"), ("offset", "ascending")])
+    assert whole.column("offset").to_pylist() == [*range(50_000)] * 2
+    assert [int(v) for v in whole.column("value").to_pylist()] == [*range(50_000)] * 2
+
+
+def test_memory_is_given_back_after_every_batch(
+    topic: TopicFactory, produce: Produce, broker: Broker, path: str
+) -> None:
+    name = topic()
+    produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
+
+    def resident_mib() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
+
+    def read_all(times: int) -> None:
+        for _ in range(times):
+            for _batch in fetch.read_ranges(
+                {"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000)], path=path
+            ):
+                pass
+
+    read_all(2)
+    before_mib = resident_mib()
+    read_all(8)  # 80 MiB of values in 400,000 messages
+    assert resident_mib() - before_mib < 40
+
+
+def test_a_finished_range_is_no_longer_fetched(
+    topic: TopicFactory, produce: Produce, read: Read, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = topic(2)
+    for partition in range(2):
+        produce(name, (b"%0100d" % i for i in range(20_000)), partition=partition)
+    client = native.NativeClient if path == "fast" else fetch._PlainClient
+    dropped: list[TopicPartition] = []
+    drop = client.drop
+
+    def spy(self: Any, tps: Sequence[TopicPartition]) -> None:
+        dropped.extend(tps)
+        drop(self, tps)
+
+    monkeypatch.setattr(client, "drop", spy)
+    rows = read(of(name, 0, 5, 0), of(name, 0, 20_000, 1))
+    assert len(rows) == 20_005
+    assert dropped == [TopicPartition(name, 0)]
+
+
+_bytes = st.one_of(st.none(), st.binary(max_size=40), st.binary(min_size=200, max_size=400))
+# librdkafka ends a header's name at a NUL.
+_headers = st.lists(
+    st.tuples(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5),
+        st.one_of(st.none(), st.binary(max_size=20)),
+    ),
+    max_size=4,
+)
+_records = st.lists(st.tuples(_bytes, _bytes, st.integers(0, 4_000_000_000_000), _headers), min_size=1, max_size=30)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(written=_records, compression=st.sampled_from(["none", "lz4", "zstd", "gzip", "snappy"]))
+def test_any_record_comes_back_as_it_was_written(
+    written: list[tuple[bytes | None, bytes | None, int, list[tuple[str, bytes | None]]]],
+    compression: str,
+    round_trip: tuple[str, str],
+    path: str,
+) -> None:
+    servers, name = round_trip
+    producer = Producer({"bootstrap.servers": servers, "compression.type": compression})
+    placed: list[int] = []
+    for key, value, stamp_ms, headers in written:
+        producer.produce(
+            name,
+            value,
+            key,
+            0,
+            timestamp=stamp_ms,
+            headers=headers,  # type: ignore[arg-type]  # the stub forgets bytes in the list form
+            on_delivery=lambda _, message: placed.append(message.offset()),  # type: ignore[arg-type]  # delivered
+        )
+    assert producer.flush(30) == 0
+    first = min(placed)
+    rows: list[Row] = []
+    for batch in fetch.read_ranges(
+        {"bootstrap.servers": servers}, [of(name, first, first + len(written))], include_headers=True, path=path
+    ):
+        batch.validate(full=True)
+        rows.extend(batch.to_pylist())
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    assert [
+        (
+            row["key"],
+            row["value"],
+            (row["timestamp"] - epoch) // timedelta(milliseconds=1),
+            [(h["key"], h["value"]) for h in row["headers"] or []],
+        )
+        for row in rows
+    ] == [
+        (key, value, stamp_ms or (row["timestamp"] - epoch) // timedelta(milliseconds=1), headers)
+        for (key, value, stamp_ms, headers), row in zip(written, rows, strict=True)
+    ]
+    assert all(row["headers"] is None or row["headers"] for row in rows)
+
+
+@pytest.fixture
+def round_trip(broker: Broker, topic: TopicFactory) -> tuple[str, str]:
+    # The timestamps are far from now: too far ahead is refused by default, too long ago would be deleted.
+    limits = {"message.timestamp.after.max.ms": "9223372036854775807", "retention.ms": "-1"}
+    return broker.bootstrap_servers, topic(config=limits)
+
+
+# ------------------------------------------------------------------------------------------------ how a range ends
+
+
+def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers: str) -> str:
+    """A topic with one key overwritten 100 times, of which compaction left few: the last offsets below 100 are gone."""
+    name = topic(
+        config={
+            "cleanup.policy": "compact",
+            "segment.ms": "100",
+            "min.cleanable.dirty.ratio": "0.001",
+            "max.compaction.lag.ms": "100",
+            "delete.retention.ms": "0",
+        }
+    )
+    produce(name, [Record(b"kept", b"other")], partition=0)
+    produce(name, [Record(str(i).encode(), b"same") for i in range(99)], partition=0)
+    held = Consumer({"bootstrap.servers": servers, "group.id": name, "enable.partition.eof": True})
+
+    def is_compacted() -> bool:
+        produce(name, [Record(b"roll", b"same")], partition=0)  # rolls the segment, so that it can be compacted
+        held.assign([KafkaTopicPartition(name, 0, 0)])
+        found: list[int] = []
+        while True:
+            message = held.poll(5)
+            assert message is not None
+            if message.error():
+                break
+            found.append(message.offset() or 0)
+        return not any(90 <= offset < 100 for offset in found)
+
+    await_until(is_compacted, 60, what="compaction")
+    held.close()
+    return name
+
+
+def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker, read: Read
+) -> None:
+    name = compacted(topic, produce, admin, broker.bootstrap_servers)
+    started = time.monotonic()
+    assert offsets(read(of(name, 0, 100))) == [0]
+    assert read(of(name, 50, 100)) == []
+    assert time.monotonic() - started < 5
+
+
+class Silent:
+    """A client that brings nothing, and whose position is at 9 from the second look on."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def assign(self, positions: object) -> None: ...
+    def drop(self, tps: object) -> None: ...
+    def move(self, tp: object, offset: int) -> None: ...
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+    def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
+        return fetch._PlainChunk.of([], [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        self.looks += 1
+        return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
+
+    def watermarks(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int]:
+        return 0, 100
+
+    def known_end(self, tp: TopicPartition) -> int:
+        return 100
+
+
+def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -> None:
+    client = Silent()
+    assert list(ranges.RangeReader(client, [of("t", 5, 9)], "", True, 2.0).batches(False)) == []
+    assert client.looks == 2
+
+
+def test_B33_a_log_that_still_grows_is_waited_for(
+    topic: TopicFactory, produce: Produce, broker: Broker, path: str
+) -> None:
+    name = topic()
+    produce(name, ["0", "1"], partition=0)
+    found = fetch.read_ranges({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 4)], path=path)
+    first = next(found)
+    assert first.column("offset").to_pylist() == [0, 1]
+    produce(name, ["2", "3"], partition=0)
+    assert [offset for batch in found for offset in batch.column("offset").to_pylist()] == [2, 3]
+
+
+def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
+    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranges, "SHRUNK_GRACE_S", 0.2)
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+    with pytest.raises(DataLoss) as caught:
+        read(of(name, 0, 10))
+    assert caught.value.fields == {"topic": name, "partition": 0, "expected": 3, "available": (0, 3)}
+    assert offsets(read(of(name, 0, 10), fail_on_data_loss=False)) == [0, 1, 2]
+    assert f"{name}-0[3,10)" in caplog.text
+
+
+def test_B34_two_readers_in_one_process_each_get_their_range(
+    topic: TopicFactory, produce: Produce, broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    name = topic()
+    produce(name, [str(i) for i in range(100)], partition=0)
+    servers = {"bootstrap.servers": broker.bootstrap_servers}
+
+    def start(first: int, last: int) -> Iterator[int]:
+        for batch in fetch.read_ranges(servers, [of(name, first, last)], path=path):
+            yield from batch.column("offset").to_pylist()
+
+    assert list(start(0, 1)) == [0]  # from now on a client is kept
+    one, two = start(0, 60), start(30, 100)
+    begun = [next(one)], [next(two)]
+    assert [*begun[0], *one] == list(range(60))
+    assert [*begun[1], *two] == list(range(30, 100))
+
+
+def test_B35_the_client_is_kept_and_a_retry_after_an_error_has_a_fresh_one(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+
+    def kept() -> list[object]:
+        return list(fetch._pool.idle.values())
+
+    fetch._pool.close()
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    first = kept()
+    assert len(first) == 1
+    assert offsets(read(of(name, 1, 3))) == [1, 2]
+    assert kept() == first
+    with pytest.raises(GroupError):
+        read(of(name, 0, 4), deadline_s=0.2)
+    assert kept() == []
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    assert kept() != first
+
+
+def test_B36_an_unreachable_broker_is_named_within_the_deadline(path: str) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    started = time.monotonic()
+    with pytest.raises(ReadTimeout) as caught:
+        list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2, path=path))
+    assert 1.9 < time.monotonic() - started < 6
+    assert address in str(caught.value)
+    assert "orders-0[7,9)" in str(caught.value)
+    assert "refused" in str(caught.value) or "brokers are down" in str(caught.value)
+    assert caught.value.retriable
+    assert caught.value.fields["ranges"] == [("orders", 0, 7, 9)]
+
+
+def test_B36_a_broker_that_takes_connections_and_never_answers_is_bounded(path: str) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(ReadTimeout, match=address):
+            list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 0, 9)], deadline_s=2, path=path))
+        assert time.monotonic() - started < 6
+
+
+def test_B36_a_broker_that_stops_answering_half_way_is_bounded(
+    topic: TopicFactory, produce: Produce, path: str
+) -> None:
+    with Broker() as own:
+        from conftest import create_topic, produce_to
+
+        admin = AdminClient({"bootstrap.servers": own.bootstrap_servers})
+        create_topic(admin, "orders")
+        produce_to(Producer({"bootstrap.servers": own.bootstrap_servers}), "orders", ["0", "1"], partition=0)
+        reading = fetch.read_ranges(
+            {"bootstrap.servers": own.bootstrap_servers}, [of("orders", 0, 9)], deadline_s=2, path=path
+        )
+        assert next(reading).num_rows == 2
+        own.pause(1)
+        started = time.monotonic()
+        with pytest.raises(ReadTimeout, match=r"orders-0\[2,9\)"):
+            list(reading)
+        assert time.monotonic() - started < 6
+        own.resume(1)
+
+
+# ------------------------------------------------------------------------------------------------------ what was lost
+
+
+def forget(admin: AdminClient, name: str, before: int) -> None:
+    admin.delete_records([KafkaTopicPartition(name, 0, before)])[KafkaTopicPartition(name, 0)].result(30)
+
+
+def test_B37_records_that_aged_out_are_skipped_with_a_warning(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = topic()
+    produce(name, [str(i) for i in range(20)], partition=0)
+    forget(admin, name, 8)
+    with caplog.at_level(logging.WARNING):
+        assert offsets(read(of(name, 3, 12), fail_on_data_loss=False)) == [8, 9, 10, 11]
+    assert f"{name}-0[3,12)" in caplog.text
+    assert read(of(name, 3, 8), fail_on_data_loss=False) == []
+    assert offsets(read(of(name, 8, 20), fail_on_data_loss=False)) == list(range(8, 20))
+
+
+def test_B38_records_that_aged_out_fail_the_task_with_their_place(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read
+) -> None:
+    name = topic()
+    produce(name, [str(i) for i in range(20)], partition=0)
+    forget(admin, name, 8)
+    started = time.monotonic()
+    with pytest.raises(DataLoss, match="failOnDataLoss=false") as caught:
+        read(of(name, 3, 12))
+    assert caught.value.fields == {"topic": name, "partition": 0, "expected": 3, "available": (8, 20)}
+    assert time.monotonic() - started < 5
+    assert not caught.value.retriable
+
+
+def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
+    topic: TopicFactory,
+    produce: Produce,
+    admin: AdminClient,
+    broker: Broker,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)
+    name = topic()
+    produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
+    reading = fetch.read_ranges(
+        {
+            "bootstrap.servers": broker.bootstrap_servers,
+            "queued.max.messages.kbytes": "2000",  # nothing is fetched far ahead
+            "max.partition.fetch.bytes": "1000000",
+        },
+        [of(name, 0, 60)],
+        path=path,
+    )
+    next(reading)
+    forget(admin, name, 50)
+    with pytest.raises(DataLoss) as caught:
+        list(reading)
+    assert caught.value.fields["available"] == (50, 60)
+
+
+def test_B39_a_start_past_the_logs_end_gives_nothing(
+    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "SHRUNK_GRACE_S", 0.2)
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+    assert read(of(name, 5, 10), fail_on_data_loss=False) == []
+    with pytest.raises(DataLoss) as caught:
+        read(of(name, 5, 10))
+    assert (caught.value.fields["expected"], caught.value.fields["available"]) == (5, (0, 3))
+
+
+def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "SHRUNK_GRACE_S", 0.2)
+    name = topic()
+    produce(name, [str(i) for i in range(10)], partition=0)
+    assert len(read(of(name, 0, 10))) == 10  # the kept client has seen the longer log
+    admin.delete_topics([name])[name].result(30)
+    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
+    topic(name=name)
+    produce(name, ["0", "1"], partition=0)
+    with pytest.raises(DataLoss) as caught:
+        read(of(name, 5, 10))
+    assert caught.value.fields["available"] == (0, 2)
+    assert read(of(name, 5, 10), fail_on_data_loss=False) == []
+
+
+@pytest.mark.parametrize("partition", [0, 1])
+def test_a_topic_or_partition_that_is_not_there(
+    topic: TopicFactory, produce: Produce, read: Read, partition: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = topic()
+    produce(there, ["0", "1"], partition=0)
+    gone = there if partition else f"{there}-gone"
+    started = time.monotonic()
+    with pytest.raises(TopicMissing, match=gone) as caught:
+        read(of(gone, 0, 5, partition), of(there, 0, 2))
+    assert time.monotonic() - started < 12
+    assert caught.value.fields == {"topics": [gone]}
+    rows = read(of(gone, 0, 5, partition), of(there, 0, 2), fail_on_data_loss=False)
+    assert offsets(rows) == [0, 1]
+    assert gone in caplog.text
+
+
+def test_a_topic_deleted_after_it_was_read(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read
+) -> None:
+    name = topic()
+    produce(name, ["0", "1"], partition=0)
+    assert offsets(read(of(name, 0, 2))) == [0, 1]
+    admin.delete_topics([name])[name].result(30)
+    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
+    with pytest.raises(TopicMissing):
+        read(of(name, 0, 5))
+
+
+# -------------------------------------------------------------------------------------------- clients and processes
+
+
+def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic(1000)
+    produce(name, [Record(b"%d" % p, partition=p) for p in range(1000)])
+    wanted = [of(name, 0, 1, p) for p in range(1000)]
+    read(*wanted)
+    started = time.monotonic()
+    rows = read(*wanted)
+    taken_s = time.monotonic() - started
+    assert sorted((row["partition"], row["value"]) for row in rows) == [(p, b"%d" % p) for p in range(1000)]
+    assert taken_s < 2
+
+
+def test_an_abandoned_read_leaves_nothing_behind(
+    topic: TopicFactory, produce: Produce, read: Read, path: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = native.NativeClient if path == "fast" else fetch._PlainClient
+    cleared: list[object] = []
+    clear = client.clear
+
+    def spy(self: Any) -> None:
+        cleared.append(self)
+        clear(self)
+
+    monkeypatch.setattr(client, "clear", spy)
+    name, other = topic(), topic()
+    produce(name, [str(i) for i in range(20_000)], partition=0)
+    produce(other, ["0", "1"], partition=0)
+    for _ in range(3):
+        reading = fetch.read_ranges(
+            {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"},
+            [of(name, 0, 20_000)],
+            path=path,
+        )
+        next(reading)
+        cleared.clear()
+        del reading
+        assert len(cleared) == 1  # nothing is fetched on while no one reads
+        assert offsets(read(of(other, 0, 2))) == [0, 1]
+        assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
+    assert len(fetch._pool.idle) >= 1
+
+
+def test_a_forked_child_makes_its_own_client(topic: TopicFactory, produce: Produce, read: Read) -> None:
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:  # no assertion may leave this block: pytest would run on in the child
+        answer = "nothing"
+        with contextlib.suppress(BaseException):
+            answer = str(offsets(read(of(name, 0, 3))))
+            fetch._pool.close()
+        os.write(tell, answer.encode())
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        assert pipe.read() == "[0, 1, 2]"
+    os.waitpid(child, 0)
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+
+
+def test_settings_for_members_do_not_disturb_a_reader(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker, path: str
+) -> None:
+    name = topic()
+    produce(name, ["0", "1"], partition=0)
+    odd = {
+        "bootstrap.servers": broker.bootstrap_servers,
+        "group.id": "g",
+        "group.instance.id": "i",
+        "group.protocol": "consumer",
+        "group.remote.assignor": "uniform",
+        "session.timeout.ms": "6000",
+        "auto.offset.reset": "earliest",
+        "enable.auto.commit": "true",
+    }
+    assert sum(batch.num_rows for batch in fetch.read_ranges(odd, [of(name, 0, 1)], path=path)) == 1
+    forget(admin, name, 1)
+    with pytest.raises(DataLoss):  # and not the earliest record that is left
+        list(fetch.read_ranges(odd, [of(name, 0, 2)], path=path, deadline_s=DEADLINE_S))
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Broker]:
+    with Broker(sasl={"ann": "ann-secret"}) as own:
+        yield own
+
+
+def sasl(broker: Broker, password: str) -> dict[str, str]:
+    return {
+        "bootstrap.servers": broker.sasl_bootstrap_servers,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": "ann",
+        "sasl.password": password,
+    }
+
+
+def test_refused_credentials_are_told_at_once_and_never_shown(guarded: Broker, path: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(AccessDenied) as caught:
+        list(fetch.read_ranges(sasl(guarded, "wrong-secret"), [of("orders", 0, 5)], path=path, deadline_s=60))
+    assert time.monotonic() - started < 10
+    assert guarded.sasl_bootstrap_servers in str(caught.value)
+    assert "wrong-secret" not in repr(caught.value) + str(caught.value.fields)
+    assert pickle.loads(pickle.dumps(caught.value)).fields == caught.value.fields
+
+
+def test_credentials_are_used(guarded: Broker, path: str) -> None:
+    from conftest import create_topic, produce_to
+
+    right = sasl(guarded, "ann-secret")
+    create_topic(AdminClient(dict(right)), f"orders-{path}")
+    produce_to(Producer(right), f"orders-{path}", ["0", "1"], partition=0)
+    rows = list(fetch.read_ranges(right, [of(f"orders-{path}", 0, 2)], path=path, deadline_s=DEADLINE_S))
+    assert sum(batch.num_rows for batch in rows) == 2
+    assert "ann-secret" not in repr(fetch._pool.idle)
+
+
+def test_a_refused_setting_is_named_without_its_value(path: str) -> None:
+    wrong = {"bootstrap.servers": "127.0.0.1:1", "sasl.mechanism": "PLAIN", "sasl.password": "hush", "no.such": "thing"}
+    with pytest.raises(OptionError, match=r"no\.such") as caught:
+        list(fetch.read_ranges(wrong, [of("orders", 0, 5)], path=path))
+    assert "hush" not in str(caught.value) + repr(caught.value.__cause__)
+    assert caught.value.fields == {"names": ["no.such"]}
+
+
+def test_a_secret_in_the_librarys_own_words_is_taken_out() -> None:
+    told = {"ssl.key.password": "hush", "client.id": "etl"}
+    refused = fetch.refused_setting(told, 'cannot use "hush" of "ssl.key.password" for etl')
+    assert str(refused).endswith('cannot use "***" of "ssl.key.password" for etl')
+    assert refused.fields == {"names": ["ssl.key.password"]}
+
+
+# ---------------------------------------------------------------------------------------------------- the fast client
+
+
+def test_a_machine_without_the_fast_client_reads_through_the_plain_one(
+    topic: TopicFactory,
+    produce: Produce,
+    broker: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused() -> None:
+        raise ImportError("librdkafka is not as expected")
+
+    monkeypatch.setattr(rdkafka, "library", refused)
+    fetch._pool.close()
+    name = topic()
+    produce(name, ["0"], partition=0)
+    servers = {"bootstrap.servers": broker.bootstrap_servers}
+    assert sum(batch.num_rows for batch in fetch.read_ranges(servers, [of(name, 0, 1)])) == 1
+    assert "not as expected" in caplog.text
+    with pytest.raises(ImportError):
+        list(fetch.read_ranges(servers, [of(name, 0, 1)], path="fast"))
+
+
+def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
+    topic: TopicFactory,
+    produce: Produce,
+    read: Read,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = topic(config={"retention.ms": "-1"})  # these records are old
+    produce(name, [Record(b"v", timestamp_ms=1_000 + i) for i in range(5)], partition=0)
+    monkeypatch.setattr(native, "_STAMP", native._OFFSET)
+    stamps = [row["timestamp"].microsecond for row in read(of(name, 0, 5))]
+    assert stamps == [0, 1000, 2000, 3000, 4000]
+    assert ("asked for singly" in caplog.text) == (path == "fast")
+
+
+def test_a_batch_has_the_rows_of_its_cuts_and_no_others(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
+    name = topic(2)
+    for partition in range(2):
+        produce(name, [f"{partition}:{i}" for i in range(100)], partition=partition)
+    client = native.NativeClient({"bootstrap.servers": broker.bootstrap_servers, "group.id": "reader"})
+    client.assign([(TopicPartition(name, partition), 0) for partition in range(2)])
+    chunk = client.poll(200, 30)
+    assert sorted((run.tp.partition, len(run.offsets)) for run in chunk.runs) == [(0, 100), (1, 100)]
+    cuts = [Cut(run.tp, run.first + 10, run.first + 20) for run in chunk.runs]
+    rows = chunk.batch(cuts, include_headers=False).to_pylist()
+    assert [row["value"].decode() for row in rows] == [f"{c.tp.partition}:{i}" for c in cuts for i in range(10, 20)]
+    assert [row["partition"] for row in rows] == [c.tp.partition for c in cuts for _ in range(10)]
+    chunk.free()
+    chunk.free()
+    client.close()
+
+
+def test_the_layout_of_message_lists_is_checked_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = rdkafka.words_at
+    monkeypatch.setattr(rdkafka, "words_at", lambda address, count: real(address + 8, count))
+    with pytest.raises(ImportError, match="lists of messages"):
+        rdkafka.Library()
+
+
+_column = st.lists(st.one_of(st.none(), st.binary(max_size=30)), min_size=1, max_size=50)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.one_of(_column, st.lists(st.binary(min_size=7, max_size=7), min_size=1, max_size=50)))
+def test_a_column_copied_from_raw_memory_is_what_was_there(values: list[bytes | None]) -> None:
+    arrays = [None if v is None else np.frombuffer(b"<" + v + b">", dtype=np.uint8) for v in values]
+    addresses = np.array([0 if a is None else a.ctypes.data + 1 for a in arrays], dtype=np.uint64)
+    lengths = np.array([0 if v is None else len(v) for v in values], dtype=np.uint64)
+    column = rdkafka.binary_column(addresses, lengths)
+    column.validate(full=True)
+    assert column.to_pylist() == values

@@ -1,0 +1,414 @@
+"""The local Kafka: it starts, does what Kafka does, and leaves nothing behind, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until, create_topic, end_offsets_of, produce_to
+
+from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.local import background as local_broker
+from spark_group_source.local import jars
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.conf import read_conf
+from spark_group_source.local.jars import SetupError
+
+pytestmark = pytest.mark.broker
+
+GONE_S = 20
+"""Bound between the end of a parent and the end of its broker; a second is usual."""
+
+CLI = [sys.executable, "-m", "spark_group_source"]
+CLI_S = 150
+"""Bound of one command line; ``broker start`` is the longest."""
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is more than an exit code that nobody has collected."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return not stat.parent.parent.joinpath("self").exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def supervisor_of(pid: int) -> int:
+    shown = subprocess.run(
+        ["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True, timeout=30
+    )
+    return int(shown.stdout)
+
+
+def write_and_read_back(servers: str, values: list[str], **settings: str) -> list[str]:
+    """Produce to a new topic and consume as a group; the values as they came back."""
+    common: dict[str, str | int | float | bool] = {"bootstrap.servers": servers, **settings}
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    create_topic(AdminClient(common), name)
+    produce_to(Producer(common), name, values)
+    consumer = Consumer(common | {"group.id": name, "auto.offset.reset": "earliest"})
+    try:
+        consumer.subscribe([name])
+        got: list[str] = []
+
+        def all_read() -> bool:
+            message = consumer.poll(0.5)
+            if message is not None and message.error() is None:
+                got.append((message.value() or b"").decode())
+            return len(got) >= len(values)
+
+        await_until(all_read, 60)
+        return got
+    finally:
+        consumer.close()
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_node_serves_a_group_and_leaves_nothing() -> None:
+    with Broker() as broker:
+        pids, home = dict(broker.pids), broker.log_dir.parent
+        assert write_and_read_back(broker.bootstrap_servers, ["a", "b"]) == ["a", "b"]
+        assert (broker.log_dir / "node-1.log").stat().st_size > 0
+    assert list(pids) == [1] and not alive(pids[1])
+    assert not home.exists()
+    assert broker.pids == {}
+
+
+def test_groups_can_be_asked_for_at_once_after_a_start_and_a_restart(tmp_path: Path) -> None:
+    with Broker(data_dir=tmp_path) as broker:
+        for _ in range(2):
+            admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
+            assert len(admin.list_topics(timeout=30).topics["__consumer_offsets"].partitions) == 3
+            # these three belong to the three partitions of the offsets topic; an error would be raised here
+            for group in admin.describe_consumer_groups(["a", "b", "c"]).values():
+                assert group.result(30).state is not None
+            broker.stop_node(1)
+            broker.start_node(1)
+
+
+def test_a_wrong_password_is_refused_and_the_right_one_is_not() -> None:
+    with Broker(sasl={"reader": "right-one"}) as broker:
+        login: dict[str, Any] = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": "reader",
+        }
+        right = login | {"sasl.password": "right-one"}
+        assert write_and_read_back(broker.sasl_bootstrap_servers, ["x"], **right) == ["x"]
+
+        errors: list[KafkaError] = []
+        wrong: dict[str, Any] = {
+            "bootstrap.servers": broker.sasl_bootstrap_servers,
+            "sasl.password": "wrong",
+            "error_cb": errors.append,
+            "log_level": 0,
+        }
+        admin = AdminClient(login | wrong)
+        await_until(lambda: admin.poll(0.1) or errors, what="an error of the connection")
+        assert KafkaError._AUTHENTICATION in {error.code() for error in errors}
+
+
+def test_data_dir_survives_a_stop_and_logs_go_where_they_are_asked_for(tmp_path: Path) -> None:
+    data, logs = tmp_path / "data", tmp_path / "logs"
+    with Broker(data_dir=data, log_dir=logs) as broker:
+        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
+        create_topic(admin, "kept")
+        produce_to(Producer({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0}), "kept", ["1", "2", "3"])
+    with Broker(data_dir=data, log_dir=logs) as broker:
+        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
+        assert list(end_offsets_of(admin, "kept").values()) == [3]
+    assert (logs / "node-1.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"num.io.threads": "none"}, r"cannot format .*num\.io\.threads"),
+        ({"authorizer.class.name": "no.such.Class"}, r"node 1 ended with code 1.*node-1\.log.*no\.such\.Class"),
+    ],
+    ids=["cannot be read", "cannot work"],
+)
+def test_a_node_that_cannot_start_shows_why_and_leaves_nothing(
+    setting: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(BrokerUnavailable, match=f"(?s){told}"):
+        Broker(settings=setting).start()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_nodes_and_ports_are_checked_before_anything_starts() -> None:
+    with pytest.raises(OptionError, match="1 or 3 nodes"):
+        Broker(nodes=2)
+    with pytest.raises(OptionError, match="2 ports for 3 nodes"):
+        Broker(nodes=3, ports=[9092, 9093])
+    with pytest.raises(BrokerUnavailable, match="not started"):
+        _ = Broker().bootstrap_servers
+
+
+# --- the end of the parent --------------------------------------------------------------------------------------------
+
+HOLDER = textwrap.dedent("""
+    import json, sys
+    from spark_group_source.local.broker import Broker
+    broker = Broker().start()
+    if sys.argv[1:] == ["paused"]:
+        broker.pause(1)
+    print(json.dumps({"pids": broker.pids, "home": str(broker.log_dir.parent)}), flush=True)
+    sys.stdin.read()
+    broker.stop()
+""")
+
+
+@pytest.fixture
+def holder(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A process of its own that holds a broker: (process, pid of its node, directory of the broker)."""
+    command = [sys.executable, "-c", HOLDER, *getattr(request, "param", [])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        try:
+            yield process, told["pids"]["1"], Path(told["home"])
+            process.communicate(timeout=GONE_S)  # closes its stdin: it stops its broker and ends
+        finally:
+            process.kill()
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("holder", [[], ["paused"]], ids=["running", "paused"], indirect=True)
+def test_a_broker_ends_with_a_parent_that_is_killed(holder: tuple[subprocess.Popen[str], int, Path]) -> None:
+    process, node, home = holder
+    assert alive(node) and home.exists()
+    process.kill()
+    process.wait(GONE_S)
+    await_until(lambda: not alive(node), GONE_S, what="the end of the node")
+    await_until(lambda: not home.exists(), GONE_S, what="the removal of its data")
+
+
+@pytest.mark.crash
+@pytest.mark.skipif(sys.platform != "linux", reason="death signals exist on Linux only")
+def test_a_node_ends_with_a_supervisor_that_is_killed(holder: tuple[subprocess.Popen[str], int, Path]) -> None:
+    _, node, _ = holder
+    os.kill(supervisor_of(node), signal.SIGKILL)
+    await_until(lambda: not alive(node), GONE_S, what="the end of the node")
+
+
+# --- three nodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Broker]:
+    with Broker(nodes=3) as broker:
+        yield broker
+
+
+@pytest.mark.crash
+@pytest.mark.slow
+def test_three_nodes_answer_while_one_is_down_and_after_it_is_back(cluster: Broker) -> None:
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+    producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "acks": "all", "log_level": 0})
+    create_topic(admin, "copies", 3)
+    copies = admin.list_topics("copies", timeout=30).topics["copies"].partitions.values()
+    assert [len(p.replicas) for p in copies] == [3, 3, 3]
+
+    first = cluster.pids[1]
+    cluster.kill(1)
+    assert not alive(first) and sorted(cluster.pids) == [2, 3]
+    for partition in range(3):  # one of them was led by the node that is gone
+        produce_to(producer, "copies", ["while one is down"], partition=partition)
+
+    cluster.start_node(1)
+    assert sorted(cluster.pids) == [1, 2, 3] and cluster.pids[1] != first
+    await_until(lambda: len(admin.list_topics(timeout=30).brokers) == 3, what="three nodes in the cluster")
+    assert sum(end_offsets_of(admin, "copies").values()) == 3
+
+
+@pytest.mark.slow
+def test_a_stopped_node_starts_again_and_a_running_one_does_not_start_twice(cluster: Broker) -> None:
+    cluster.stop_node(2)
+    assert sorted(cluster.pids) == [1, 3]
+    cluster.start_node(2)
+    assert sorted(cluster.pids) == [1, 2, 3]
+    with pytest.raises(BrokerUnavailable, match="already runs"):
+        cluster.start_node(2)
+
+
+def test_a_paused_node_is_there_but_does_not_answer(cluster: Broker) -> None:
+    server = cluster.bootstrap_servers.split(",")[2]
+    cluster.pause(3)
+    try:
+        assert alive(cluster.pids[3])
+        with pytest.raises(KafkaException):
+            AdminClient({"bootstrap.servers": server, "log_level": 0}).list_topics(timeout=2)
+    finally:
+        cluster.resume(3)
+    assert AdminClient({"bootstrap.servers": server, "log_level": 0}).list_topics(timeout=30).brokers
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment with a state folder of its own; what was started in it is stopped."""
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    yield environment
+    spark_group("broker", "stop", env=environment)
+
+
+def spark_group(*args: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *args], env=env, capture_output=True, text=True, timeout=CLI_S, check=False)
+
+
+@pytest.mark.slow
+def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) -> None:
+    port = 14_092
+    started = spark_group("broker", "start", "--port", str(port), "--topic", "orders:4", env=home)
+    assert started.stdout.splitlines()[-1:] == [f"127.0.0.1:{port}"], started.stderr
+    admin = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}", "log_level": 0})
+    assert len(admin.list_topics(timeout=30).topics["orders"].partitions) == 4
+
+    document = json.loads((Path(home["XDG_STATE_HOME"]) / "spark-group-source" / "broker.json").read_text())
+    shown = spark_group("broker", "status", env=home)
+    assert shown.returncode == 0 and str(port) in shown.stdout
+
+    again = spark_group("broker", "start", "--port", str(port + 10), env=home)
+    assert again.returncode == 1 and again.stderr.startswith(f"error: a broker already runs at 127.0.0.1:{port}")
+
+    assert spark_group("broker", "stop", env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
+    assert not alive(document["pid"]) and not alive(document["nodes"]["1"])
+    assert spark_group("broker", "status", env=home).returncode == 3
+
+
+def test_a_process_that_was_not_started_here_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        state = {
+            "pid": other.pid,
+            "started": "1",
+            "bootstrap_servers": "x:1",
+            "nodes": {"1": other.pid},
+            "log_dir": "/",
+        }
+        local_broker.state_dir().mkdir()
+        (local_broker.state_dir() / "broker.json").write_text(json.dumps(state))
+        assert local_broker.running() is None and local_broker.stop() is None
+        assert alive(other.pid)
+        other.kill()
+
+
+def test_a_taken_port_is_named(home: dict[str, str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = spark_group("broker", "start", "--port", str(port), env=home)
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [f"error: port {port} of 127.0.0.1 is taken; choose another with --port"]
+
+
+@pytest.mark.parametrize("text", ["orders:", "orders:0", "orders:x", ":3"])
+def test_a_topic_is_a_name_and_a_number_of_partitions(text: str) -> None:
+    assert local_broker.parse_topics(["a", "b:3"]) == {"a": 1, "b": 3}
+    with pytest.raises(OptionError, match="NAME:PARTITIONS"):
+        local_broker.parse_topics([text])
+
+
+# --- Java and the jars ------------------------------------------------------------------------------------------------
+
+
+def fake_java(directory: Path, version: str, code: int = 0) -> Path:
+    java = directory / "bin" / "java"
+    java.parent.mkdir(parents=True, exist_ok=True)
+    java.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2020-01-01' >&2\nexit {code}\n")
+    java.chmod(0o755)
+    return java
+
+
+def test_missing_java_is_one_clear_line(home: dict[str, str], tmp_path: Path) -> None:
+    env = {key: value for key, value in home.items() if key != "JAVA_HOME"} | {"PATH": str(tmp_path)}
+    run = spark_group("broker", "start", env=env)
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == ["error: Java 17 or newer is needed, and there is no java in PATH"]
+
+
+@pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
+def test_old_java_is_named_with_its_version(
+    version: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = fake_java(tmp_path, version)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(SetupError, match=rf"^Java 17 or newer is needed, and {java} is Java {number}$"):
+        jars.java_path()
+
+
+@pytest.mark.parametrize("version", ["17", "17.0.15", "21-ea", "25.0.1"])
+def test_java_home_comes_first_and_newer_java_is_fine(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = fake_java(tmp_path, version)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    assert jars.java_path() == java
+    fake_java(tmp_path, version, code=1)
+    with pytest.raises(SetupError, match="does not run"):
+        jars.java_path()
+
+
+def test_without_a_registry_the_reason_and_the_way_out_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = tmp_path / "settings.xml"
+    nowhere.write_text(
+        '<ivysettings><settings defaultResolver="m"/><resolvers>'
+        '<ibiblio name="m" m2compatible="true" root="http://127.0.0.1:9/"/></resolvers></ivysettings>'
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPARK_GROUP_IVY_SETTINGS", str(nowhere))
+    with pytest.raises(SetupError, match=r"cannot download .*kafka_2\.13.*SPARK_GROUP_IVY_SETTINGS") as caught:
+        jars.kafka_jars()
+    assert "\n" not in str(caught.value) and "Connect" in str(caught.value)
+    left = {path.name for path in jars.cache_dir().iterdir()}
+    assert left <= {"resolve.lock", "ivy"}, "a failed download must not look like a finished one"
+
+
+def test_jars_that_are_there_need_neither_network_nor_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = jars.kafka_jars()
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    assert jars.kafka_jars() == found
+    names = " ".join(jar.name for jar in found)
+    # the broker itself, its log backend, and a jar of the type that is easily left out
+    assert all(part in names for part in ("kafka_2.13-", "log4j-slf4j-impl", "snappy-java"))
+
+
+def test_no_jar_comes_beside_sparks_own_version_of_it() -> None:
+    assert any("delta-spark" in jar.name for jar in jars.delta_jars())
+    assert not [jar.name for jar in jars.delta_jars() if "jackson-core" in jar.name or "scala-library" in jar.name]
+
+
+def test_settings_files_are_read_with_their_faults_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_conf("broker.properties")["group.initial.rebalance.delay.ms"] == "0"
+    assert read_conf("spark-defaults.conf")["spark.ui.enabled"] == "false"
+    monkeypatch.setattr("spark_group_source.local.conf._PACKAGE", tmp_path / "package")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "x.properties").write_text("# why\na=1\n\na=2\n")
+    with pytest.raises(ValueError, match=r"x\.properties:4: second 'a=2'"):
+        read_conf("x.properties")
+    (tmp_path / "conf" / "x.properties").write_text("a\n")
+    with pytest.raises(ValueError, match=r"x\.properties:1: no value in 'a'"):
+        read_conf("x.properties")

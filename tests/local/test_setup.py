@@ -1,0 +1,165 @@
+"""What a newcomer meets first: the Makefile and .ci/run say in one line what the machine lacks, before they begin."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_S = 200
+"""Bound of one run; making an empty venv is the longest part."""
+
+UTILITIES = ("bash", "make", "dirname", "mkdir", "rm", "mktemp", "timeout", "grep", "tail", "sed", "touch", "find")
+"""What the scripts use of the system; nothing else of it is in PATH here, so no Python and no Java."""
+
+
+class Machine:
+    """A checkout of the build files, and a PATH with only what a test puts there."""
+
+    def __init__(self, home: Path) -> None:
+        self.checkout, self.bin, self.tmp = home / "checkout", home / "bin", home / "tmp"
+        for directory in (self.checkout, self.bin, self.tmp):
+            directory.mkdir()
+        for name in ("Makefile", "pyproject.toml", ".ci"):
+            source = ROOT / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, self.checkout / name)
+        for name in UTILITIES:
+            found = shutil.which(name)
+            if found:
+                (self.bin / name).symlink_to(found)
+        self.env = {"PATH": str(self.bin), "HOME": str(home), "TMPDIR": str(self.tmp)}
+
+    def has(self, name: str, *, says: str, code: int = 0) -> Path:
+        """A program that prints one line and ends."""
+        program = self.bin / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\necho '{says}' >&{2 if name.endswith('java') else 1}\nexit {code}\n")
+        program.chmod(0o755)
+        return program
+
+    def has_python(self, version: str = "3.11", name: str = "python3") -> None:
+        self.has(name, says=version)
+
+    def has_java(self, version: str = "17.0.15") -> None:
+        self.has("java", says=f'openjdk version "{version}"')
+
+    def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.checkout,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+
+    def refuses(self, *command: str, **env: str) -> str:
+        """Run something that must fail; its one line of error, without the prefix."""
+        run = self.run(*command, **env)
+        assert run.returncode != 0, run.stdout
+        # make adds a line of its own that names the target
+        lines = [line for line in run.stderr.splitlines() if not line.startswith("make")]
+        assert len(lines) == 1 and lines[0].startswith("error: "), run.stdout + run.stderr
+        return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
+def test_every_target_asks_for_java_first(machine: Machine, target: str) -> None:
+    machine.has_python()
+    told = machine.refuses("make", target)
+    assert told == "Java 17 or newer is needed, and there is none in PATH; install a JDK, or set JAVA_HOME"
+    assert not (machine.checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
+def test_an_old_java_is_named(machine: Machine, version: str, number: int) -> None:
+    machine.has_python()
+    machine.has_java(version)
+    told = machine.refuses("make", "test")
+    assert told == f"Java 17 or newer is needed; found Java {number} ({machine.bin / 'java'})"
+
+
+def test_java_that_is_gone_is_noticed_after_the_setup_too(machine: Machine) -> None:
+    machine.has_python()
+    (machine.checkout / ".stamps").mkdir()
+    (machine.checkout / ".stamps" / "venv").touch()  # newer than pyproject.toml: nothing to set up
+    assert machine.refuses("make", "test").startswith("Java 17 or newer is needed, and there is none in PATH")
+
+
+def test_java_home_is_believed_and_checked(machine: Machine) -> None:
+    machine.has_python()
+    machine.has_java("17")
+    assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
+    machine.has("jdk/bin/java", says='openjdk version "11"')
+    assert "found Java 11" in machine.refuses("make", "test", JAVA_HOME=str(machine.bin / "jdk"))
+
+
+def test_a_java_that_does_not_run_is_as_good_as_none(machine: Machine) -> None:
+    machine.has_python()
+    machine.has("java", says="The operation couldn’t be completed. Unable to locate a Java Runtime.", code=1)
+    assert "does not run; install a JDK" in machine.refuses("make", "test")
+
+
+def test_no_python_and_an_old_python_are_told_apart(machine: Machine) -> None:
+    machine.has_java()
+    told = machine.refuses("make", "test")
+    assert told == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
+    machine.has_python("3.9")
+    assert f"needed; found only Python 3.9 ({machine.bin / 'python3'})" in machine.refuses("make", "test")
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_what_is_new_enough_passes(machine: Machine, version: str) -> None:
+    machine.has_java("21.0.1")
+    machine.has_python(version)
+    run = machine.run("make", "tools")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_a_newer_python_beside_an_old_one_is_found_and_a_named_one_is_taken(machine: Machine) -> None:
+    machine.has_java()
+    machine.has_python("3.9")
+    machine.has_python("3.12", name="python3.12")
+    assert machine.run("make", "tools").returncode == 0
+    machine.has_python("3.10", name="mine")
+    assert "found only Python 3.10" in machine.refuses("make", "tools", "PYTHON=mine")
+
+
+def test_ci_run_says_the_same_and_leaves_nothing(machine: Machine) -> None:
+    machine.has_python()
+    machine.has_java("11")
+    assert "found Java 11" in machine.refuses(".ci/run")
+    assert list(machine.tmp.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_no_package_registry_is_one_line_too(machine: Machine) -> None:
+    machine.has_java()
+    (machine.bin / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (machine.bin / "python3").chmod(0o755)
+    # nobody listens on the discard port; no local stand-in for a registry may help out either
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+    told = machine.refuses("make", "test", **nowhere)
+    assert told.startswith("no Python package registry can be reached; check the network or pip's index-url")
+    assert not (machine.checkout / ".stamps" / "venv").exists(), "the next run must try again"
+
+
+def test_the_same_versions_are_asked_for_everywhere() -> None:
+    from spark_group_source.local import jars
+
+    setup = (ROOT / ".ci" / "setup").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f"JAVA_MIN={jars.JAVA_MIN} " in setup
+    assert 'requires-python = ">=3.11"' in project and "PYTHON_MIN=11 " in setup
+    # a jar of another release than the Python side of it fails only at run time, and not clearly
+    assert f'"delta-spark=={jars.DELTA_COORDINATES[0].rpartition(":")[2]}"' in project
+    assert f'"pyspark[sql]=={jars.SPARK_KAFKA_COORDINATES[0].rpartition(":")[2]}"' in project

@@ -1,0 +1,366 @@
+"""The table of options: what is read, refused, suggested and shown."""
+
+import dataclasses
+import pickle
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_group_source.errors import OptionError
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.starting import EARLIEST, LATEST, StartAt, StartingPosition, resolve_specific
+from spark_group_source.options.table import INTERNAL_TOPICS, OPTIONS, REFUSED, Options, render_markdown
+from spark_group_source.options.values import did_you_mean
+
+BASE = {"kafka.bootstrap.servers": "broker:9092", "kafka.group.id": "etl"}
+ORDERS = BASE | {"subscribe": "orders"}
+O0, O1, O2 = (TopicPartition("orders", p) for p in range(3))
+
+
+def parsed(**more: str) -> Options:
+    return Options.parse(ORDERS | {name.replace("__", "."): value for name, value in more.items()})
+
+
+def refused(given: dict[str, str]) -> str:
+    with pytest.raises(OptionError) as caught:
+        Options.parse(given)
+    return str(caught.value)
+
+
+# ---- the table
+
+
+def test_the_three_required_options_are_enough_and_the_rest_has_its_default() -> None:
+    options = Options.parse(ORDERS)
+    assert (options.bootstrap_servers, options.group_id, options.topics) == ("broker:9092", "etl", ("orders",))
+    for row in OPTIONS:
+        if row.default_text not in ("required", "this or subscribePattern"):
+            assert getattr(options, row.field) == row.default, row.name
+
+
+def test_every_row_has_a_field_a_unit_a_sentence_and_a_default_to_show() -> None:
+    fields = {field.name for field in dataclasses.fields(Options)}
+    assert {row.field for row in OPTIONS} == fields - {"notes"}
+    assert len({row.field for row in OPTIONS}) == len({row.name.lower() for row in OPTIONS}) == len(OPTIONS)
+    for row in OPTIONS:
+        assert row.unit, row.name
+        assert row.shown_default(), row.name
+        assert re.fullmatch(r"[A-Z`].*\.", row.doc), row.name
+
+
+def test_the_rendered_table_has_one_row_each() -> None:
+    lines = render_markdown().splitlines()
+    assert lines[:2] == ["| option | value | default | meaning |", "|---|---|---|---|"]
+    assert [line.split("`")[1] for line in lines[2:]] == [row.name for row in OPTIONS]
+    assert all(line.count("|") == 5 for line in lines)
+    assert "| `maxTriggerDelay` | time | 15m |" in render_markdown()
+    assert "| `failOnDataLoss` | true or false | true |" in render_markdown()
+
+
+def test_B9_option_names_and_words_may_be_written_in_any_case() -> None:
+    odd = {
+        "KAFKA.Bootstrap.Servers": "b:1",
+        "kafka.GROUP.id": "etl",
+        "SUBSCRIBE": "orders",
+        "startingoffsets": "laTest",
+    }
+    options = Options.parse(odd | {"FAILONDATALOSS": "False", "kafka.Isolation.Level": "READ_UNCOMMITTED"})
+    assert options.starting == StartingPosition(everywhere=LATEST)
+    assert not options.fail_on_data_loss
+    assert options.isolation_level == "read_uncommitted"
+    assert Options.parse(ORDERS | {"startingOffsets": "earLiEst"}).starting == StartingPosition(everywhere=EARLIEST)
+
+
+def test_one_option_in_two_cases_is_refused() -> None:
+    assert refused(ORDERS | {"Subscribe": "other"}) == "option 'Subscribe' is given twice, also as 'subscribe'"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("maxOffsetPerTrigger", "unknown option 'maxOffsetPerTrigger'; did you mean 'maxOffsetsPerTrigger'?"),
+        ("failondatalos", "unknown option 'failondatalos'; did you mean 'failOnDataLoss'?"),
+        ("group.id", "unknown option 'group.id'; did you mean 'kafka.group.id'?"),
+        ("bootstrap.servers", "unknown option 'bootstrap.servers'; did you mean 'kafka.bootstrap.servers'?"),
+        ("sasl.password", "settings of the Kafka client are written with a prefix: 'kafka.sasl.password'"),
+        ("zzz", "unknown option 'zzz'"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_known_one_and_without_its_value(name: str, hint: str) -> None:
+    message = refused(ORDERS | {name: "hunter2"})
+    assert hint in message
+    assert "hunter2" not in message
+
+
+def test_did_you_mean_is_silent_when_nothing_is_near() -> None:
+    assert did_you_mean("fetch.min.byte", ["fetch.min.bytes", "acks"]) == "; did you mean 'fetch.min.bytes'?"
+    assert did_you_mean("zzz", ["fetch.min.bytes"]) == ""
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_options_of_other_sources_are_refused_with_the_reason(name: str) -> None:
+    message = refused(ORDERS | {name.lower(): "x"})
+    assert message == f"option {name!r} is not supported: {REFUSED[name]}"
+
+
+@pytest.mark.parametrize("missing", ["kafka.bootstrap.servers", "kafka.group.id"])
+def test_a_missing_required_option_is_named(missing: str) -> None:
+    given = {name: value for name, value in ORDERS.items() if name != missing}
+    assert refused(given).startswith(f"option {missing!r} is required: ")
+
+
+# ---- what to read
+
+
+@pytest.mark.parametrize("given", [{}, {"subscribe": "a", "subscribePattern": "b"}])
+def test_B10_exactly_one_of_subscribe_and_subscribePattern(given: dict[str, str]) -> None:
+    message = refused(BASE | given)
+    assert message.startswith("exactly one of subscribe and subscribePattern is required")
+    assert message.endswith("both is given" if given else "neither is given")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("subscribe", " , ", "it must name at least one topic"),
+        ("subscribe", "^orders.*", "for a pattern use subscribePattern"),
+        ("subscribe", "..", "is not a topic name"),
+        ("subscribePattern", " ", "it must not be empty"),
+        ("subscribePattern", "(", "as Python's re reads it"),
+    ],
+)
+def test_B10_an_empty_or_impossible_subscription_is_refused(name: str, value: str, why: str) -> None:
+    message = refused(BASE | {name: value})
+    assert message.startswith(f"option {name!r} is {value!r}; ")
+    assert why in message
+
+
+def test_B10_assign_is_refused_because_the_group_decides() -> None:
+    assert "membership in the group decides which partitions are read" in refused(BASE | {"assign": '{"a":[0]}'})
+
+
+def test_B12_a_pattern_matches_whole_names_and_never_the_brokers_own_topics() -> None:
+    orders = Options.parse(BASE | {"subscribePattern": "orders"})
+    assert orders.wants("orders")
+    assert not orders.wants("orders-eu")
+    assert not orders.wants("my-orders")
+    either = Options.parse(BASE | {"subscribePattern": "a|orders"})
+    assert not either.wants("orders-eu")
+    everything = Options.parse(BASE | {"subscribePattern": ".*"})
+    assert everything.wants("__audit")
+    assert not any(everything.wants(topic) for topic in INTERNAL_TOPICS)
+    assert sorted(INTERNAL_TOPICS) == ["__consumer_offsets", "__share_group_state", "__transaction_state"]
+
+
+def test_B13_a_topic_named_twice_is_read_once() -> None:
+    options = parsed(subscribe=" b, a,b,, a")
+    assert options.topics == ("b", "a")
+    assert options.wants("a")
+    assert not options.wants("c")
+
+
+# ---- where to start
+
+
+def test_B8_the_timestamp_for_all_wins_over_those_for_each_and_they_over_offsets() -> None:
+    given = {"startingOffsets": "latest"}
+    assert parsed(**given).starting == StartingPosition(everywhere=LATEST)
+    given |= {"startingOffsetsByTimestamp": '{"orders":{"0":5}}'}
+    assert parsed(**given).starting == StartingPosition(each=((O0, StartAt("time", 5)),))
+    given |= {"startingTimestamp": "7", "startingOffsetsByTimestampStrategy": "LATEST"}
+    assert parsed(**given).starting == StartingPosition(everywhere=StartAt("time", 7), no_match="latest")
+
+
+def test_B4_offsets_for_each_partition_know_earliest_and_latest() -> None:
+    starting = parsed(startingOffsets='{"orders":{"0":123,"1":-1,"2":-2}}').starting
+    assert starting.resolve([O2, O0, O1]) == {O0: StartAt("offset", 123), O1: LATEST, O2: EARLIEST}
+    assert starting.of(O1) == LATEST
+    assert starting.of(TopicPartition("orders", 3)) == EARLIEST
+
+
+def test_a_start_for_all_applies_to_every_partition() -> None:
+    starting = parsed(startingOffsets="latest").starting
+    assert starting.resolve([O0, O1]) == {O0: LATEST, O1: LATEST}
+    assert starting.of(O2) == LATEST
+
+
+@pytest.mark.parametrize("there", [[O0], [O0, O1, O2], [O0, TopicPartition("other", 1)]])
+def test_B5_too_few_or_too_many_partitions_are_refused_with_both_sets(there: list[TopicPartition]) -> None:
+    spec = {O0: 5, O1: -1}
+    with pytest.raises(OptionError) as caught:
+        resolve_specific(spec, there)
+    assert "specified [orders-0, orders-1]; assigned [" + ", ".join(map(str, there)) + "]" in str(caught.value)
+    assert caught.value.fields == {"specified": ["orders-0", "orders-1"], "assigned": [str(tp) for tp in there]}
+    with pytest.raises(OptionError, match="specified"):
+        parsed(startingOffsets='{"orders":{"0":5,"1":-1}}').starting.resolve(there)
+    assert resolve_specific(spec, [O1, O0]) == spec
+
+
+def test_B5_the_message_stays_short_for_many_partitions() -> None:
+    with pytest.raises(OptionError) as caught:
+        resolve_specific({O0: 1}, [TopicPartition("orders", p) for p in range(10_000)])
+    assert "orders-19 and 9980 more]" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["startingOffsets", "startingOffsetsByTimestamp"])
+def test_B5_topics_that_are_not_subscribed_are_refused_at_load(name: str) -> None:
+    message = refused(ORDERS | {name: '{"orders":{"0":1},"other":{"0":1}}'})
+    assert "specified ['orders', 'other'], subscribed ['orders']" in message
+    assert "subscribed ['a', 'orders']" in refused(ORDERS | {"subscribe": "orders,a", name: '{"orders":{"0":1}}'})
+    assert Options.parse(BASE | {"subscribePattern": "o.*", name: '{"other":{"0":1}}'}).topics == ()
+
+
+@pytest.mark.parametrize("offset", [-3, -1000, -1001])
+def test_B16_offsets_below_minus_two_are_refused(offset: int) -> None:
+    message = refused(ORDERS | {"startingOffsets": f'{{"orders":{{"0":{offset}}}}}'})
+    assert f"partition orders-0 has {offset}; it must be an offset, or -1 for latest, or -2 for earliest" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("newest", "it must be earliest, latest or JSON"),
+        ("", "it must be earliest, latest or JSON"),
+        ("{", "it is not JSON"),
+        ("{}", "it must be JSON such as"),
+        ('{"orders":{}}', "topic 'orders' must have partitions"),
+        ('{"orders":5}', "topic 'orders' must have partitions"),
+        ('{"orders":{"0":true}}', "partition orders-0 has True"),
+        ('{"orders":{"0":1.0}}', "partition orders-0 has 1.0"),
+        ('{"orders":{"0":"7"}}', "partition orders-0 has '7'"),
+        ('{"orders":{"0":9223372036854775808}}', "it must be an offset"),
+        ('{"orders":{"x":1}}', "names partition 'x'"),
+        ('{"orders":{"-1":1}}', "names partition '-1'"),
+        ('{"orders":{"01":1}}', "names partition '01'"),
+        ('{"orders":{"2147483648":1}}', "names partition '2147483648'"),
+        ('{"orders":{"0":1,"0":2}}', "it names '0' twice"),
+        ('{"orders":' * 100_000, "its JSON is nested too deeply"),
+    ],
+)
+def test_a_damaged_starting_position_is_refused_with_what_is_wrong(value: str, why: str) -> None:
+    message = refused(ORDERS | {"startingOffsets": value})
+    assert message.startswith("option 'startingOffsets' is ")
+    assert why in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize("name", ["startingTimestamp", "startingOffsetsByTimestamp"])
+def test_B16_negative_times_are_refused(name: str) -> None:
+    value = "-1" if name == "startingTimestamp" else '{"orders":{"0":-1}}'
+    assert f"option {name!r} is" in refused(ORDERS | {name: value})
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize("value", ["a", "1.0", "0", "-1", "", "1_000", "٣", "100001"])
+def test_B25_minPartitions_must_be_a_positive_whole_number(value: str) -> None:
+    message = refused(ORDERS | {"minPartitions": value})
+    assert message == f"option 'minPartitions' is {value!r}; it must be a whole number from 1 to 100000"
+
+
+def test_B25_whole_numbers_may_have_blanks_around_them() -> None:
+    assert parsed(minPartitions=" 7 ").min_partitions == 7
+
+
+def test_B18_the_largest_limit_is_accepted_and_one_more_is_not() -> None:
+    assert parsed(maxOffsetsPerTrigger=str(2**63 - 1)).max_offsets_per_trigger == 2**63 - 1
+    assert "from 1 to 9223372036854775807" in refused(ORDERS | {"maxOffsetsPerTrigger": str(2**63)})
+    assert "'maxOffsetsPerTrigger' is '0'" in refused(ORDERS | {"maxOffsetsPerTrigger": "0"})
+
+
+def test_B19_a_minimum_above_the_maximum_is_refused() -> None:
+    message = refused(ORDERS | {"minOffsetsPerTrigger": "11", "maxOffsetsPerTrigger": "10"})
+    assert message == "minOffsetsPerTrigger (11) must not be above maxOffsetsPerTrigger (10)"
+    assert parsed(minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10").min_offsets_per_trigger == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [("15m", 900_000), ("10S", 10_000), ("1h", 3_600_000), ("500ms", 500), ("2min", 120_000), ("1d", 86_400_000),
+     ("1999us", 1), (" 7 ", 7), ("0", 0)],
+)  # fmt: skip
+def test_B19_the_delay_is_a_time_as_spark_writes_it(text: str, ms: int) -> None:
+    assert parsed(maxTriggerDelay=text).max_trigger_delay_ms == ms
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1.5s", "-1s", "10 s", "3w", "9" * 19 + "d", "9" * 5_000])
+def test_B19_any_other_delay_is_refused(text: str) -> None:
+    assert "it must be a time such as 500ms, 10s, 15m, 1h or 1d" in refused(ORDERS | {"maxTriggerDelay": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("groupMembers", "0", "from 1 to 1000"),
+        ("groupMembers", "1001", "from 1 to 1000"),
+        ("memberHost", "executor", "executor is not available in this release"),
+        ("memberHost", "drivers", "did you mean 'driver'?"),
+        ("leaveOnStop", "maybe", "auto or always or never"),
+        ("failOnDataLoss", "yes", "it must be true or false"),
+        ("includeHeaders", "1", "it must be true or false"),
+        ("kafka.group.protocol", "streams", "classic or consumer"),
+        ("kafka.isolation.level", "none", "read_committed or read_uncommitted"),
+        ("kafka.group.id", "  ", "it must not be empty"),
+        ("kafka.bootstrap.servers", "a:1,,b:1", "a comma-separated list of host:port"),
+        ("kafkaConsumer.pollTimeoutMs", "0", "from 1 to 86400000"),
+        ("fetchOffset.numRetries", "-1", "from 0 to 1000"),
+        ("startingOffsetsByTimestampStrategy", "earliest", "error or latest"),
+        ("maxRecordsPerPartition", "0", "from 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: str, why: str) -> None:
+    message = refused(ORDERS | {name: value})
+    assert message.startswith(f"option {name!r} is {value!r}; ")
+    assert why in message
+
+
+# ---- the frozen value
+
+
+FULL = ORDERS | {
+    "startingOffsets": '{"orders":{"0":1}}',
+    "kafka.security.protocol": "SASL_SSL",
+    "kafka.sasl.mechanism": "PLAIN",
+    "kafka.sasl.jaas.config": 'a.PlainLoginModule required username="me" password="hunter2";',
+    "kafka.ssl.key.password": "hunter2",
+    "kafka.ssl.keystore.key": "hunter2",
+    "kafka.sasl.oauthbearer.client.secret": "hunter2",
+    "kafka.sasl.oauthbearer.config": "token=hunter2",
+    "kafka.fetch.max.wait.ms": "100",
+}
+
+
+def test_options_pickle_compare_hash_and_stay_as_they_are() -> None:
+    options = Options.parse(FULL)
+    copy = pickle.loads(pickle.dumps(options))
+    assert copy == options
+    assert hash(copy) == hash(options)
+    assert copy != dataclasses.replace(options, group_members=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.group_id = "other"  # type: ignore[misc]
+
+
+def test_G9_secrets_are_masked_wherever_options_are_shown() -> None:
+    options = Options.parse(FULL)
+    for shown in (repr(options), str(options), f"{options}", str(options.describe()), str(options.notes)):
+        assert "hunter2" not in shown
+    assert "kafka.sasl.password=***" in repr(options)
+    assert "kafka.fetch.wait.max.ms=100" in repr(options)
+    assert options.consumer_settings()["sasl.password"] == "hunter2"
+
+
+def test_G9_no_error_shows_a_secret() -> None:
+    for name in ("kafka.sasl.jaas.config", "kafka.sasl.jaas", "password", "kafka.group.instance.id", "jaas"):
+        assert "hunter2" not in refused(ORDERS | {name: 'password="hunter2'} | {"minPartitions": "x"})
+
+
+@given(st.dictionaries(st.sampled_from([row.name for row in OPTIONS] + ["kafka.x", "nope"]), st.text(max_size=30)))
+def test_whatever_is_given_only_an_option_error_comes_out(given_options: dict[str, str]) -> None:
+    try:
+        options = Options.parse(BASE | given_options)
+    except OptionError:
+        return
+    assert pickle.loads(pickle.dumps(options)) == options

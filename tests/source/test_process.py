@@ -1,0 +1,381 @@
+"""The source among processes: what is pickled, forked and started, and how every process ends."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import Offsets, Produce, TopicFactory, await_until
+from pyspark.sql.types import StructType
+from streams import (
+    PROTOCOLS,
+    Engine,
+    JobFactory,
+    alive,
+    descendants,
+    describe,
+    job_factory,
+    numbered,
+    options_of,
+    readers_below,
+    rename,
+    texts,
+    values_of,
+)
+
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.source import GroupStreamReader, KafkaGroupDataSource, RangesPartition
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+pytestmark = pytest.mark.spark
+
+Committed = Callable[[str], Offsets]
+FROZEN_SESSION_S = 3
+CHILD_S = 120
+"""Bound of a process that starts a Spark of its own."""
+
+
+@pytest.fixture
+def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
+    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
+
+
+# --- what travels ---------------------------------------------------------------------------------------------------
+
+
+def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_reader_runs(
+    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
+    name = topic()
+    produce(name, numbered(0, 2))
+    source = pickle.loads(
+        pickle.dumps(KafkaGroupDataSource(options_of(broker.bootstrap_servers, group_id, subscribe=name)))
+    )
+    reader = source.streamReader(StructType())
+    running = _latest(reader, reader.initialOffset())
+    try:
+        copy = pickle.loads(pickle.dumps(reader))
+        assert copy.__dict__["_coordinator"] is None
+        (piece,) = reader.partitions(reader.initialOffset(), running)
+        rows = [row for batch in copy.read(pickle.loads(pickle.dumps(piece))) for row in batch.to_pylist()]
+        assert [row["value"] for row in rows] == [b"0", b"1", b"2"]
+    finally:
+        reader._coordinator.close()
+
+
+def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
+    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+) -> None:
+    name = topic()
+    produce(name, numbered(0, 2))
+    source = KafkaGroupDataSource(options_of(broker.bootstrap_servers, group_id, subscribe=name))
+    reader = source.streamReader(StructType())
+    piece = RangesPartition([OffsetRange(TopicPartition(name, 0), 0, 3)])
+
+    def count() -> int:
+        return sum(batch.num_rows for batch in reader.read(piece))
+
+    assert count() == 3  # the parent has a client now
+    child = os.fork()
+    if child == 0:
+        found = 99
+        try:
+            found = count()
+        finally:
+            os._exit(found)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert count() == 3
+
+
+def test_B73_the_offset_before_batch_0_is_a_constant(
+    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+) -> None:
+    name = topic()
+    options = options_of(broker.bootstrap_servers, group_id, subscribe=name, startingOffsets="latest")
+    first = KafkaGroupDataSource(options).streamReader(StructType())
+    before = json.dumps(first.initialOffset())
+    produce(name, numbered(0, 2))
+    anew = KafkaGroupDataSource(options).streamReader(StructType())
+    assert {before, json.dumps(first.initialOffset()), json.dumps(anew.initialOffset())} == {before}
+    assert name not in before
+
+
+def test_building_a_reader_opens_nothing(group_id: str) -> None:
+    threads = set(threading.enumerate())
+    reader = KafkaGroupDataSource(options_of("127.0.0.1:1", group_id, subscribe="t")).streamReader(StructType())
+    reader.initialOffset()
+    reader.getDefaultReadLimit()
+    reader.stop()
+    assert set(threading.enumerate()) == threads
+
+
+def _latest(reader: GroupStreamReader, start: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(reader.latestOffset(start, reader.getDefaultReadLimit())))
+    return found
+
+
+# --- a Spark of its own ---------------------------------------------------------------------------------------------
+
+PREAMBLE = """
+import json, os, signal, subprocess, sys, threading
+from pyspark.sql import SparkSession
+given = json.loads(sys.argv[1])
+builder = SparkSession.builder.master(given["master"]).config("spark.ui.enabled", "false")
+for host in ("spark.driver.host", "spark.driver.bindAddress"):
+    builder = builder.config(host, "127.0.0.1")
+spark = builder.config("spark.sql.shuffle.partitions", "1").getOrCreate()
+frame = spark.readStream.format("kafka-group").options(**given["options"]).load()
+"""
+
+BOUNDED = """
+def fails_once(batches):
+    yield from batches
+    try:
+        os.close(os.open(given["flag"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    # The first try: every Python worker of this executor goes, with the one that reads among them.
+    mine = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    for pid, parent in (map(int, line.split()) for line in mine.splitlines()):
+        if parent == os.getppid() and pid != os.getpid():
+            os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+seen = []
+def keep(batch, number):
+    seen.append([number, sorted(row.value.decode() for row in batch.collect())])
+query = (
+    frame.select("value").mapInArrow(fails_once, "value binary").writeStream.foreachBatch(keep)
+    .option("checkpointLocation", given["checkpoint"]).trigger(availableNow=True).start()
+)
+query.awaitTermination()
+print("seen", json.dumps(seen), flush=True)
+"""
+
+ENDLESS = """
+def keep(batch, number):
+    print("batch", number, len(batch.collect()), flush=True)
+frame.writeStream.foreachBatch(keep).option("checkpointLocation", given["checkpoint"]).start().awaitTermination()
+"""
+
+
+def child(code: str, **given: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + code, json.dumps(given)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same_rows(
+    broker: Broker,
+    topic: TopicFactory,
+    produce: Produce,
+    committed: Committed,
+    end_offsets: Committed,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(2)
+    produce(name, numbered(0, 9, 2))
+    with child(
+        BOUNDED,
+        master="local[2,3]",
+        options=options_of(broker.bootstrap_servers, group_id, subscribe=name),
+        checkpoint=str(tmp_path / "c"),
+        flag=str(tmp_path / "failed"),
+    ) as driver:
+        try:
+            out, _ = driver.communicate(timeout=CHILD_S)
+        finally:
+            driver.kill()
+    assert driver.returncode == 0
+    line = next(line for line in out.splitlines() if line.startswith("seen "))
+    assert json.loads(line.removeprefix("seen ")) == [[0, texts(0, 9)]]
+    assert (tmp_path / "failed").exists()  # the first try did die
+    assert committed(group_id) == end_offsets(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["python", "jvm"])
+def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(
+    victim: str,
+    broker: Broker,
+    topic: TopicFactory,
+    produce: Produce,
+    admin: AdminClient,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    name = topic(2)
+    produce(name, numbered(0, 9, 2))
+    with child(
+        ENDLESS,
+        master="local[2]",
+        options=options_of(broker.bootstrap_servers, group_id, subscribe=name, groupMembers=2),
+        checkpoint=str(tmp_path / "c"),
+    ) as driver:
+        try:
+            assert driver.stdout is not None
+            assert next(line for line in driver.stdout if line.startswith("batch")).split() == ["batch", "0", "10"]
+            below = descendants(driver.pid)
+            assert len(readers_below(driver.pid)) == 1
+            jvm = next(pid for pid, args in below.items() if "SparkSubmit" in args)
+            os.kill(driver.pid if victim == "python" else jvm, signal.SIGKILL)
+            await_until(lambda: not any(map(alive, below)), 30, what="the end of every process below the driver")
+        finally:
+            driver.kill()
+    await_until(lambda: describe(admin, group_id).members == {}, 30, what="the end of its members")
+
+
+# --- stop() ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_reader_left(spark: "SparkSession") -> Iterator[None]:
+    """Every stream reader that the test started is gone soon after the test."""
+    before = set(readers_below())
+    yield
+    await_until(lambda: set(readers_below()) <= before, 20, what="the end of the stream readers")
+
+
+def asking(query: "StreamingQuery") -> bool:
+    """Whether the stream reader is at work. One that is stopped before that, Spark itself forgets to end."""
+    return "Getting offsets" in query.status["message"]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_B74_stop_ends_an_idle_query(protocol: str, job: JobFactory, topic: TopicFactory, no_reader_left: None) -> None:
+    query = job(protocol, subscribe=topic(), groupMembers=2).start()
+    query.processAllAvailable()
+    assert len(readers_below()) == 1
+    query.stop()
+    assert query.exception() is None
+
+
+def test_B74_stop_ends_a_query_whose_tasks_are_busy(
+    job: JobFactory, topic: TopicFactory, produce: Produce, tmp_path: Path, no_reader_left: None
+) -> None:
+    name = topic()
+    produce(name, numbered(0, 2))
+    busy = tmp_path / "busy"
+
+    def stuck(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+        for batch in batches:
+            busy.touch()
+            threading.Event().wait(300)
+            yield batch
+
+    one = job(subscribe=name)
+    frame = one.load().select("value").mapInArrow(stuck, "value binary")
+    query = frame.writeStream.format("noop").option("checkpointLocation", str(one.checkpoint)).start()
+    await_until(busy.exists, what="a task in the middle of its batch")
+    query.stop()
+    assert query.exception() is None
+    assert values_of(one.run()) == texts(0, 2)
+
+
+def test_B74_stop_ends_a_query_that_finds_no_broker(job: JobFactory, no_reader_left: None) -> None:
+    one = job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
+    query = one.start()
+    await_until(lambda: asking(query), what="the first question for offsets")
+    query.stop()
+    assert query.exception() is None
+
+
+def test_B74_stop_ends_a_query_that_waits_for_its_place_in_the_group(
+    job: JobFactory, broker: Broker, topic: TopicFactory, admin: AdminClient, group_id: str, no_reader_left: None
+) -> None:
+    name = topic(2)
+    # A member of a second slot that another run holds under the same name: ours cannot join (KIP-848).
+    one = job("consumer", subscribe=name)
+    one.run()
+    options = options_of(broker.bootstrap_servers, group_id, protocol="consumer", subscribe=name)
+    log = [path.read_text().splitlines()[2] for path in sorted((one.checkpoint / "offsets").glob("[0-9]*"))]
+    with Engine(options, log) as holder:
+        await_until(lambda: holder.step() is None and len(describe(admin, group_id).members) == 1)
+        query = one.start()
+        await_until(lambda: asking(query), what="the first question for offsets")
+        query.stop()
+        assert query.exception() is None
+
+
+# --- an old driver that comes back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_its_successors_rows(
+    protocol: str,
+    job: JobFactory,
+    topic: TopicFactory,
+    produce: Produce,
+    committed: Committed,
+    end_offsets: Committed,
+    group_id: str,
+) -> None:
+    name = topic(2)
+    produce(name, numbered(0, 3, 2))
+    session = {"kafka__session__timeout__ms": FROZEN_SESSION_S * 1000} if protocol == "classic" else {}
+    old = job(protocol, subscribe=name, **session)
+    new = job(protocol, checkpoint="copy", subscribe=name, **session)
+    frozen = threading.Event()
+    readers: list[int] = []
+
+    def freeze(number: int) -> None:
+        if number == 1:
+            shutil.copytree(old.checkpoint, new.checkpoint)  # the batch is planned and not done
+            rename(new.checkpoint)
+            readers.extend(readers_below())
+            for reader in readers:
+                os.kill(reader, signal.SIGSTOP)
+            frozen.set()
+
+    old.on_batch = freeze
+    first = old.start()
+    try:
+        first.processAllAvailable()
+        produce(name, numbered(4, 7, 2))
+        await_until(frozen.is_set, what="the batch in which it is frozen")
+        produce(name, numbered(8, 11, 2))
+        with new.running() as second:
+            await_until(lambda: len(new.rows) >= 8, 60, what="the successor's rows")
+            await_until(lambda: committed(group_id) == end_offsets(name), what="the successor's offsets")
+            # Past its session: its client library will then know of no place but by joining again.
+            assert not first.awaitTermination(FROZEN_SESSION_S + 1)
+            for reader in readers:
+                os.kill(reader, signal.SIGCONT)
+            # Its batch is done in its own sink: now it would commit it. With the classic protocol its client library
+            # would join again under the same instance id, and the broker throw the successor's member out for it.
+            await_until(first.exception, 60, what="the end of the driver that was replaced")
+            assert committed(group_id) == end_offsets(name)
+            produce(name, numbered(12, 13, 2))
+            await_until(lambda: len(new.rows) >= 10, what="more rows")
+            second.processAllAvailable()
+            assert second.exception() is None
+        first.stop()
+        produce(name, numbered(14, 15, 2))
+        new.run()
+        assert committed(group_id) == end_offsets(name)
+    finally:
+        for reader in filter(alive, readers):
+            os.kill(reader, signal.SIGCONT)
+        first.stop()
+    assert new.values == texts(4, 15)
