@@ -4,7 +4,7 @@ Runs in: every process. Deliberately absent: behaviour, I/O, anything of Kafka o
 because a plan over 100,000 partitions makes and compares millions of them.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class TopicPartition(NamedTuple):
@@ -31,3 +31,18 @@ class OffsetRange(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tp}[{self.start},{self.end})"
+
+
+class StartAt(NamedTuple):
+    """The start of one partition, as a question to the broker.
+
+    ``value`` is the offset (kind "offset") or milliseconds since the epoch (kind "time": the first record that is not
+    older); it is 0 for the other kinds.
+    """
+
+    kind: Literal["earliest", "latest", "offset", "time"]
+    value: int = 0
+
+
+EARLIEST = StartAt("earliest")
+LATEST = StartAt("latest")

@@ -43,7 +43,7 @@ def offset(
         topic_ids={topic: topic_id for topic, _ in ranges},
         known={topic: 1 for topic, _ in ranges},
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
-        moved=frozenset(TopicPartition(*tp) for tp in moved),
+        followed=frozenset(TopicPartition(*tp) for tp in moved),
     )
 
 

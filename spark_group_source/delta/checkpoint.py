@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 QUERY_ID = "sql.streaming.queryId"
 """The local property that Spark sets on the thread that runs a batch."""
 
-_OURS = re.compile(r'\{\s*"group"\s*:')
+_OURS = re.compile(r'\{\s*("epoch"\s*:\s*\d+\s*,\s*)?"group"\s*:')
 """How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's."""
 
 

@@ -148,7 +148,7 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
             if recorded is not None and start > recorded:
                 skipped.append(OffsetRange(tp, recorded, start))
             offsets[tp] = end
-        elif tp in batch.moved:
+        elif tp in batch.followed:
             refused.append(Refusal(tp, start, recorded))
         else:
             if start < end:

@@ -177,7 +177,7 @@ class Planner:
             topic_ids={topic: id_ for topic, id_ in self._ids.items() if topic in known or _has(topic, until)},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            moved=frozenset(tp for tp in foreign if tp in until),
+            followed=frozenset(tp for tp in foreign if tp in until),
             turn=self._turn,
         )
 

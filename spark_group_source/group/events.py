@@ -1,6 +1,8 @@
-"""What can happen to a group, and what the machine orders in answer: frozen values, one class per thing.
+"""What can happen to a stream and its group, and what is ordered in answer: frozen values, one class per thing.
 
-Runs in: the stream reader, tests. Deliberately absent: behaviour.
+Runs in: the stream reader, tests. Deliberately absent: behaviour. Three kinds: *events* come in through
+:meth:`Run.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call what
+to do next.
 
 A *slot* is one member of ours, numbered from 0; a *client* counts the consumers that a slot has had, so that a late
 event of a consumer that was replaced is told apart from its successor's.
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spark_group_source.errors import SourceError
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import StartAt, TopicPartition
 
 # --- events: what members report ------------------------------------------------------------------------------------
 
@@ -101,9 +103,51 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """The query ends. ``leave``: the slots leave the group, else they stay for the next start."""
+    """The members are closed now. ``leave``: the slots leave the group, else they stay for the next start."""
 
     leave: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Spark asks what comes after ``start``, which is durable.
+
+    ``unlimited``: Trigger.Once, which takes all there is. ``drain``: somebody wants this run to plan no other batch.
+    ``name``: the stream's id if it has none yet.
+    """
+
+    start: StreamOffset
+    unlimited: bool = False
+    drain: bool = False
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Spark is about to read the batch that ends at ``offset``: one that was just planned, or a former run's."""
+
+    offset: StreamOffset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTaken:
+    """An AvailableNow run ends where every partition ends now."""
+
+    ends: Mapping[TopicPartition, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """Spark ends the run. ``durable``: number of the last batch that the sink says it has, if it says so; else -1."""
+
+    durable: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Something in this process failed in a way that no other event tells of: a thread, a question that was refused."""
+
+    error: SourceError
 
 
 # --- events: what Kafka answered ------------------------------------------------------------------------------------
@@ -111,24 +155,32 @@ class Closing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A committed offset and the stream that its metadata names; ``stream`` is None for anyone else's commit."""
+    """A committed offset and what the note beside it says (:mod:`names`): ``stream`` is None for anyone else's."""
 
     offset: int
     stream: str | None = None
+    seq: int = -1
+    epoch: int = 0
+    followed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedRead:
-    """The group's committed offsets; None where there is none."""
+    """The group's committed offsets; None where there is none. What was asked and is not in it was not answered."""
 
     offsets: Mapping[TopicPartition, Committed | None]
+    asked: tuple[TopicPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartsResolved:
-    """Where partitions without a committed offset start."""
+    """What the broker said to :class:`ResolveStarts`; None where no record is as young as the time that was asked for.
 
-    offsets: Mapping[TopicPartition, int]
+    What was asked and is not in it was not answered.
+    """
+
+    offsets: Mapping[TopicPartition, int | None]
+    asked: tuple[TopicPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +193,14 @@ class LookupFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EchoDone:
-    """These offsets are committed and a plain read shows them."""
+    """These offsets are committed and a plain read shows them.
+
+    ``left``: the slots whose shares were left out because their member is not in the group at the moment, and what was
+    said of that. Their offsets are ordered again.
+    """
 
     offsets: Mapping[TopicPartition, int]
+    left: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +223,71 @@ class TopicsSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """A position had to change although nobody committed one: its records or its whole topic are gone."""
+class NotReplaced:
+    """The broker takes commits of this run's transactional id: whoever took the slot's place is an older process."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacedUnknown:
+    """Whether this run was replaced is not known. ``final``: nor will it be, where transactions are not allowed."""
+
+    slot: int
+    reason: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """A newer driver commits for this stream: the run is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsListed:
+    """The subscribed topics and how many partitions each has: the answer to :class:`ListTopics`."""
+
+    topics: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSeen:
+    """The group as the broker describes it: the answer to :class:`Describe`.
+
+    ``state``: Kafka's word in lower case. ``given``: by client id, what the group says each member has.
+    """
+
+    state: str
+    given: Mapping[str, frozenset[TopicPartition]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What the brokers said to :class:`Look`. Who is missing in it was not answered, or is not there.
+
+    ``topic_ids``: of the topics that were described; ``took_ms``: how long the questions took together.
+    """
+
+    ends: Mapping[TopicPartition, int] = field(default_factory=dict)
+    firsts: Mapping[TopicPartition, int] = field(default_factory=dict)
+    log_ends: Mapping[TopicPartition, int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+    took_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiblingsSeen:
+    """The answer to :class:`LookForSiblings`. ``waiting``: process id of another stream of this very query and group
+    whose batch cannot begin before this one's; None where there is no such one, or nothing can be told."""
+
+    waiting: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsGone:
+    """Positions that had to change because their records, or their whole topic, are gone."""
 
     offsets: Mapping[TopicPartition, int]
     reason: str
@@ -189,13 +309,25 @@ Event = (
     | Replay
     | Planned
     | Closing
+    | Asked
+    | Reading
+    | TargetTaken
+    | Stopping
+    | Broken
     | CommittedRead
     | StartsResolved
     | LookupFailed
     | EchoDone
     | EchoFailed
     | TopicsSeen
-    | Moved
+    | NotReplaced
+    | ReplacedUnknown
+    | Replaced
+    | TopicsListed
+    | GroupSeen
+    | Looked
+    | SiblingsSeen
+    | RecordsGone
     | Tick
 )
 
@@ -204,11 +336,16 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Make the slot's consumer number ``client`` and subscribe it to ``topics``."""
+    """Make the slot's consumer number ``client`` and subscribe it to ``topics``.
+
+    ``client_id`` and ``instance_id`` are its names in the group; no instance id makes a dynamic member.
+    """
 
     slot: int
     client: int
     topics: tuple[str, ...]
+    client_id: str = ""
+    instance_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,24 +381,34 @@ class FetchCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveStarts:
-    """Find where these start: ``initial`` by ``startingOffsets``, ``new`` (added since) at their beginning."""
+    """Ask the broker for the offset that each of these words stands for."""
 
-    initial: tuple[TopicPartition, ...]
-    new: tuple[TopicPartition, ...]
+    starts: Mapping[TopicPartition, StartAt]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """Commit these offsets to the group, all or none, then read them back.
+    """Commit these offsets to the group, then read them back.
 
-    ``slots``: which member holds each partition now. The commit says so to the broker, which refuses it when that is no
-    longer true: an order that was overtaken by a loss moves no offset back.
+    ``slots``: which member holds each partition now. The commit says so to the broker, which refuses a share when that
+    is no longer true: an order that was overtaken by a loss moves no offset back. ``followed``: partitions whose
+    position came from a commit that no stream made. ``stream``, ``seq`` and ``epoch`` go into the note beside it.
     """
 
     offsets: Mapping[TopicPartition, int]
     slots: Mapping[TopicPartition, int] = field(default_factory=dict, compare=False)
     stream: str
     seq: int
+    epoch: int = 0
+    followed: frozenset[TopicPartition] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskReplaced:
+    """Ask the broker whether a newer driver has taken this stream over. Answered by :class:`NotReplaced`,
+    :class:`Replaced` or :class:`ReplacedUnknown`."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,4 +426,68 @@ class Fail:
     error: SourceError
 
 
-Command = Join | Subscribe | Release | Leave | FetchCommitted | ResolveStarts | Echo | Say | Fail
+Command = Join | Subscribe | Release | Leave | FetchCommitted | ResolveStarts | Echo | AskReplaced | Say | Fail
+
+# --- steps: what the thread of Spark's call does next ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListTopics:
+    """List the subscribed topics; answer with :class:`TopicsListed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Until any event was handled, or the time has come; then ask for the next step."""
+
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Describe:
+    """Ask the broker who is in the group; answer with :class:`GroupSeen`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookForSiblings:
+    """Look whether another stream of this very query waits for this one; answer with :class:`SiblingsSeen`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Ask the brokers; answer with :class:`Looked`. The questions are asked in the order of the fields: topic ids that
+    are read after the ends say that the ends are of that very topic.
+
+    ``ends``: how far they may be read (the last stable offset under read_committed). ``log_ends``: where the log itself
+    ends. ``firsts``: the first record that is left.
+    """
+
+    ends: tuple[TopicPartition, ...] = ()
+    topics: tuple[str, ...] = ()
+    firsts: tuple[TopicPartition, ...] = ()
+    log_ends: tuple[TopicPartition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Close the members (``leave``: out of the group), then hand in :class:`Closing`'s effect by asking for the next
+    step. The shell bounds how long that may take."""
+
+    leave: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Hand this to Spark: the end of the next batch, or the start itself when there is nothing to read."""
+
+    offset: StreamOffset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raise:
+    """The call fails with this."""
+
+    error: SourceError
+
+
+Step = ListTopics | Wait | Describe | LookForSiblings | Look | End | Answer | Raise

@@ -11,11 +11,11 @@ any I/O.
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Three optional members:
-``moved`` lists the partitions whose start came from a commit that no stream of ours made (an operator's reset, an
-ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
-know yet how far the batches before it came; and ``turn`` is the partition that got the last spare record of the fair
-cut.
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Four optional members:
+``epoch`` counts the resets of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose
+start *followed* a commit that no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next
+offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came;
+and ``turn`` is the partition that got the last spare record of the fair cut.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
 empty.
@@ -45,7 +45,8 @@ class StreamOffset:
     topic_ids: Mapping[str, str] = field(default_factory=dict)
     known: Mapping[str, int] = field(default_factory=dict)
     ranges: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
-    moved: frozenset[TopicPartition] = frozenset()
+    epoch: int = 0
+    followed: frozenset[TopicPartition] = frozenset()
     owed: Mapping[TopicPartition, int] = field(default_factory=dict)
     turn: TopicPartition | None = None
 
@@ -72,9 +73,10 @@ class StreamOffset:
         for tp, bounds in self.ranges.items():
             by_topic.setdefault(tp.topic, {})[str(tp.partition)] = bounds
         moved: dict[str, list[int]] = {}
-        for tp in sorted(self.moved):
+        for tp in sorted(self.followed):
             moved.setdefault(tp.topic, []).append(tp.partition)
-        doc: dict[str, Any] = {"group": self.group}
+        doc: dict[str, Any] = {"epoch": self.epoch} if self.epoch else {}
+        doc["group"] = self.group
         if moved:
             doc["moved"] = moved
         owed: dict[str, dict[str, int]] = {}
@@ -153,6 +155,9 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
     stream, seq = doc["stream"], doc["seq"]
     if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
         raise ValueError(f"stream {stream!r}, seq {seq!r}")
+    epoch = doc.get("epoch", 0)
+    if type(epoch) is not int or epoch < 0:
+        raise ValueError(f"epoch {epoch!r}")
     turn = doc.get("turn")
     return StreamOffset(
         group=str(doc["group"]),
@@ -161,7 +166,8 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         topic_ids=ids,
         known=known,
         ranges=ranges,
-        moved=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
+        epoch=epoch,
+        followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
         owed=owed,
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )

@@ -7,10 +7,10 @@ decision *whether* a partition has a committed offset (``group``).
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from spark_group_source.errors import OptionError
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 LATEST_OFFSET = -1
 """In the JSON of ``startingOffsets``: the end of the partition."""
@@ -23,21 +23,6 @@ NAMED_MAX = 20
 
 NoMatch = Literal["error", "latest"]
 PartitionValues = tuple[tuple[TopicPartition, int], ...]
-
-
-class StartAt(NamedTuple):
-    """The start of one partition, as a question to the broker.
-
-    ``value`` is the offset (kind "offset") or milliseconds since the epoch (kind "time": the first record that is not
-    older); it is 0 for the other kinds.
-    """
-
-    kind: Literal["earliest", "latest", "offset", "time"]
-    value: int = 0
-
-
-EARLIEST = StartAt("earliest")
-LATEST = StartAt("latest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ class SparkDriver:
             topic_ids=dict.fromkeys(self._group.topics, "id"),
             known=self.machine.known(),
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            moved=frozenset(tp for tp in self.machine.foreign() if tp in until),
+            followed=frozenset(tp for tp in self.machine.foreign() if tp in until),
             owed={tp: at for tp, at in self.machine.owed().items() if tp not in until},
             turn=self._turn,
         )

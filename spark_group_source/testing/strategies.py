@@ -37,7 +37,8 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         topic_ids={topic: draw(st.text(max_size=22)) for topic in named},
         known={topic: draw(st.integers(0, 10_000)) for topic in named},
         ranges=read,
-        moved=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
+        followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
+        epoch=draw(st.integers(0, 5)),
         owed=draw(st.dictionaries(partitions, offsets, max_size=3)),
         turn=draw(st.none() | partitions),
     )

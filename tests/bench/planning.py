@@ -120,7 +120,7 @@ def plan(machine: GroupMachine, seq: int) -> tuple[StreamOffset, dict[str, float
             topic_ids={"orders": "x"},
             known=machine.known(),
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            moved=frozenset(tp for tp in machine.foreign() if tp in until),
+            followed=frozenset(tp for tp in machine.foreign() if tp in until),
             owed={tp: at for tp, at in machine.owed().items() if tp not in until},
             turn=turn,
         )

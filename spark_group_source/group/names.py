@@ -1,0 +1,64 @@
+"""The names by which a stream is known to Kafka, and the note beside each offset that it commits.
+
+Runs in: the stream reader, the command line, tests. Deliberately absent: asking Kafka.
+
+A stream is ``<group>.<stream id>`` as a committing process and ``<group>.<stream id>.<slot>`` as a static member. The
+note beside a committed offset (Kafka calls it metadata) says who committed it:
+
+- ``spark-group:<stream>:<seq>:<epoch>``, with ``:followed`` behind it where the position came from a commit that no
+  stream made: a stream, when its batch ``seq`` was durable;
+- ``spark-group-reset:<epoch>``: ``spark-group reset``. The *epoch* counts the resets of a group. Plans that were made
+  before the newest one are void, and every later commit carries its number on;
+- anything else: somebody else. Earlier releases wrote notes without an epoch.
+"""
+
+from typing import NamedTuple
+
+STREAM_PREFIX = "spark-group"
+RESET_PREFIX = "spark-group-reset"
+FOLLOWED = "followed"
+
+
+class Note(NamedTuple):
+    """Who committed an offset. ``stream`` is None, and ``seq`` -1, for an operator and for anyone who is not ours."""
+
+    stream: str | None = None
+    seq: int = -1
+    epoch: int = 0
+    followed: bool = False
+
+
+def note_text(stream: str, seq: int, epoch: int = 0, *, followed: bool = False) -> str:
+    """The note of a stream's commit."""
+    return f"{STREAM_PREFIX}:{stream}:{seq}:{epoch}" + (f":{FOLLOWED}" if followed else "")
+
+
+def reset_text(epoch: int) -> str:
+    """The note of an operator's reset."""
+    return f"{RESET_PREFIX}:{epoch}"
+
+
+def parse_note(text: str) -> Note:
+    """Read a note. Whatever is not one of ours is somebody else's: no text is an error."""
+    prefix, *parts = text.split(":")
+    try:
+        if prefix == RESET_PREFIX and len(parts) == 1:
+            return Note(epoch=int(parts[0]))
+        if prefix == STREAM_PREFIX and len(parts) >= 2 and parts[0]:
+            epoch = int(parts[2]) if len(parts) > 2 else 0
+            return Note(parts[0], int(parts[1]), epoch, followed=FOLLOWED in parts[3:])
+    except ValueError:
+        pass
+    return Note()
+
+
+def transactional_id(group: str, stream: str) -> str:
+    return f"{group}.{stream}"
+
+
+def instance_id(group: str, stream: str, slot: int) -> str:
+    return f"{group}.{stream}.{slot}"
+
+
+def client_id(stream: str, slot: int) -> str:
+    return f"spark-group-{stream}-{slot}"
