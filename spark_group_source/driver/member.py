@@ -8,15 +8,15 @@ one thread while another polls never returns.
 import logging
 import queue
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spark_group_source.errors import Fenced, GroupError, OptionError, SourceError
+from spark_group_source.errors import Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Identity, MemberConsumer, MemberStale
+from spark_group_source.kafka import Identity, MemberConsumer, MemberStale, Runtime, Thread
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ HOLD_CHECK_S = 0.25
 """While a revocation is held: how often the machine is asked whether its budget has run out."""
 ORDERS_MAX = 100
 """Orders waiting for the thread. The machine gives a slot one order at a time; more than this is a bug."""
+STOOD_STILL_SHARE = 0.5
+"""Of the session timeout: a thread that did nothing for longer has stood still, and its place may be another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class _Commit:
     share: Share
-    note: str
+    notes: Mapping[TopicPartition, str]
     done: "Future[None]"
 
 
@@ -51,35 +53,42 @@ class Member:
     """The member of one slot, from :meth:`start` until its thread ends.
 
     Args:
-        join: which slot, the number of its consumer, and the first subscription.
-        settings: librdkafka settings with group.id and group.instance.id.
-        report: takes each event; never raises.
-        fail: ends the run with this error.
-        replaced: whether a newer driver has this run's place; given any partition of the group.
+        join: which slot, the number of its consumer, its names in the group, and the first subscription.
+        settings: librdkafka settings with group.id; the names of ``join`` are added here.
+        runtime: threads, clock and clients.
+        report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
+        replaced: asks whether a newer driver has this run's place, and waits for the answer; None: not known. Only a
+            static member asks: a dynamic one has no place that could be another's.
     """
 
     def __init__(
         self,
         join: ev.Join,
         settings: Mapping[str, str],
+        *,
+        runtime: Runtime,
         report: Callable[[ev.Event], None],
-        fail: Callable[[SourceError], None],
-        replaced: Callable[[TopicPartition], bool],
+        replaced: Callable[[], bool | None],
     ) -> None:
         self._join = join
-        self._settings = settings
+        self._settings = dict(settings) | ({"client.id": join.client_id} if join.client_id else {})
+        if join.instance_id is not None:
+            self._settings["group.instance.id"] = join.instance_id
+        self._runtime = runtime
         self._report = report
-        self._fail = fail
         self._replaced = replaced
-        self._orders: queue.Queue[_Order] = queue.Queue(ORDERS_MAX)
+        self._orders: queue.Queue[_Order] = runtime.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
         self._assigned = False
-        self._thread = threading.Thread(target=self._run, name=f"slot-{join.slot}.{join.client}", daemon=True)
+        self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
+        self._moved_ms = 0
+        self._thread: Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        name = f"slot-{self.slot}.{self.client}"
+        self._thread = self._runtime.spawn(name, self._run, died=self._died)
 
     def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         """Give the thread something to do; it is done within :data:`POLL_S` or at once inside a hold."""
@@ -98,14 +107,20 @@ class Member:
     def client(self) -> int:
         return self._join.client
 
-    def commit(self, share: Share, note: str) -> "Future[None]":
-        """Commit offsets as this member: the way where transactions are not allowed."""
-        done: Future[None] = Future()
-        self._orders.put_nowait(_Commit(share, note, done))
+    def commit(self, share: Share, notes: Mapping[TopicPartition, str]) -> "Future[None]":
+        """Commit offsets as this member: the way where transactions are not allowed.
+
+        Returns:
+            Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
+        """
+        done: Future[None] = self._runtime.future()
+        self._orders.put_nowait(_Commit(share, notes, done))
         return done
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False when it did not in time."""
+        if self._thread is None:
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -117,21 +132,31 @@ class Member:
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
         except OptionError as exc:  # joining again cannot help
-            self._fail(exc)
+            self._report(ev.Broken(error=exc))
         except SourceError as exc:
             self._report(ev.MemberFailed(**self._me(), reason=str(exc)))
         except:  # noqa: E722 - an error of the library that a callback let through is not even a BaseException
-            log.exception("slot %d failed", self._join.slot)
+            log.exception("slot %d failed", self.slot)
             self._report(ev.MemberFailed(**self._me(), reason=repr(sys.exc_info()[1])))
         finally:
             self._end()
 
+    def _died(self, exc: BaseException) -> None:
+        self._report(ev.Broken(error=InvariantBroken(f"the thread of slot {self.slot} does not run: {exc!r}")))
+
     def _serve(self) -> None:
         self._consumer = consumer = MemberConsumer(
-            self._settings, on_assigned=self._on_assigned, on_revoked=self._on_revoked, on_lost=self._on_lost
+            self._settings,
+            runtime=self._runtime,
+            on_assigned=self._on_assigned,
+            on_revoked=self._on_revoked,
+            on_lost=self._on_lost,
         )
         subscribed: tuple[str, ...] = ()
+        self._moved_ms = self._runtime.now_ms()
         while self._leaving is None:
+            if (why := self._stood_still()) is not None:
+                raise Fenced(why)
             if subscribed != self._topics:  # here and not where the order is met: that may be inside a callback
                 consumer.subscribe(self._topics)
                 subscribed = self._topics
@@ -148,33 +173,38 @@ class Member:
                 return
 
     def _obey(self, order: _Order) -> None:
-        assert self._consumer is not None
         match order:
             case ev.Leave():
                 self._leaving = order
             case ev.Subscribe():
                 self._topics = order.topics
             case _Commit():
-                try:
-                    self._consumer.identify()
-                    if self._consumer.identity != order.share.identity:
-                        raise MemberStale(f"slot {self.slot} has joined again since")
-                    self._consumer.commit(order.share.offsets, order.note)
-                    order.done.set_result(None)
-                except GroupError as exc:
-                    order.done.set_exception(exc)
+                self._commit(order)
             case ev.Release():
                 pass  # the hold it belongs to is over
 
+    def _commit(self, order: _Commit) -> None:
+        assert self._consumer is not None
+        try:
+            self._consumer.identify()
+            if self._consumer.identity != order.share.identity:
+                raise MemberStale(f"slot {self.slot} has joined again since")
+            self._consumer.commit(order.share.offsets, order.notes)
+            order.done.set_result(None)
+        except GroupError as exc:
+            order.done.set_exception(exc)
+
     def _end(self) -> None:
         leave = self._leaving is not None and self._leaving.leave
-        self._leaving = self._leaving or ev.Leave(slot=self._join.slot, leave=False)
-        if self._consumer is not None:
-            self._consumer.close(leave=leave)
-        while not self._orders.empty():
-            order = self._orders.get_nowait()
-            if isinstance(order, _Commit):
-                order.done.set_exception(GroupError("the member has ended"))
+        self._leaving = self._leaving or ev.Leave(slot=self.slot, leave=False)
+        try:
+            if self._consumer is not None:
+                self._consumer.close(leave=leave)
+        finally:
+            while not self._orders.empty():
+                order = self._orders.get_nowait()
+                if isinstance(order, _Commit):
+                    order.done.set_exception(GroupError("the member has ended"))
 
     # --- callbacks, on the thread, inside poll ----------------------------------------------------------------------
 
@@ -182,31 +212,55 @@ class Member:
         self._assigned = True
         self._report(ev.Assigned(**self._me(), partitions=partitions, generation=generation))
 
-    def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> None:
+    def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> str | None:
         """Hold the revocation: it takes effect when this returns. Heartbeats go on in the library's own thread."""
         if self._leaving is not None:
-            return
+            return None
         eager = self._consumer is not None and not self._consumer.incremental
         self._assigned = not eager
         self._report(ev.Revoking(**self._me(), partitions=partitions, eager=eager))
-        while self._leaving is None:
+        why = self._stood_still()
+        while why is None and self._leaving is None:
             try:
                 order = self._orders.get(timeout=HOLD_CHECK_S)
             except queue.Empty:
-                if self._consumer is not None:
-                    self._consumer.identify()
-                self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
-                continue
+                order = None
+            why = self._stood_still()
             if isinstance(order, ev.Release):
-                return
-            self._obey(order)
+                break
+            if order is not None:
+                self._obey(order)
+            elif self._consumer is not None:
+                self._consumer.identify()
+                self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
+        return why
 
-    def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> bool:
-        """Say what is lost, and whether to rejoin: a process that was frozen past its session would take the place
-        back from the driver that was started instead (classic static members, KIP-345)."""
+    def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> str | None:
         self._assigned = False
         self._report(ev.Lost(**self._me(), partitions=partitions))
-        return self._leaving is not None or not self._replaced(partitions[0])
+        return self._why_not_again()
+
+    # --- whose place it is ------------------------------------------------------------------------------------------
+
+    def _stood_still(self) -> str | None:
+        """Say that the thread runs. After a standstill: why it must not go on as a member, if so.
+
+        A member that has no partitions, or holds a revocation, is not told that its session ended meanwhile: the
+        library joins again by itself, under the name that may be another process's by now.
+        """
+        since_ms, self._moved_ms = self._moved_ms, self._runtime.now_ms()
+        return self._why_not_again() if self._moved_ms - since_ms > self._still_ms_max else None
+
+    def _why_not_again(self) -> str | None:
+        """Why this member must not join again: a process that was frozen past its session would take the place back
+        from the driver that was started instead (classic static members, KIP-345)."""
+        if self._join.instance_id is None or self._leaving is not None:
+            return None
+        replaced = self._replaced()
+        self._moved_ms = self._runtime.now_ms()
+        if replaced is None:
+            return "whether a newer driver of this stream has the place is not known"
+        return "a newer driver of this stream took the place while this one stood still" if replaced else None
 
     def _me(self) -> dict[str, int]:
-        return {"slot": self._join.slot, "client": self._join.client}
+        return {"slot": self.slot, "client": self.client}

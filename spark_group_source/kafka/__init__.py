@@ -6,10 +6,12 @@ once.
 """
 
 from spark_group_source.kafka.admin import Admin, CommittedOffset, GroupDescription, GroupMember, Topic
-from spark_group_source.kafka.committer import MemberStale, OffsetCommitter
+from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
 from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.runtime import Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
+from spark_group_source.kafka.translation import MemberStale
 
 __all__ = [
     "Admin",
@@ -21,6 +23,8 @@ __all__ = [
     "MemberConsumer",
     "MemberStale",
     "OffsetCommitter",
+    "Runtime",
+    "Thread",
     "Topic",
     "check_settings",
     "is_incremental",

@@ -4,7 +4,6 @@ Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any st
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,13 +13,16 @@ from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaE
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.errors import CommitFailed, TopicMissing
+from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import MISSING_CODES, to_kafka, to_ours, translate
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import StartAt, TopicPartition
 
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 """One question to the cluster, including the search for the broker that can answer."""
+ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
+"""How long an answer is waited for: the library's own timeout comes first."""
 ERROR_POLL_S = 0.2
 """While an answer is pending: how often to look whether the cluster refused the credentials."""
 
@@ -34,8 +36,7 @@ _COORDINATOR_BOUND = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
 
-# The library's stubs know neither callbacks nor loggers among the settings, nor the types of OffsetSpec.
-_AdminClient: Any = kafka_admin.AdminClient
+# The library's stubs do not know the types of OffsetSpec.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
 
 
@@ -85,17 +86,26 @@ class Admin:
 
     Args:
         settings: librdkafka settings of an admin client.
+        runtime: clock and clients; the real ones unless given.
         retries: how often a question that was not answered is asked again.
         retry_interval_s: the wait before it is.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, retries: int = 3, retry_interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, str],
+        *,
+        runtime: Runtime | None = None,
+        retries: int = 3,
+        retry_interval_s: float = 1.0,
+    ) -> None:
+        self._runtime = runtime or Runtime()
         self._servers = settings["bootstrap.servers"]
         self._retries = retries
         self._retry_interval_s = retry_interval_s
         self._refused: KafkaError | None = None
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
-        self._client = _AdminClient({**settings, "error_cb": self._on_error, "logger": log})
+        self._client = self._runtime.admin({**settings, "error_cb": self._on_error, "logger": log})
 
     def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
         """Every topic that ``wants`` says yes to, with its id and partition count."""
@@ -148,6 +158,20 @@ class Admin:
         """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
         found = self._offsets_of({tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}, committed=False)
         return {tp: offset if offset >= 0 else None for tp, offset in found.items()}
+
+    def starts(self, words: Mapping[TopicPartition, StartAt], *, committed: bool) -> dict[TopicPartition, int | None]:
+        """The offset that each of these words stands for, with one question for all of a kind.
+
+        None where no record is as young as the time. Partitions that were not answered are left out.
+
+        Args:
+            committed: the latest offset is the last stable one.
+        """
+        found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in words.items() if at.kind == "offset"}
+        found.update(self.earliest(tp for tp, at in words.items() if at.kind == "earliest"))
+        found.update(self.latest((tp for tp, at in words.items() if at.kind == "latest"), committed=committed))
+        found.update(self.at_time({tp: at.value for tp, at in words.items() if at.kind == "time"}))
+        return found
 
     def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
         """Every offset that the group committed. A query uses :class:`GroupOffsets`, which says why."""
@@ -204,7 +228,8 @@ class Admin:
 
     def pause(self, wait_s: float) -> None:
         """Let time pass between two questions, serving the client meanwhile."""
-        self._client.poll(wait_s)
+        self._runtime.pause(wait_s)
+        self._client.poll(0)
 
     def _offsets(self, tps: Iterable[TopicPartition], spec: Any, committed: bool) -> dict[TopicPartition, int]:
         return self._offsets_of(dict.fromkeys(tps, spec), committed)
@@ -228,7 +253,7 @@ class Admin:
         return self._retrying(op, lambda: {key: self._answer(future) for key, future in send().items()})
 
     def _answer(self, future: "Future[Any]") -> Any:
-        deadline_s = time.monotonic() + REQUEST_TIMEOUT_S + 1.0  # the library's own timeout comes first
+        deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
                 return future.result(timeout=ERROR_POLL_S)
@@ -240,17 +265,17 @@ class Admin:
                 self._client.poll(0)  # runs the error callback
                 if self._refused is not None:
                     raise KafkaException(self._refused) from None
-                if time.monotonic() > deadline_s:
+                if self._runtime.now_ms() > deadline_ms:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")) from None
 
     def _retrying(self, op: str, ask: Callable[[], T]) -> T:
-        started_s = time.monotonic()
+        started_ms = self._runtime.now_ms()
         for attempt in range(self._retries + 1):
             try:
                 return ask()
             except KafkaException as exc:
                 error = self._refused or exc.args[0]
-                waited_s = time.monotonic() - started_s
+                waited_s = (self._runtime.now_ms() - started_ms) / 1000
                 failure = translate(error, op=op, servers=self._servers, waited_s=waited_s)
                 if not failure.retriable or attempt == self._retries:
                     raise failure from exc

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
-from spark_group_source.kafka.translation import AUTH_CODES, FENCED_CODES, to_kafka, translate
+from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.translation import AUTH_CODES, FENCED_CODES, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -22,27 +23,6 @@ TRANSACTION_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 5.0
 """A step that names offsets. The library repeats it for this long when a topic is unknown, and a deleted one
 stays so; revocations wait for the commit meanwhile."""
-
-
-STALE_CODES = frozenset(
-    {
-        KafkaError.ILLEGAL_GENERATION,
-        KafkaError.UNKNOWN_MEMBER_ID,
-        KafkaError.STALE_MEMBER_EPOCH,
-        KafkaError.FENCED_MEMBER_EPOCH,
-        KafkaError.FENCED_INSTANCE_ID,
-    }
-)
-"""Who the member was when the commit was ordered, it is no more. What that means it hears itself."""
-
-
-class MemberStale(CommitFailed):
-    """A member in whose name offsets were to be committed is in another generation, or out. ``share``: which one."""
-
-    def __init__(self, message: str, *, thrown_out: bool = False) -> None:
-        super().__init__(message)
-        self.thrown_out = thrown_out
-        self.share = 0
 
 
 class OffsetCommitter:
@@ -56,9 +36,11 @@ class OffsetCommitter:
         settings: librdkafka settings of a producer.
         group: the consumer group.
         transactional_id: the same for every run of one stream.
+        runtime: clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str) -> None:
+    def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._settings = {**settings, "transactional.id": transactional_id, "logger": log}
         self._servers = settings["bootstrap.servers"]
         self._group = group
@@ -76,30 +58,39 @@ class OffsetCommitter:
         except KafkaException as exc:
             raise self._failure(exc.args[0]) from exc
 
-    def probe(self, tp: TopicPartition) -> None:
+    def probe(self, tp: TopicPartition) -> bool:
         """Ask the broker whether the id is still this process's: a transaction that names an offset and takes it back.
 
-        Returns without asking where nothing was prepared or committed yet, since taking the id over is no question.
+        Returns:
+            True: it is. False: nothing was asked, because this process does not have the id (yet, or any more after a
+            failure); taking it over is no question.
 
         Raises:
             Fenced: a newer process has the id. Final.
+            AccessDenied: transactions are not allowed here.
             CommitFailed: no answer.
         """
         if self._producer is None:
-            return
-        nobody = memberless(self._settings, self._group)
+            return False
+        nobody = memberless(self._settings, self._group, runtime=self._runtime)
         try:
             self._producer.begin_transaction()
             self._producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
             self._producer.abort_transaction(TRANSACTION_TIMEOUT_S)
         except KafkaException as exc:
             raise self._failure(exc.args[0]) from exc
+        return True
 
-    def commit(self, shares: Sequence[tuple[Identity, Mapping[TopicPartition, int]]], note: str) -> None:
-        """Commit the *next* offset of each partition, with ``note`` as its metadata.
+    def commit(
+        self,
+        shares: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
+        notes: Mapping[TopicPartition, str],
+    ) -> None:
+        """Commit the *next* offset of each partition, with its note as its metadata.
 
         Args:
             shares: offsets, and the member that holds their partitions.
+            notes: one for each partition.
 
         Raises:
             Fenced: a newer process has the id. Final.
@@ -112,32 +103,27 @@ class OffsetCommitter:
             producer = self._ready()
             producer.begin_transaction()
             for at, (identity, offsets) in enumerate(shares):  # noqa: B007 - for the error
-                entries = [to_kafka(tp, offset, note) for tp, offset in offsets.items()]
+                entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
                 producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
             producer.commit_transaction(TRANSACTION_TIMEOUT_S)
         except KafkaException as exc:
-            failure = self._failure(exc.args[0])
-            if isinstance(failure, MemberStale):
-                failure.share = at
-            raise failure from exc
+            raise self._failure(exc.args[0], share=at) from exc
 
     def close(self) -> None:
         self._producer = None
 
     def _ready(self) -> Any:
         if self._producer is None:
-            producer = Producer(self._settings)
+            producer = self._runtime.producer(self._settings)
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
             self._producer = producer
         return self._producer
 
-    def _failure(self, error: KafkaError) -> GroupError:
+    def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
         code = error.code()
-        if code in STALE_CODES:
+        if (failure := stale(error, share=share)) is not None:
             self._abort(error)
-            return MemberStale(
-                f"a member is not what it was: {error.str()}", thrown_out=code == KafkaError.UNKNOWN_MEMBER_ID
-            )
+            return failure
         if code in FENCED_CODES or code in AUTH_CODES:
             self._producer = None
             return translate(error, op="committing offsets", servers=self._servers)
@@ -153,11 +139,11 @@ class OffsetCommitter:
             self._producer = None
 
 
-def memberless(settings: Mapping[str, Any], group: str) -> Identity:
+def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> Identity:
     """What a consumer that never subscribed says of its group: generation -1, no member, which the broker accepts
     for transactional commits in every state of the group. For the question alone: nothing is committed with it."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
-    consumer = Consumer({**own, "group.id": group, "group.protocol": "classic"})
+    consumer = runtime.consumer({**own, "group.id": group, "group.protocol": "classic"})
     try:
         return Identity(-1, "", consumer.consumer_group_metadata())
     finally:

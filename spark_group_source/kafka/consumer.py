@@ -6,14 +6,14 @@ Runs in: the thread of a slot (``member``). Deliberately absent: fetching, and d
 import contextlib
 import logging
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
-from spark_group_source.kafka.translation import AUTH_CODES, to_kafka, to_ours, translate
+from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.translation import AUTH_CODES, stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -48,19 +48,25 @@ class MemberConsumer:
 
     Args:
         settings: librdkafka settings with group.id and group.instance.id.
+        runtime: clock and clients.
         on_assigned: partitions that came, in addition; generation.
         on_revoked: partitions to give back; returns when they may go.
-        on_lost: partitions that are gone; returns whether to join again.
+        on_lost: partitions that are gone, maybe none.
+
+    ``on_revoked`` and ``on_lost`` return why the consumer must not join again, or None: another process may have its
+    place.
     """
 
     def __init__(
         self,
         settings: Mapping[str, str],
         *,
+        runtime: Runtime,
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
-        on_revoked: Callable[[tuple[TopicPartition, ...]], None],
-        on_lost: Callable[[tuple[TopicPartition, ...]], bool],
+        on_revoked: Callable[[tuple[TopicPartition, ...]], str | None],
+        on_lost: Callable[[tuple[TopicPartition, ...]], str | None],
     ) -> None:
+        self._runtime = runtime
         self._servers = settings["bootstrap.servers"]
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
@@ -69,7 +75,7 @@ class MemberConsumer:
         self.identity: Identity | None = None
         self._holder = ""  # as which member it was given its partitions
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
-        self._consumer: Any = Consumer({**settings, "logger": log})
+        self._consumer: Any = runtime.consumer({**settings, "logger": log})
 
     def subscribe(self, topics: Sequence[str]) -> None:
         self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
@@ -114,19 +120,22 @@ class MemberConsumer:
             now = None
         self.identity = now
 
-    def commit(self, offsets: Mapping[TopicPartition, int], note: str) -> None:
-        """Commit as this member, any partition of the group.
+    def commit(self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]) -> None:
+        """Commit as this member, any partition of the group, with a note beside each offset.
 
         Raises:
+            MemberStale: it is not in the group as it was; nothing was committed.
             CommitFailed: nothing or not everything was committed.
         """
-        entries = [to_kafka(tp, offset, note) for tp, offset in offsets.items()]
+        entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
         try:
             for done in self._consumer.commit(offsets=entries, asynchronous=False):
                 if done.error is not None:
                     raise KafkaException(done.error)
         except KafkaException as exc:
-            raise CommitFailed(f"committing offsets as a member failed: {exc.args[0].str()}") from exc
+            error = exc.args[0]
+            failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())
+            raise stale(error) or failure from exc
 
     def close(self, *, leave: bool) -> None:
         """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
@@ -135,9 +144,9 @@ class MemberConsumer:
             if leave:
                 # A close() right behind it would suppress a static member's leave: let the revocation be served first.
                 self._consumer.unsubscribe()
-                deadline_s = time.monotonic() + LEAVE_S_MAX
+                deadline_ms = self._runtime.now_ms() + LEAVE_S_MAX * 1000
                 self._consumer.poll(LEAVE_POLL_S)
-                while self._is_member() and time.monotonic() < deadline_s:
+                while self._is_member() and self._runtime.now_ms() < deadline_ms:
                     self._consumer.poll(LEAVE_POLL_S)
             self._consumer.close()
 
@@ -180,7 +189,7 @@ class MemberConsumer:
     def _revoked(self, consumer: Any, partitions: list[Any]) -> None:
         self.identify()
         if self._failure is None:
-            self._on_revoked(to_ours(partitions))
+            self._stay_out(consumer, self._on_revoked(to_ours(partitions)))
         if self.incremental:
             consumer.incremental_unassign(partitions)
         else:
@@ -188,10 +197,14 @@ class MemberConsumer:
 
     def _lost(self, consumer: Any, partitions: list[Any]) -> None:
         self._holder = ""
-        if not self._on_lost(to_ours(partitions)):
-            self._failure = Fenced("a newer driver of this stream took the place while this one stood still")
+        self._stay_out(consumer, self._on_lost(to_ours(partitions)))
+
+    def _stay_out(self, consumer: Any, why: str | None) -> None:
+        """Before the library gives up the partitions, which is when it joins again."""
+        if why is not None:
+            self._failure = Fenced(why)
             with contextlib.suppress(KafkaException):  # the library may have heard itself that it is fenced
-                consumer.unsubscribe()  # before it gives up the partitions, which is when it joins again
+                consumer.unsubscribe()
 
 
 def is_incremental(settings: Mapping[str, str]) -> bool:

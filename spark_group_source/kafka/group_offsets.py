@@ -7,15 +7,14 @@ source needs it most. A consumer that never subscribes asks the same question sa
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.admin import CommittedOffset
+from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import to_kafka, translate
 from spark_group_source.model import TopicPartition
 
@@ -27,6 +26,17 @@ READ_BACK_S_MAX = 10.0
 """How long a committed offset may stay invisible: its transaction marker takes milliseconds."""
 READ_BACK_PAUSES_S = (0.005, 0.05)
 """First and longest pause between two looks."""
+PARTITION_CODES = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.UNKNOWN_TOPIC_ID,
+        KafkaError.UNSTABLE_OFFSET_COMMIT,
+        KafkaError._UNKNOWN_PARTITION,
+        KafkaError._UNKNOWN_TOPIC,
+    }
+)
+"""Errors of one partition in an answer that say nothing of the others: a broker may not have heard of a new partition,
+or its offset is part of a transaction that is not finished."""
 
 
 class GroupOffsets:
@@ -35,15 +45,19 @@ class GroupOffsets:
     Args:
         settings: librdkafka settings of an admin client.
         group: the consumer group.
+        runtime: clock and clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, group: str) -> None:
+    def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._settings = {**settings, "group.id": group, "group.protocol": "classic", "enable.auto.commit": "false"}
         self._servers = settings["bootstrap.servers"]
         self._consumers: dict[bool, Any] = {}
 
-    def read(self, tps: Iterable[TopicPartition], *, stable: bool = True) -> dict[TopicPartition, CommittedOffset]:
-        """The next offset of each partition; those without one are left out.
+    def read(
+        self, tps: Iterable[TopicPartition], *, stable: bool = True
+    ) -> dict[TopicPartition, CommittedOffset | None]:
+        """The next offset of each partition, None where there is none. Partitions without an answer are left out.
 
         Args:
             stable: wait for offsets of transactions that are not finished (KIP-447); without it the old value shows.
@@ -52,22 +66,21 @@ class GroupOffsets:
             BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; ask again later.
             AccessDenied: the user may not read the group.
         """
-        asked_s = time.monotonic()
+        asked_ms = self._runtime.now_ms()
+        answered: dict[TopicPartition, CommittedOffset | None] = {}
         try:
-            found = self._consumer(stable).committed([to_kafka(tp) for tp in tps], timeout=READ_TIMEOUT_S)
-            for answer in found:
-                if answer.error is not None:
+            for answer in self._consumer(stable).committed([to_kafka(tp) for tp in tps], timeout=READ_TIMEOUT_S):
+                if answer.error is None:
+                    at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
+                    answered[TopicPartition(answer.topic, answer.partition)] = at
+                elif answer.error.code() not in PARTITION_CODES:
                     raise KafkaException(answer.error)
         except KafkaException as exc:
-            waited_s = time.monotonic() - asked_s
+            waited_s = (self._runtime.now_ms() - asked_ms) / 1000
             raise translate(
                 exc.args[0], op="reading committed offsets", servers=self._servers, waited_s=waited_s
             ) from exc
-        return {
-            TopicPartition(p.topic, p.partition): CommittedOffset(p.offset, p.metadata or "")
-            for p in found
-            if p.offset >= 0
-        }
+        return answered
 
     def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Wait until a plain read of the group shows these offsets: other clients start where *it* says.
@@ -75,20 +88,19 @@ class GroupOffsets:
         Raises:
             CommitFailed: they did not show in time, or someone else committed others after us.
         """
-        deadline_s = time.monotonic() + READ_BACK_S_MAX
+        deadline_ms = self._runtime.now_ms() + READ_BACK_S_MAX * 1000
         pause_s, pause_s_max = READ_BACK_PAUSES_S
-        pause = threading.Event()
         while True:
             seen = self.read(offsets, stable=False)
-            late = {tp: offset for tp, offset in offsets.items() if tp not in seen or seen[tp].offset != offset}
+            late = [tp for tp, offset in offsets.items() if (at := seen.get(tp)) is None or at.offset != offset]
             if not late:
                 return
-            if time.monotonic() > deadline_s:
-                tp, offset = next(iter(late.items()))
+            if self._runtime.now_ms() > deadline_ms:
+                tp = late[0]
                 raise CommitFailed(
-                    f"{tp} was committed at {offset}, but the group shows {seen.get(tp)}", late=len(late)
+                    f"{tp} was committed at {offsets[tp]}, but the group shows {seen.get(tp)}", late=len(late)
                 )
-            pause.wait(pause_s)
+            self._runtime.pause(pause_s)
             pause_s = min(pause_s * 2, pause_s_max)
 
     def close(self) -> None:
@@ -100,5 +112,6 @@ class GroupOffsets:
     def _consumer(self, stable: bool) -> Any:
         if stable not in self._consumers:
             level = "read_committed" if stable else "read_uncommitted"  # it decides whether the read must be stable
-            self._consumers[stable] = Consumer({**self._settings, "isolation.level": level, "logger": log})
+            settings = {**self._settings, "isolation.level": level, "logger": log}
+            self._consumers[stable] = self._runtime.consumer(settings)
         return self._consumers[stable]

@@ -3,9 +3,10 @@
 Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``client_settings``).
 """
 
-from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
+from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.options.table import Options
 
 
@@ -15,10 +16,9 @@ def check_settings(options: Options) -> None:
     Raises:
         OptionError: with the library's own words.
     """
-    for settings, make in ((options.consumer_settings(), Consumer), (options.producer_settings(), Producer)):
-        try:
-            client = make({**settings, "log_level": 0})
-        except KafkaException as exc:
-            raise OptionError(f"the Kafka client refuses an option: {exc.args[0].str()}") from None
-        if isinstance(client, Consumer):
-            client.close()
+    runtime = Runtime()
+    try:
+        runtime.consumer({**options.consumer_settings(), "log_level": 0}).close()
+        runtime.producer({**options.producer_settings(), "log_level": 0})
+    except KafkaException as exc:
+        raise OptionError(f"the Kafka client refuses an option: {exc.args[0].str()}") from None

@@ -9,7 +9,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from spark_group_source.errors import AccessDenied, BrokerUnavailable, Fenced, GroupError
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
 from spark_group_source.model import TopicPartition
 
 AUTH_CODES = frozenset(
@@ -35,6 +35,36 @@ MISSING_CODES = frozenset(
         KafkaError.GROUP_ID_NOT_FOUND,
     }
 )
+STALE_CODES = frozenset(
+    {
+        KafkaError.ILLEGAL_GENERATION,
+        KafkaError.UNKNOWN_MEMBER_ID,
+        KafkaError.STALE_MEMBER_EPOCH,
+        KafkaError.FENCED_MEMBER_EPOCH,
+        KafkaError.FENCED_INSTANCE_ID,
+    }
+)
+"""Who the member was when the commit was ordered, it is no more. What that means it hears itself."""
+
+
+class MemberStale(CommitFailed):
+    """A member in whose name offsets were to be committed is in another generation, or out."""
+
+    def __init__(self, message: str, *, thrown_out: bool = False, share: int = 0) -> None:
+        super().__init__(message)
+        self.thrown_out = thrown_out
+        """The broker does not know it; it may not have heard so itself."""
+        self.share = share
+        """Which of the shares of the commit was its."""
+
+
+def stale(error: KafkaError, *, share: int = 0) -> MemberStale | None:
+    """What a refused commit says of the member, if it says something of it."""
+    code = error.code()
+    if code not in STALE_CODES:
+        return None
+    thrown_out = code == KafkaError.UNKNOWN_MEMBER_ID
+    return MemberStale(f"a member is not what it was: {error.str()}", thrown_out=thrown_out, share=share)
 
 
 def translate(error: KafkaError, *, op: str, servers: str, waited_s: float = 0.0) -> GroupError:
