@@ -32,7 +32,7 @@ WALLS: dict[str, set[str]] = {
     "host": VALUES | {"group"},
     "delta": VALUES | {"group"},
     "local": VALUES,
-    "cli": VALUES | {"options", "group", "kafka", "host", "delta", "local", "driver"},
+    "cli": VALUES | {"options", "group", "kafka", "host", "delta", "local"},
 }
 """Which rooms a room may import besides itself. Think twice before adding one: it is what keeps the protocol pure, and
 source and sink apart."""

@@ -19,14 +19,14 @@ from rich.table import Table
 
 from spark_group_source.errors import OptionError
 from spark_group_source.host import runs as progress
-from spark_group_source.options.starting import EARLIEST, LATEST, StartAt, parse_offsets
+from spark_group_source.options.starting import parse_offsets
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_group_source.cli.report import GroupReport
     from spark_group_source.kafka import Admin
-    from spark_group_source.model import TopicPartition
+    from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 console = Console()
 

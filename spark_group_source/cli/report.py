@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spark_group_source.driver.worker import stream_of
+from spark_group_source.group.names import parse_note
 from spark_group_source.host import runs as progress
 from spark_group_source.kafka import Admin, GroupMember
 from spark_group_source.model import TopicPartition
@@ -89,7 +89,7 @@ def describe(admin: Admin, group: str, ledger: Mapping[TopicPartition, int] | No
                 lag=None if at is None or end is None else max(0, end - at.offset),
                 ledger=(ledger or {}).get(tp),
                 member=owner.get(tp, ""),
-                stream="" if at is None else stream_of(at.metadata) or "",
+                stream="" if at is None else parse_note(at.metadata).stream or "",
             )
         )
     return GroupReport(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.kafka import Admin
-from spark_group_source.model import TopicPartition
-from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET, StartAt
+from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -175,7 +175,7 @@ class Member:
     def _obey(self, order: _Order) -> None:
         match order:
             case ev.Leave():
-                self._leaving = order
+                self._leaving = self._leaving or order
             case ev.Subscribe():
                 self._topics = order.topics
             case _Commit():

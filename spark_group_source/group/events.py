@@ -298,21 +298,15 @@ class Tick:
     """A deadline of the machine may have passed."""
 
 
-Event = (
-    Assigned
-    | Revoking
-    | Lost
-    | MemberFailed
-    | MemberFenced
+MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
+
+MachineEvent = (
+    MemberReport
     | Born
     | Durable
     | Replay
     | Planned
     | Closing
-    | Asked
-    | Reading
-    | TargetTaken
-    | Stopping
     | Broken
     | CommittedRead
     | StartsResolved
@@ -323,13 +317,13 @@ Event = (
     | NotReplaced
     | ReplacedUnknown
     | Replaced
-    | TopicsListed
-    | GroupSeen
-    | Looked
-    | SiblingsSeen
     | RecordsGone
     | Tick
 )
+"""What the machine of slots and positions takes in."""
+
+Event = MachineEvent | Asked | Reading | TargetTaken | Stopping | TopicsListed | GroupSeen | Looked | SiblingsSeen
+"""What a run takes in."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -362,6 +356,11 @@ class Release:
 
     slot: int
     client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAll(Release):
+    """The same for a slot that gives up everything and joins anew (eager)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +427,49 @@ class Fail:
 
 Command = Join | Subscribe | Release | Leave | FetchCommitted | ResolveStarts | Echo | AskReplaced | Say | Fail
 
+# --- causes: what is noticed inside, for the tables of states ------------------------------------------------------
+
+
+class Gathered:
+    """The slots have their partitions, and these their positions, as far as the next batch waits for them."""
+
+
+class Settled:
+    """No assignment is on its way any more, or it was not worth asking."""
+
+
+class Unsettled:
+    """A bounded run has nothing to read, but the group was not at rest when it looked."""
+
+
+class Rested:
+    """The pause before the next look is over, or there was no need for one."""
+
+
+class NothingToRead:
+    """Nothing, or not enough yet."""
+
+
+class TargetReached:
+    """A bounded run has read all that it was to read."""
+
+
+class DrainAsked:
+    """Somebody wants this run to plan no other batch."""
+
+
+class Echoed:
+    """Kafka has every position, or it did not take them in time."""
+
+
+class TheirCommit:
+    """The committed offset of a partition stands under somebody else's name."""
+
+
+class ResetSeen:
+    """A commit shows a reset of the group that this run did not know of."""
+
+
 # --- steps: what the thread of Spark's call does next ---------------------------------------------------------------
 
 
@@ -470,8 +512,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Close the members (``leave``: out of the group), then hand in :class:`Closing`'s effect by asking for the next
-    step. The shell bounds how long that may take."""
+    """Hand in :class:`Closing` and wait, within the shell's bound, until the members have closed."""
 
     leave: bool
 

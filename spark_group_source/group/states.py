@@ -1,16 +1,40 @@
-"""The states of a run and of a slot, and every change of them that is allowed.
+"""The states of a run, of the stream between batches, of a slot and of a partition, and every change that is allowed.
 
-Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``machine``). The two tables are the
-whole of it: a change that is not in them raises :class:`InvariantBroken` with the story, and the README's tables are
-rendered from them.
+Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``run``, ``machine``, ``positions``).
+The four tables are the whole of it: a change that is not in them raises :class:`InvariantBroken` with the story, and
+the tables and pictures of ``docs/architecture.md`` are rendered from them. A cause is a class of ``events``: an event,
+a command, or what the run noticed itself.
 """
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TypeVar
+
+from spark_group_source.group import events as ev
+
+
+class RunState(Enum):
+    """What the run does for Spark: where ``latestOffset`` stands, or what Spark does with its answer."""
+
+    NEW = "new"  # nothing was asked yet
+    STARTING = "starting"  # lists the topics; then the stream is named and its members join
+    OPEN = "open"  # between two calls; every durable batch is known
+    GATHERING = "gathering"  # waits until the slots have their partitions and each has its position
+    SETTLING = "settling"  # asks the group whether an assignment is still on its way
+    RESTING = "resting"  # nothing to read: a pause before the next look
+    LOOKING = "looking"  # asks how far the partitions can be read, and whether all of it is still there
+    PLANNED = "planned"  # Spark has the next batch and has not begun to read it
+    READING = "reading"  # Spark reads the batch and writes it to the sink
+    DRAINING = "draining"  # was asked to plan no more: brings its offsets to Kafka
+    DRAINED = "drained"  # all is at Kafka; waits to be stopped
+    ENDING = "ending"  # a bounded run at its target: brings its offsets to Kafka, then the members leave
+    STOPPING = "stopping"  # Spark ends the run: last offsets to Kafka, then the members close
+    FAILED = "failed"  # the next call of Spark raises the reason
+    CLOSED = "closed"  # the members are closed
 
 
 class Phase(Enum):
-    """Where the run stands between Spark's micro-batches."""
+    """Where the stream stands between Spark's micro-batches."""
 
     NEW = "new"  # no stream named yet; no member joins
     OPEN = "open"  # between batches: revocations are released as soon as their offsets are committed
@@ -25,55 +49,146 @@ class SlotState(Enum):
     JOINING = "joining"  # has a consumer and waits for an assignment
     ASSIGNED = "assigned"  # has an assignment, maybe an empty one
     REVOKING = "revoking"  # holds a revocation; heartbeats go on
-    FENCED = "fenced"  # a newer process took the slot
+    ASKING = "asking"  # its place was taken: asks the broker whether by a newer driver of this stream
+    FENCED = "fenced"  # a newer driver has the stream
 
 
-PHASES: Mapping[tuple[Phase, str], Phase] = {
-    (Phase.NEW, "Born"): Phase.OPEN,
-    (Phase.NEW, "Durable"): Phase.OPEN,
-    (Phase.NEW, "Replay"): Phase.PLANNED,
-    (Phase.OPEN, "Planned"): Phase.PLANNED,
-    (Phase.PLANNED, "Durable"): Phase.OPEN,
-    (Phase.NEW, "Closing"): Phase.CLOSED,
-    (Phase.OPEN, "Closing"): Phase.CLOSED,
-    (Phase.PLANNED, "Closing"): Phase.CLOSED,
-    (Phase.OPEN, "Fail"): Phase.CLOSED,
-    (Phase.PLANNED, "Fail"): Phase.CLOSED,
+class PartitionState(Enum):
+    """Where one partition stands, as far as this run is concerned."""
+
+    AWAY = "away"  # with nobody of ours; its last position is remembered
+    CAME = "came"  # ours; where it stands now is not known, and nobody asks
+    ASKED = "asked"  # the group's committed offset is being read
+    STARTING = "starting"  # there is none: the starting options are being resolved
+    TAKING = "taking"  # its position is known, under somebody else's name: it is committed under ours first
+    READY = "ready"  # may be planned
+    PLANNED = "planned"  # the batch in flight reads it
+
+
+RUN: Mapping[tuple[RunState, type], RunState] = {
+    (RunState.NEW, ev.Asked): RunState.STARTING,
+    (RunState.NEW, ev.Reading): RunState.STARTING,
+    (RunState.STARTING, ev.Born): RunState.GATHERING,
+    (RunState.STARTING, ev.Durable): RunState.GATHERING,
+    (RunState.STARTING, ev.Replay): RunState.READING,
+    (RunState.OPEN, ev.Asked): RunState.GATHERING,
+    (RunState.GATHERING, ev.Gathered): RunState.SETTLING,
+    (RunState.GATHERING, ev.DrainAsked): RunState.DRAINING,
+    (RunState.SETTLING, ev.Settled): RunState.RESTING,
+    (RunState.RESTING, ev.Rested): RunState.LOOKING,
+    (RunState.LOOKING, ev.Planned): RunState.PLANNED,
+    (RunState.LOOKING, ev.NothingToRead): RunState.OPEN,
+    (RunState.LOOKING, ev.Unsettled): RunState.SETTLING,
+    (RunState.LOOKING, ev.TargetReached): RunState.ENDING,
+    (RunState.PLANNED, ev.Asked): RunState.PLANNED,
+    (RunState.PLANNED, ev.Reading): RunState.READING,
+    (RunState.PLANNED, ev.Durable): RunState.OPEN,
+    (RunState.READING, ev.Asked): RunState.READING,
+    (RunState.READING, ev.Reading): RunState.READING,
+    (RunState.READING, ev.Durable): RunState.OPEN,
+    (RunState.DRAINING, ev.Asked): RunState.DRAINING,
+    (RunState.DRAINING, ev.Echoed): RunState.DRAINED,
+    (RunState.DRAINED, ev.Asked): RunState.DRAINED,
+    (RunState.ENDING, ev.Echoed): RunState.OPEN,
+    (RunState.ENDING, ev.Closing): RunState.CLOSED,
+    (RunState.STOPPING, ev.Closing): RunState.CLOSED,
+    (RunState.CLOSED, ev.Asked): RunState.CLOSED,
+    (RunState.CLOSED, ev.Stopping): RunState.CLOSED,
+    (RunState.NEW, ev.Stopping): RunState.CLOSED,
+    **{
+        (state, ev.Stopping): RunState.STOPPING
+        for state in RunState
+        if state not in (RunState.NEW, RunState.CLOSED, RunState.STOPPING)
+    },
+    **{(state, ev.Fail): RunState.FAILED for state in RunState if state not in (RunState.FAILED, RunState.CLOSED)},
 }
 
-SLOTS: Mapping[tuple[SlotState, str], SlotState] = {
-    (SlotState.OUT, "Join"): SlotState.JOINING,
-    (SlotState.JOINING, "Assigned"): SlotState.ASSIGNED,
-    (SlotState.ASSIGNED, "Assigned"): SlotState.ASSIGNED,
-    (SlotState.REVOKING, "Assigned"): SlotState.ASSIGNED,
-    (SlotState.JOINING, "Revoking"): SlotState.REVOKING,
-    (SlotState.ASSIGNED, "Revoking"): SlotState.REVOKING,
-    (SlotState.REVOKING, "Revoking"): SlotState.REVOKING,
-    (SlotState.REVOKING, "Release"): SlotState.ASSIGNED,
-    (SlotState.REVOKING, "Release (eager)"): SlotState.JOINING,
-    (SlotState.JOINING, "Lost"): SlotState.JOINING,
-    (SlotState.ASSIGNED, "Lost"): SlotState.JOINING,
-    (SlotState.REVOKING, "Lost"): SlotState.JOINING,
-    (SlotState.JOINING, "MemberFailed"): SlotState.OUT,
-    (SlotState.ASSIGNED, "MemberFailed"): SlotState.OUT,
-    (SlotState.REVOKING, "MemberFailed"): SlotState.OUT,
-    (SlotState.JOINING, "MemberFenced"): SlotState.FENCED,
-    (SlotState.ASSIGNED, "MemberFenced"): SlotState.FENCED,
-    (SlotState.REVOKING, "MemberFenced"): SlotState.FENCED,
-    (SlotState.JOINING, "Leave"): SlotState.OUT,
-    (SlotState.ASSIGNED, "Leave"): SlotState.OUT,
-    (SlotState.REVOKING, "Leave"): SlotState.OUT,
+PHASES: Mapping[tuple[Phase, type], Phase] = {
+    (Phase.NEW, ev.Born): Phase.OPEN,
+    (Phase.NEW, ev.Durable): Phase.OPEN,
+    (Phase.NEW, ev.Replay): Phase.PLANNED,
+    (Phase.OPEN, ev.Planned): Phase.PLANNED,
+    (Phase.PLANNED, ev.Durable): Phase.OPEN,
+    (Phase.NEW, ev.Closing): Phase.CLOSED,
+    (Phase.OPEN, ev.Closing): Phase.CLOSED,
+    (Phase.PLANNED, ev.Closing): Phase.CLOSED,
+    (Phase.OPEN, ev.Fail): Phase.CLOSED,
+    (Phase.PLANNED, ev.Fail): Phase.CLOSED,
 }
+
+SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
+    (SlotState.OUT, ev.Join): SlotState.JOINING,
+    (SlotState.JOINING, ev.Assigned): SlotState.ASSIGNED,
+    (SlotState.ASSIGNED, ev.Assigned): SlotState.ASSIGNED,
+    (SlotState.REVOKING, ev.Assigned): SlotState.ASSIGNED,
+    (SlotState.JOINING, ev.Revoking): SlotState.REVOKING,
+    (SlotState.ASSIGNED, ev.Revoking): SlotState.REVOKING,
+    (SlotState.REVOKING, ev.Revoking): SlotState.REVOKING,
+    (SlotState.REVOKING, ev.Release): SlotState.ASSIGNED,
+    (SlotState.REVOKING, ev.ReleaseAll): SlotState.JOINING,
+    (SlotState.JOINING, ev.Lost): SlotState.JOINING,
+    (SlotState.ASSIGNED, ev.Lost): SlotState.JOINING,
+    (SlotState.REVOKING, ev.Lost): SlotState.JOINING,
+    (SlotState.JOINING, ev.MemberFailed): SlotState.OUT,
+    (SlotState.ASSIGNED, ev.MemberFailed): SlotState.OUT,
+    (SlotState.REVOKING, ev.MemberFailed): SlotState.OUT,
+    (SlotState.JOINING, ev.MemberFenced): SlotState.ASKING,
+    (SlotState.ASSIGNED, ev.MemberFenced): SlotState.ASKING,
+    (SlotState.REVOKING, ev.MemberFenced): SlotState.ASKING,
+    (SlotState.ASKING, ev.NotReplaced): SlotState.OUT,
+    (SlotState.ASKING, ev.ReplacedUnknown): SlotState.ASKING,
+    (SlotState.ASKING, ev.Fail): SlotState.FENCED,
+    (SlotState.JOINING, ev.Leave): SlotState.OUT,
+    (SlotState.ASSIGNED, ev.Leave): SlotState.OUT,
+    (SlotState.REVOKING, ev.Leave): SlotState.OUT,
+    (SlotState.ASKING, ev.Leave): SlotState.OUT,
+}
+
+_OURS = [state for state in PartitionState if state is not PartitionState.AWAY]
+
+PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
+    (PartitionState.AWAY, ev.Assigned): PartitionState.CAME,
+    (PartitionState.CAME, ev.FetchCommitted): PartitionState.ASKED,
+    (PartitionState.ASKED, ev.LookupFailed): PartitionState.CAME,
+    (PartitionState.ASKED, ev.CommittedRead): PartitionState.READY,
+    (PartitionState.ASKED, ev.TheirCommit): PartitionState.TAKING,
+    (PartitionState.ASKED, ev.ResolveStarts): PartitionState.STARTING,
+    (PartitionState.STARTING, ev.LookupFailed): PartitionState.CAME,
+    (PartitionState.STARTING, ev.StartsResolved): PartitionState.READY,
+    (PartitionState.TAKING, ev.EchoDone): PartitionState.READY,
+    (PartitionState.READY, ev.Planned): PartitionState.PLANNED,
+    (PartitionState.READY, ev.Replay): PartitionState.PLANNED,
+    (PartitionState.TAKING, ev.Replay): PartitionState.PLANNED,
+    (PartitionState.READY, ev.RecordsGone): PartitionState.READY,
+    (PartitionState.PLANNED, ev.Durable): PartitionState.READY,
+    (PartitionState.PLANNED, ev.TheirCommit): PartitionState.TAKING,
+    **{(state, ev.ResetSeen): PartitionState.CAME for state in _OURS},
+    **{(state, ev.Release): PartitionState.AWAY for state in _OURS},
+    **{(state, ev.Lost): PartitionState.AWAY for state in _OURS},
+}
+
+S = TypeVar("S", bound=Enum)
 
 
 def render_markdown() -> str:
-    """The two tables as the README shows them: one row a state, what leads out of it and where."""
-    lines = ["| run | leaves by |", "|---|---|"]
-    for phase in Phase:
-        exits = [f"{cause} → `{to.value}`" for (at, cause), to in PHASES.items() if at is phase]
-        lines.append(f"| `{phase.value}` | {', '.join(exits) or 'nothing'} |")
-    lines += ["", "| slot | leaves by |", "|---|---|"]
-    for state in SlotState:
-        exits = [f"{cause} → `{to.value}`" for (at, cause), to in SLOTS.items() if at is state]
+    """The four tables as ``docs/architecture.md`` shows them: one row a state, what leads out of it and where."""
+    return "\n".join(
+        [
+            *_rows("run", RunState, RUN),
+            "",
+            *_rows("stream", Phase, PHASES),
+            "",
+            *_rows("slot", SlotState, SLOTS),
+            "",
+            *_rows("partition", PartitionState, PARTITIONS),
+            "",
+        ]
+    )
+
+
+def _rows(name: str, states: type[S], table: Mapping[tuple[S, type], S]) -> list[str]:
+    lines = [f"| {name} | leaves by |", "|---|---|"]
+    for state in states:
+        exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
         lines.append(f"| `{state.value}` | {', '.join(exits) or 'nothing'} |")
-    return "\n".join(lines) + "\n"
+    return lines

@@ -16,7 +16,8 @@ class Statistics:
     stream: str
     seq: int
     """Number of the last durable batch; -1 before the first."""
-    phase: str
+    state: str
+    """What the run does for Spark, such as looking, planned or reading (the table "run" of the documentation)."""
     generation: int
     """Group generation (classic) or member epoch (KIP-848) of the newest assignment; -1 before it."""
     slots: tuple[str, ...]
@@ -42,9 +43,9 @@ class Statistics:
     """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
     commits: int
     commits_failed: int
-    drain_last_ms: int
+    echo_last_ms: int
     """From "batch is durable" to "Kafka has all its offsets"."""
-    drain_max_ms: int
+    echo_max_ms: int
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,8 +72,8 @@ class Counters:
     maybe_twice: int = 0
     commits: int = 0
     commits_failed: int = 0
-    drain_last_ms: int = 0
-    drain_max_ms: int = 0
+    echo_last_ms: int = 0
+    echo_max_ms: int = 0
 
     def rebalanced(self, reason: str, *, now_ms: int) -> None:
         self.rebalances += 1
@@ -89,11 +90,11 @@ class Counters:
         self.lost_partitions += partitions
         self.maybe_twice += maybe_twice
 
-    def committed(self, drain_ms: int | None) -> None:
+    def committed(self, echo_ms: int | None) -> None:
         self.commits += 1
-        if drain_ms is not None:
-            self.drain_last_ms = drain_ms
-            self.drain_max_ms = max(self.drain_max_ms, drain_ms)
+        if echo_ms is not None:
+            self.echo_last_ms = echo_ms
+            self.echo_max_ms = max(self.echo_max_ms, echo_ms)
 
     def commit_failed(self) -> None:
         self.commits_failed += 1
@@ -104,7 +105,7 @@ class Counters:
         group: str,
         stream: str,
         seq: int,
-        phase: str,
+        state: str,
         generation: int,
         assigned: tuple[int, ...],
         slots: tuple[str, ...],
@@ -114,7 +115,7 @@ class Counters:
             group=group,
             stream=stream,
             seq=seq,
-            phase=phase,
+            state=state,
             generation=generation,
             slots=slots,
             assigned=assigned,
@@ -130,6 +131,6 @@ class Counters:
             maybe_twice=self.maybe_twice,
             commits=self.commits,
             commits_failed=self.commits_failed,
-            drain_last_ms=self.drain_last_ms,
-            drain_max_ms=self.drain_max_ms,
+            echo_last_ms=self.echo_last_ms,
+            echo_max_ms=self.echo_max_ms,
         )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from spark_group_source.errors import OptionError
+from spark_group_source.model import StartAt
 from spark_group_source.options import client as client_settings
 from spark_group_source.options.starting import (
     NoMatch,
     PartitionValues,
-    StartAt,
     StartingPosition,
     parse_offsets,
     parse_timestamps,

@@ -10,6 +10,7 @@ from typing import TypeVar
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import Phase
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.clock import ManualClock
@@ -43,12 +44,12 @@ class GroupHarness:
     def __init__(self, slots: int = 1, machine: type[GroupMachine] = GroupMachine) -> None:
         self.clock = ManualClock()
         self.machine = machine(
-            group=GROUP, slots=slots, hold_budget_ms=HOLD_BUDGET_MS, founding_budget_ms=FOUNDING_BUDGET_MS
+            Rules(group=GROUP, slots=slots, hold_budget_ms=HOLD_BUDGET_MS, founding_budget_ms=FOUNDING_BUDGET_MS)
         )
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 
-    def feed(self, *events: ev.Event) -> Commands:
+    def feed(self, *events: ev.MachineEvent) -> Commands:
         """Hand over events; the commands of all of them, without the log lines."""
         commands: Commands = []
         for event in events:
@@ -69,8 +70,8 @@ class GroupHarness:
     def phase(self) -> Phase:
         return self.machine.phase
 
-    def founded(self) -> bool:
-        return self.machine.founded
+    def gathered(self) -> bool:
+        return self.machine.gathered
 
     # --- what members report ----------------------------------------------------------------------------------------
 
@@ -113,10 +114,10 @@ class GroupHarness:
     def committed(self, offsets: Mapping[TopicPartition, int | ev.Committed | None]) -> Commands:
         """The group's offsets; a plain number is a commit of this stream."""
         read = {
-            tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
+            tp: ev.Committed(offset=found, stream=STREAM, seq=self.machine.seq) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
-        return self.feed(ev.CommittedRead(offsets=read))
+        return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read)))
 
     def echoed(self, commands: Commands | None = None) -> Commands:
         """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""

@@ -29,7 +29,7 @@ def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back
     statistics = group.machine.statistics()
     assert (statistics.holds, statistics.hold_last_ms, statistics.hold_max_ms) == (1, 530, 530)
     assert (statistics.overruns, statistics.lost, statistics.maybe_twice) == (0, 0, 0)
-    assert (statistics.commits, statistics.drain_last_ms) == (1, 30)
+    assert (statistics.commits, statistics.echo_last_ms) == (1, 30)
 
 
 def test_one_partition_of_the_batch_keeps_all_of_a_revocation(group: GroupHarness) -> None:
@@ -195,7 +195,7 @@ def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> N
     assert group.machine.statistics().slots == ("assigned",)
     assert group.lost(B) == []
     assert group.machine.statistics().slots == ("joining",)
-    assert not group.founded()
+    assert not group.gathered()
 
 
 def test_losing_the_last_partition_of_a_hold_ends_it(group: GroupHarness) -> None:

@@ -129,7 +129,7 @@ def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
     group.tick(ms=100)
     group.clock.advance(ms=10)
     group.echoed()
-    assert (group.machine.statistics().drain_last_ms, group.machine.statistics().drain_max_ms) == (150, 150)
+    assert (group.machine.statistics().echo_last_ms, group.machine.statistics().echo_max_ms) == (150, 150)
 
 
 def test_hearing_again_that_a_batch_is_durable_changes_nothing(group: GroupHarness) -> None:
@@ -180,7 +180,7 @@ def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
     group: GroupHarness, ranges: dict[TopicPartition, tuple[int, int]], seq: int
 ) -> None:
     group.settled(A, B)
-    group.feed(ev.EchoFailed(reason="x"), ev.Moved(offsets={B: 100}, reason="keeps the revocation waiting"))
+    group.feed(ev.EchoFailed(reason="x"), ev.RecordsGone(offsets={B: 100}, reason="keeps the revocation waiting"))
     group.revoking(B)
     with pytest.raises(InvariantBroken):
         group.feed(ev.Planned(offset=group.offset(ranges, seq)))

@@ -34,7 +34,7 @@ EXAMPLES: list[ev.Event | ev.Command] = [
     ev.EchoDone(offsets={A: 1}),
     ev.EchoFailed(reason="x"),
     ev.TopicsSeen(topics=("orders",)),
-    ev.Moved(offsets={A: 1}, reason="x"),
+    ev.RecordsGone(offsets={A: 1}, reason="x"),
     ev.Tick(),
     ev.Join(slot=0, client=1, topics=("orders",)),
     ev.Subscribe(slot=0, topics=("orders",)),

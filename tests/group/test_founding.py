@@ -24,11 +24,11 @@ def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
 def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommitted, pair.assigned(A, B, slot=0)) == [ev.FetchCommitted(partitions=(A, B))]
     pair.assigned(C, slot=1)
-    assert not pair.founded() and not pair.machine.resolved
+    assert not pair.gathered() and not pair.machine.resolved
     pair.committed({A: 5, B: 6})
-    assert not pair.founded()
+    assert not pair.gathered()
     pair.committed({C: 7})
-    assert pair.founded()
+    assert pair.gathered()
     assert pair.machine.plannable() == {A: 5, B: 6, C: 7}
 
 
@@ -37,9 +37,9 @@ def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
     group.born({"orders": 1})
     group.settled(A, slot=0)
     group.assigned(slot=1)
-    assert not group.founded()  # slot 2 has not heard from Kafka yet
+    assert not group.gathered()  # slot 2 has not heard from Kafka yet
     group.assigned(slot=2)
-    assert group.founded()
+    assert group.gathered()
     assert group.plan({A: (100, 110)}) == []
     assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 110}, stream=STREAM, seq=0)]
     assert group.machine.statistics().assigned == (1, 0, 0)

@@ -40,19 +40,21 @@ def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group:
     group.taken({A: foreign(70), B: ev.Committed(offset=80, stream="another")})
     assert group.machine.plannable() == {A: 70, B: 80}
     assert group.said() == []  # nothing of ours was moved
-    assert group.machine.foreign() == {A}  # an ordinary consumer's commit is marked in the offset, a stream's is not
+    assert group.machine.positions.followed() == {
+        A
+    }  # an ordinary consumer's commit is marked in the offset, a stream's is not
 
 
 def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
     assert group.committed({A: foreign(70), B: 80}) == [ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1)]
-    assert group.machine.resolved and not group.founded()
+    assert group.machine.resolved and not group.gathered()
     assert group.machine.plannable() == {B: 80}
     group.feed(ev.EchoFailed(reason="coordinator moved"))
     assert group.machine.plannable() == {B: 80}
     group.echoed(group.tick(ms=100))
-    assert group.founded()
+    assert group.gathered()
     assert group.machine.plannable() == {A: 70, B: 80}
 
 
@@ -98,7 +100,7 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     group.assigned(A)
     group.taken({A: foreign(offset)})
     assert group.machine.plannable() == {A: offset}
-    assert group.machine.foreign() == {A}
+    assert group.machine.positions.followed() == {A}
     assert any(f"from 100 to {offset}" in text for text in group.said())
 
 
@@ -106,9 +108,9 @@ def test_a_batch_makes_a_foreign_position_our_own(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.taken({A: foreign(70), B: foreign(80)})
     group.plan({A: (70, 75)})
-    assert group.machine.foreign() == {A, B}
+    assert group.machine.positions.followed() == {A, B}
     group.durable()
-    assert group.machine.foreign() == {B}
+    assert group.machine.positions.followed() == {B}
 
 
 def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
@@ -216,12 +218,12 @@ def test_a_start_older_than_a_partitions_return_is_asked_for_again(group: GroupH
 
 def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
-    assert fresh.machine.owed() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
+    assert fresh.machine.positions.owed() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
     fresh.assigned(A, B)
     commands = fresh.committed({A: 100, B: 40})
-    assert fresh.machine.owed() == {A: 150, C: 9}
+    assert fresh.machine.positions.owed() == {A: 150, C: 9}
     fresh.echoed(commands)
-    assert fresh.machine.owed() == {C: 9}
+    assert fresh.machine.positions.owed() == {C: 9}
 
 
 def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness) -> None:
@@ -237,31 +239,31 @@ def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHar
     group.settled(A, B)
     group.plan({A: (100, 150), B: (100, 110)})
     group.lost(A)
-    assert group.machine.owed() == {}
+    assert group.machine.positions.owed() == {}
     commands = group.durable()
-    assert group.machine.owed() == {A: 150, B: 110}
+    assert group.machine.positions.owed() == {A: 150, B: 110}
     group.echoed(commands)
     group.lost(B)
-    assert group.machine.owed() == {A: 150}
+    assert group.machine.positions.owed() == {A: 150}
     group.settled(D)
     group.plan({D: (100, 120)})
     group.durable()
     group.lost(D)
-    assert group.machine.owed() == {A: 150, D: 120}
+    assert group.machine.positions.owed() == {A: 150, D: 120}
     group.echoed()
     group.settled(C)
     group.plan({})
     group.lost(C)
     group.durable()
-    assert group.machine.owed() == {A: 150, D: 120}
+    assert group.machine.positions.owed() == {A: 150, D: 120}
     group.assigned(A)
     group.echoed(group.committed({A: 100}))
-    assert group.machine.owed() == {D: 120}
+    assert group.machine.positions.owed() == {D: 120}
 
 
 def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
     group.settled(A, B)
-    assert group.feed(ev.Moved(offsets={A: 0}, reason="topic orders was made again")) == [
+    assert group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again")) == [
         ev.Echo(offsets={A: 0}, stream=STREAM, seq=-1)
     ]
     assert group.machine.plannable() == {A: 0, B: 100}
@@ -272,14 +274,14 @@ def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next
     group.settled(A)
     group.plan({A: (100, 150)})
     group.durable()
-    assert group.feed(ev.Moved(offsets={A: 0}, reason="topic orders was made again")) == []
+    assert group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again")) == []
     assert group.echoed() == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
 
 
 def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
     group.settled(A, B)
     group.plan({A: (100, 150)})
-    group.feed(ev.Moved(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
+    group.feed(ev.RecordsGone(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
     assert group.machine.plannable() == {A: 100, B: 120}
 
 

@@ -33,7 +33,7 @@ def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
     pair.settled(B, slot=1)
     pair.failed(slot=0)
     assert pair.machine.plannable() == {B: 100}
-    assert pair.machine.resolved and not pair.founded()
+    assert pair.machine.resolved and not pair.gathered()
     pair.plan({B: (100, 120)})
     assert only(ev.Echo, pair.durable()) == [ev.Echo(offsets={B: 120}, stream=STREAM, seq=0)]
 

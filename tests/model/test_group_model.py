@@ -226,7 +226,7 @@ class GroupRun(RuleBasedStateMachine):
     def plan(self, sizes: list[int]) -> None:
         plannable = self.machine.plannable()
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in plannable.items()}
-        owed = {tp: at for tp, at in self.machine.owed().items() if tp not in ranges}
+        owed = {tp: at for tp, at in self.machine.positions.owed().items() if tp not in ranges}
         assert owed == {tp: at for tp, at in self.owed().items() if tp not in ranges}
         seq = self.machine.seq + 1
         offset = StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=KNOWN, ranges=ranges, owed=owed)

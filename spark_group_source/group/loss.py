@@ -1,0 +1,177 @@
+"""What the brokers say about the partitions of the next batch, and what of it means that records are gone.
+
+Runs in: the stream reader, tests. Deliberately absent: asking (the shell answers :class:`Look`), and the loss of
+records while a task reads them (``executor``).
+
+A look has up to three rounds: how far the partitions can be read; then, where something changed or came, the topics'
+ids, the first records of those that came, and the ends of the logs behind positions that lie beyond them; then where a
+topic begins that was made again. What is missing from an answer, and an end that went back, is a *suspicion*: a broker
+that just started, or a new leader, says the same for a moment. It counts when it was heard again after
+:data:`GRACE_MS`.
+"""
+
+from collections.abc import Mapping
+
+from spark_group_source.errors import DataLoss, GroupError, TopicMissing
+from spark_group_source.group import events as ev
+from spark_group_source.model import TopicPartition
+
+GRACE_MS = 2_000
+"""How long a topic must be missing, or a log be shorter than what was read of it, before that is believed."""
+
+
+class Lookout:
+    """Looks, one after the other, of one run."""
+
+    def __init__(self, *, fail_on_data_loss: bool) -> None:
+        self._fail = fail_on_data_loss
+        self.topic_ids: dict[str, str] = {}
+        self.ends: Mapping[TopicPartition, int] = {}
+        """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
+        self.warnings: list[str] = []
+        """What to say of the last look."""
+        self._positions: Mapping[TopicPartition, int] = {}
+        self._checked: set[TopicPartition] = set()
+        self._suspected_ms: dict[str, int] = {}  # topics that are missing, and partitions whose log is short, by name
+        self._said: set[str] = set()
+        self._round = 0
+        self._now_ms = self._took_ms = 0
+        self._again: set[str] = set()
+        self._firsts: dict[TopicPartition, int] = {}
+        self._error: GroupError | None = None
+        self._gone: dict[TopicPartition, int] = {}
+        self._reason = ""
+
+    def begin(self, positions: Mapping[TopicPartition, int], now_ms: int) -> ev.Look:
+        """Start a look at these partitions. Returns the first question."""
+        self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
+        self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", set(), []
+        return ev.Look(ends=tuple(positions))
+
+    def take(self, answer: ev.Looked) -> ev.Look | None:
+        """The answer to the question before. Returns the next question, or None when the look is complete."""
+        self._took_ms += answer.took_ms
+        self._round += 1
+        if self._round == 2:
+            self.ends = answer.ends
+            return self._second_question()
+        if self._round == 3:
+            return self._judge(answer)
+        self._made_again(answer.firsts)
+        return None
+
+    @property
+    def took_ms(self) -> int:
+        return self._took_ms
+
+    @property
+    def suspects(self) -> bool:
+        """Whether something may be gone, and it is too early to say."""
+        return any(self._now_ms - since_ms < GRACE_MS for since_ms in self._suspected_ms.values())
+
+    @property
+    def error(self) -> GroupError | None:
+        """What the run ends with, under failOnDataLoss."""
+        return self._error
+
+    @property
+    def gone(self) -> ev.RecordsGone | None:
+        """Where partitions go on whose records are gone."""
+        return ev.RecordsGone(offsets=self._gone, reason=self._reason) if self._gone else None
+
+    # --- the rounds -------------------------------------------------------------------------------------------------
+
+    def _second_question(self) -> ev.Look | None:
+        fresh = tuple(tp for tp in self._positions if tp not in self._checked)
+        if not fresh and self.ends == self._positions and not self._suspected_ms:
+            return None
+        beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
+        topics = tuple(sorted({tp.topic for tp in self._positions}))
+        return ev.Look(topics=topics, firsts=fresh, log_ends=beyond) if topics else None
+
+    def _judge(self, answer: ev.Looked) -> ev.Look | None:
+        named = {tp.topic for tp in self._positions}
+        for name in named - answer.topic_ids.keys():
+            self._suspect_topic(name)
+        self._clear(answer.topic_ids)
+        again = {n for n, id_ in answer.topic_ids.items() if self.topic_ids.get(n, id_) not in (id_, "") and id_}
+        if again:
+            return self._topics_made_again(again, answer)
+        self.topic_ids.update(answer.topic_ids)
+        self._aged_out(answer.firsts)
+        self._shrunk(answer)
+        return None
+
+    def _topics_made_again(self, again: set[str], answer: ev.Looked) -> ev.Look | None:
+        name = min(again)
+        self._again = again
+        self._reason = f"topic {name} was deleted and made again: its former records are gone"
+        tp = next(tp for tp in self._positions if tp.topic in again)
+        self._lost(tp, self._reason, available=self.ends.get(tp, 0))
+        if self._error is not None:
+            return None
+        self._firsts = dict(answer.firsts)
+        self.topic_ids.update({topic: answer.topic_ids[topic] for topic in again})
+        return ev.Look(firsts=tuple(tp for tp in self._positions if tp.topic in again))
+
+    def _made_again(self, firsts: Mapping[TopicPartition, int]) -> None:
+        self._gone = {tp: first for tp, first in firsts.items() if tp.topic in self._again}
+        self._reason = f"{self._reason}; its new ones follow"
+
+    def _aged_out(self, firsts: Mapping[TopicPartition, int]) -> None:
+        """Is the position of a partition that came still in the log? Later losses show while reading."""
+        for tp, first in firsts.items():
+            at = self._positions[tp]
+            if at < first:
+                self._lost(tp, f"the records of {tp} from {at} on are gone: it begins at {first} now", available=first)
+                self._gone[tp] = first
+        self._checked = {tp for tp in self._positions if tp in self._checked or tp in firsts}
+        self._reason = f"{len(self._gone)} partitions go on at their first record that is left"
+
+    def _shrunk(self, answer: ev.Looked) -> None:
+        for tp, end in answer.log_ends.items():
+            at = self._positions[tp]
+            if at > end and self._believed(str(tp)):
+                text = f"{tp} ends at {end}, before the position {at}: its last records were lost"
+                if text not in self._said:
+                    self._said.add(text)
+                    self._lost(tp, text, available=end)
+        short = {str(tp) for tp, end in answer.log_ends.items() if self._positions[tp] > end}
+        for tp in self._positions:
+            if str(tp) in self._suspected_ms and str(tp) not in short:
+                del self._suspected_ms[str(tp)]
+
+    # --- believing it -----------------------------------------------------------------------------------------------
+
+    def _suspect_topic(self, name: str) -> None:
+        if not self._believed(name):
+            return
+        text = f"topic {name} does not exist any more"
+        if self._fail:
+            self._error = TopicMissing(
+                f"{text}. Take it out of the subscription, or set failOnDataLoss to false to go on without it",
+                topics=[name],
+            )
+        elif text not in self._said:
+            self._said.add(text)
+            self.warnings.append(f"{text}; the query goes on without it")
+
+    def _believed(self, name: str) -> bool:
+        """Whether a suspicion was there long enough."""
+        return self._now_ms - self._suspected_ms.setdefault(name, self._now_ms) >= GRACE_MS
+
+    def _clear(self, topic_ids: Mapping[str, str]) -> None:
+        for name in topic_ids:
+            self._suspected_ms.pop(name, None)
+
+    def _lost(self, tp: TopicPartition, text: str, *, available: int) -> None:
+        if not self._fail:
+            self.warnings.append(f"data loss: {text}")
+            return
+        self._error = self._error or DataLoss(
+            f"{text}. Set failOnDataLoss to false to go on with the records that are left",
+            topic=tp.topic,
+            partition=tp.partition,
+            expected=self._positions[tp],
+            available=available,
+        )

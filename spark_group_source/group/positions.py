@@ -1,0 +1,356 @@
+"""Where every partition stands: its position, what Kafka has of it, and what of it is in flight.
+
+Runs in: the stream reader, tests. Deliberately absent: which slot has a partition and why (``machine``), and asking
+Kafka; answers come in as values.
+
+The *position* of a partition is the next offset after all durable batches of ours. Kafka is *owed* a position that it
+may not have as committed: the echo brings it there while the partition is ours, and the next plan writes it down
+when it is not. A batch that became durable while a partition's position was not known (it was away, or just came back)
+is *pending*: it is applied to whatever the answer says, as if the answer had come first.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.states import PARTITIONS, PartitionState
+from spark_group_source.model import TopicPartition
+
+UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
+"""Ours, but where it stands is not known yet."""
+
+Ranges = Mapping[TopicPartition, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Partition:
+    """One partition that this run ever heard of."""
+
+    state: PartitionState = PartitionState.AWAY
+    slot: int = -1
+    position: int | None = None  # in a state without a known one: the last that was ours
+    as_of: int = -1  # number of the durable batch up to which that position takes everything into account
+    committed: int | None = None  # what Kafka is known to have
+    theirs: bool = False  # ... under somebody else's name
+    followed: bool = False  # the position came from a commit that no stream made
+    until: int = 0  # end of what the batch in flight reads of it, in PLANNED
+    pending: tuple[int, int] | None = None  # range that became durable before the position was known
+    uncounted: int = 0  # offsets of that range, if it became durable while the partition was ours
+    began: int = 0  # its first position here: without a commit, the next reader may begin there
+    questions: int = 0  # lookups on their way, maybe from before it left and came back
+
+    @property
+    def reached(self) -> int | None:
+        """The end of what is durable of it, as far as this run can say."""
+        if self.position is None or self.pending is None:
+            return self.position if self.pending is None else self.pending[1]
+        return _after(self.position, self.pending)
+
+    @property
+    def owed(self) -> bool:
+        """Whether Kafka may not have its position under our name."""
+        at = self.reached
+        return at is not None and (self.theirs or self.committed is None or self.committed < at)
+
+
+class Positions:
+    """All partitions of one run."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.all: dict[TopicPartition, Partition] = {}
+        self.ours: dict[TopicPartition, Partition] = {}
+        self._in_flight: Ranges = {}
+        self._due: set[TopicPartition] = set()  # ours, with a known position that Kafka is owed
+        self._came: set[TopicPartition] = set()  # in CAME
+        self._unknown = 0  # how many of ours are in a state of UNKNOWN
+        self._taking = 0  # and in TAKING
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    def remember(self, positions: Mapping[TopicPartition, int], *, as_of: int) -> None:
+        """What a checkpoint says. Whether Kafka has it shows when the partitions come."""
+        for tp, at in positions.items():
+            self.all[tp] = Partition(position=at, as_of=as_of)
+
+    def assign(self, tp: TopicPartition, slot: int) -> None:
+        partition = self.all.setdefault(tp, Partition())
+        partition.slot = slot
+        self.ours[tp] = partition
+        self._move(tp, partition, ev.Assigned)
+
+    def drop(self, tp: TopicPartition, cause: type, *, as_of: int) -> None:
+        """It is not ours any more. Its position is remembered, with what is pending."""
+        partition = self.all[tp]
+        if partition.state not in UNKNOWN:
+            partition.as_of = as_of
+        self._move(tp, partition, cause)
+        self._due.discard(tp)
+        del self.ours[tp]
+        partition.slot, partition.until, partition.theirs, partition.uncounted = -1, 0, False, 0
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def planned(self, ranges: Ranges) -> TopicPartition | None:
+        """A batch that was cut from :meth:`plannable` is in flight. Returns a partition of it that is elsewhere."""
+        for tp, (start, end) in ranges.items():
+            partition = self.ours.get(tp)
+            if partition is None or partition.state is not PartitionState.READY or partition.position != start:
+                return tp
+            if start < end:
+                partition.until = end
+                self._move(tp, partition, ev.Planned)
+        self._in_flight = ranges
+        return None
+
+    def replayed(self, ranges: Ranges) -> None:
+        """A former run's batch is in flight; what it reads joins it as the partitions come."""
+        self._in_flight = ranges
+
+    def durable(self, *, seq: int) -> None:
+        """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
+        ranges, self._in_flight = self._in_flight, {}
+        for tp, (start, end) in ranges.items():
+            partition = self.all.get(tp)
+            if partition is None:
+                partition = self.all[tp] = Partition()
+            if partition.state is PartitionState.PLANNED:
+                self._move(tp, partition, ev.TheirCommit if partition.theirs else ev.Durable)
+                partition.followed = False
+                self._stand(tp, partition, partition.until)
+            elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
+                partition.pending = (start, end)
+                partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
+            elif partition.position is None and partition.state is PartitionState.AWAY:
+                partition.position, partition.as_of = end, seq
+
+    def gone(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Their records are gone: they go on there, which nobody committed."""
+        for tp, at in offsets.items():
+            partition = self.ours.get(tp)
+            if partition is not None and partition.state is PartitionState.READY:
+                self._move(tp, partition, ev.RecordsGone)
+                partition.committed, partition.began, partition.followed = None, at, False
+                self._stand(tp, partition, at)
+
+    # --- lookups ----------------------------------------------------------------------------------------------------
+
+    def ask(self) -> tuple[TopicPartition, ...]:
+        """The partitions whose committed offset has to be read; they count as asked now.
+
+        One that left and came back while a question was on its way waits for that answer, which is about the past.
+        """
+        free = sorted(tp for tp in self._came if not self.all[tp].questions)
+        for tp in free:
+            self.all[tp].questions += 1
+            self._move(tp, self.all[tp], ev.FetchCommitted)
+        return tuple(free)
+
+    def answered(self, tp: TopicPartition, state: PartitionState) -> Partition | None:
+        """An answer came. The partition, if it is about the partition as we have it now."""
+        partition = self.all.get(tp)
+        if partition is None:
+            return None
+        partition.questions = max(0, partition.questions - 1)
+        return partition if partition.state is state else None
+
+    def not_answered(self, tps: Iterable[TopicPartition]) -> None:
+        """These have to be asked again."""
+        for tp in tps:
+            partition = self.all.get(tp)
+            if partition is not None:
+                partition.questions = max(0, partition.questions - 1)
+                if partition.state in (PartitionState.ASKED, PartitionState.STARTING):
+                    self._move(tp, partition, ev.LookupFailed)
+
+    def start(self, tp: TopicPartition) -> None:
+        """Nobody committed it, and it was never ours: its start is being resolved, by a question of its own."""
+        partition = self.all[tp]
+        partition.questions += 1
+        self._move(tp, partition, ev.ResolveStarts)
+
+    def found(self, tp: TopicPartition, committed: ev.Committed | None, *, stream: str) -> int | None:
+        """The start-position rules, but for ``startingOffsets``: our own position, or the group's committed offset.
+
+        Returns:
+            Our own position, where somebody else's commit moved the partition away from it.
+        """
+        partition = self.ours[tp]
+        ours = partition.position
+        moved_from = None
+        if committed is None:
+            assert ours is not None or partition.pending is not None
+            at = ours if ours is not None else partition.pending[0]  # type: ignore[index]
+            self._move(tp, partition, ev.CommittedRead)
+        elif committed.stream == stream:
+            at = committed.offset
+            # One that was made later than what we remember knows better: it may have followed somebody back.
+            if ours is not None and committed.seq < partition.as_of:
+                at = max(at, ours)
+            partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
+            self._move(tp, partition, ev.CommittedRead)
+        else:
+            at = committed.offset
+            partition.committed, partition.theirs, partition.followed = at, True, committed.stream is None
+            if ours is not None and at != ours and at != partition.reached:
+                moved_from = ours
+            self._move(tp, partition, ev.TheirCommit)
+        self._resolved(tp, partition, at)
+        return moved_from
+
+    def started(self, tp: TopicPartition, at: int) -> None:
+        """Where a partition without a committed offset starts."""
+        partition = self.ours[tp]
+        partition.committed = None
+        self._move(tp, partition, ev.StartsResolved)
+        self._resolved(tp, partition, at)
+
+    def _resolved(self, tp: TopicPartition, partition: Partition, at: int) -> None:
+        partition.began = at
+        if partition.pending is not None:
+            after = _after(at, partition.pending)
+            partition.followed &= after == at
+            at, partition.pending = after, None
+        start, end = self._in_flight.get(tp, (0, 0))
+        if start <= at < end:  # a batch that reads it is in flight: it leaves only when that is durable
+            partition.until = end
+            self._move(tp, partition, ev.Replay)
+        self._stand(tp, partition, at)
+
+    def reset_seen(self, epoch: int) -> None:
+        """An operator moved the whole group: what we remember and what is in flight belongs to the past."""
+        self.epoch, self._in_flight = epoch, {}
+        for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.AWAY]:
+            questions = self.all[tp].questions
+            self.all[tp] = Partition(questions=questions)
+        for tp, partition in self.ours.items():
+            self._move(tp, partition, ev.ResetSeen)
+            self._due.discard(tp)
+            partition.position, partition.as_of, partition.pending = None, -1, None
+            partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
+
+    # --- the echo ---------------------------------------------------------------------------------------------------
+
+    def due(self) -> set[TopicPartition]:
+        """Ours, whose position Kafka is owed."""
+        return self._due
+
+    def echoed(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Kafka shows these offsets under our name."""
+        for tp, at in offsets.items():
+            partition = self.ours.get(tp)
+            if partition is None or partition.state in UNKNOWN:
+                continue
+            partition.committed = at
+            if partition.position == at:
+                partition.theirs = False
+                if partition.state is PartitionState.TAKING:
+                    self._move(tp, partition, ev.EchoDone)
+                self._due.discard(tp)
+
+    # --- what may be asked ------------------------------------------------------------------------------------------
+
+    @property
+    def resolved(self) -> bool:
+        """No partition of ours waits for its position."""
+        return not self._unknown
+
+    @property
+    def ready(self) -> bool:
+        """Every partition of ours may be planned, or is."""
+        return not self._unknown and not self._taking
+
+    def plannable(self) -> dict[TopicPartition, int]:
+        ready = PartitionState.READY
+        return {tp: p.position for tp, p in self.ours.items() if p.state is ready and p.position is not None}
+
+    def owed(self) -> dict[TopicPartition, int]:
+        """Positions that Kafka may not have, ours or not."""
+        known = {tp: at for tp in self._due if (at := self.ours[tp].position) is not None}
+        if not self._unknown and len(self.all) == len(self.ours):
+            return known
+        others = (tp for tp, p in self.all.items() if p.state is PartitionState.AWAY or p.state in UNKNOWN)
+        return known | {tp: at for tp in others if self.all[tp].owed and (at := self.all[tp].reached) is not None}
+
+    def followed(self) -> frozenset[TopicPartition]:
+        """Ours, whose position came from a commit that no stream made, until a batch moved them on."""
+        return frozenset(tp for tp, partition in self.ours.items() if partition.followed)
+
+    def in_flight(self, tp: TopicPartition) -> int:
+        """Offsets of the partition that the batch in flight reads."""
+        start, end = self._in_flight.get(tp, (0, 0))
+        return end - start
+
+    def unconfirmed(self, tp: TopicPartition) -> int:
+        """Offsets that the partition's next reader reads again: from what Kafka has to the end of what was read."""
+        partition = self.ours[tp]
+        if partition.state in UNKNOWN or partition.position is None:
+            return self.in_flight(tp) + partition.uncounted
+        end = partition.until if partition.state is PartitionState.PLANNED else partition.position
+        base = partition.began if partition.committed is None else partition.committed
+        return end - min(partition.position, base)
+
+    def check(self) -> str | None:
+        """What contradicts itself, or None."""
+        for tp, partition in self.ours.items():
+            if partition.state is PartitionState.AWAY or partition.slot < 0:
+                return f"{tp} is ours and away"
+            if (partition.state is PartitionState.CAME) != (tp in self._came):
+                return f"{tp} waits for a position nobody looks up"
+            if partition.state in UNKNOWN:
+                continue
+            if partition.position is None or partition.pending is not None:
+                return f"{tp} has no position in {partition.state.value}"
+            if partition.owed != (tp in self._due):
+                return f"Kafka is owed {tp} and nobody brings it"
+            if partition.state is PartitionState.PLANNED and not partition.position < partition.until:
+                return f"the range of {tp} does not start at its position"
+            if partition.state is PartitionState.TAKING and not partition.theirs:
+                return f"{tp} is taken from nobody"
+        states = [partition.state for partition in self.ours.values()]
+        if self._unknown != sum(state in UNKNOWN for state in states):
+            return "the partitions without a position are miscounted"
+        if self._taking != states.count(PartitionState.TAKING):
+            return "the partitions under other names are miscounted"
+        return None
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _stand(self, tp: TopicPartition, partition: Partition, at: int) -> None:
+        partition.position = at
+        if partition.owed:
+            self._due.add(tp)
+        else:
+            self._due.discard(tp)
+
+    def _move(self, tp: TopicPartition, partition: Partition, cause: type) -> None:
+        before = partition.state
+        after = PARTITIONS.get((before, cause))
+        if after is None:
+            raise NotInTable(f"{tp}: {cause.__name__} in state {before.value}")
+        partition.state = after
+        if before is after:
+            return
+        self._unknown += (after in UNKNOWN) - (before in UNKNOWN)
+        self._taking += (after is PartitionState.TAKING) - (before is PartitionState.TAKING)
+        if after is PartitionState.CAME:
+            self._came.add(tp)
+        elif before is PartitionState.CAME:
+            self._came.discard(tp)
+
+
+class NotInTable(Exception):
+    """A change of a partition that its table does not have; the machine adds the story."""
+
+
+def adopted(offset: StreamOffset, *, replay: bool) -> dict[TopicPartition, int]:
+    """The positions that a checkpoint's offset says: after its batch, or before it if that is to be run again."""
+    starts = {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
+    return dict(offset.owed) | starts
+
+
+def _after(at: int, batch: tuple[int, int]) -> int:
+    """Where a partition stands after a batch, if it stood at ``at`` before: only one that begins there moves it."""
+    start, end = batch
+    return end if start <= at < end else at

@@ -1,0 +1,68 @@
+"""What the options say to the protocol: limits, budgets, and what to do where there is a choice.
+
+Runs in: the stream reader, tests. Deliberately absent: parsing (``options``), and every setting of the Kafka client.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from spark_group_source.model import EARLIEST, StartAt, TopicPartition
+
+RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
+"""Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""
+
+
+class Starting(Protocol):
+    """Where a partition starts that its group never committed (``options.starting`` has the real one)."""
+
+    @property
+    def no_match(self) -> Literal["error", "latest"]:
+        """When no record is as young as the time that was asked for: fail, or start at the end."""
+
+    def of(self, tp: TopicPartition) -> StartAt:
+        """The start of one partition."""
+
+    def resolve(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, StartAt]:
+        """The start of all partitions of a new stream; raises OptionError if it names others than there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromTheBeginning:
+    """``startingOffsets=earliest``, the default."""
+
+    no_match: Literal["error", "latest"] = "error"
+
+    def of(self, tp: TopicPartition) -> StartAt:  # noqa: ARG002 - every partition alike
+        return EARLIEST
+
+    def resolve(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, StartAt]:
+        return dict.fromkeys(partitions, EARLIEST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """One query's rules.
+
+    ``hold_budget_ms``: how long a revocation may be held for the batch in flight; after it the partition goes without a
+    commit and is counted. ``founding_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
+    before the run gives up. ``static_when_bounded``: whether members of a run that ends by itself are static, too
+    (KIP-848 members that are cannot leave).
+    """
+
+    group: str
+    slots: int = 1
+    hold_budget_ms: int = 240_000
+    founding_budget_ms: int = 345_000
+    static_when_bounded: bool = True
+    leave_on_stop: Literal["auto", "always", "never"] = "auto"
+    starting: Starting = FromTheBeginning()
+    fail_on_data_loss: bool = True
+    max_offsets: int | None = None
+    min_offsets: int | None = None
+    max_delay_ms: int = 900_000
+
+
+def pause_ms(failures: int) -> int:
+    """How long to wait after so many failures in a row."""
+    return RETRY_PAUSES_MS[min(failures, len(RETRY_PAUSES_MS) - 1)]
