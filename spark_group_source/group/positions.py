@@ -92,12 +92,13 @@ class Positions:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def planned(self, ranges: Ranges) -> TopicPartition | None:
-        """A batch that was cut from :meth:`plannable` is in flight. Returns a partition of it that is elsewhere."""
+    def planned(self, ranges: Ranges) -> str | None:
+        """A batch that was cut from :meth:`plannable` is in flight. Returns what is wrong with it, if anything is."""
         for tp, (start, end) in ranges.items():
             partition = self.ours.get(tp)
             if partition is None or partition.state is not PartitionState.READY or partition.position != start:
-                return tp
+                at = "another member" if partition is None else partition.position
+                return f"{tp}[{start},{end}) is planned, but the partition is at {at}"
             if start < end:
                 partition.until = end
                 self._move(tp, partition, ev.Planned)

@@ -1,0 +1,310 @@
+"""The slots of a run: which member joins, what it holds, what it is asked to give back, and who took its place.
+
+Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: where a partition stands (``positions``),
+when a revocation may go (the machine's joint rule), batches and commits.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
+from spark_group_source.group import events as ev
+from spark_group_source.group import names
+from spark_group_source.group.outbox import Outbox
+from spark_group_source.group.positions import NotInTable, Positions
+from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.states import SLOTS, SlotState
+from spark_group_source.group.statistics import Counters
+from spark_group_source.model import TopicPartition
+
+WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.FENCED})
+
+
+@dataclass(slots=True)
+class Slot:
+    """One member of ours. ``client`` counts its consumers, so that a late event of a former one is told apart."""
+
+    number: int
+    state: SlotState = SlotState.OUT
+    client: int = 0
+    held: set[TopicPartition] = field(default_factory=set)
+    revoking: set[TopicPartition] = field(default_factory=set)
+    eager: bool = False
+    hold_since_ms: int = 0
+    failing_since_ms: int | None = None
+    failures: int = 0
+    generation: int = -1
+
+
+class Slots:
+    """All slots of one run.
+
+    Args:
+        rules: how many there are, and their budgets.
+        positions: what their partitions stand at.
+        counters: what happened.
+        out: takes orders and log lines; it has the time.
+        must_wait: whether a partition that Kafka wants back has to stay for now.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        positions: Positions,
+        counters: Counters,
+        out: Outbox,
+        must_wait: Callable[[TopicPartition], bool],
+    ) -> None:
+        self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
+        self._must_wait = must_wait
+        self._stream, self._topics, self._static = "", (), True  # type: tuple[str, ...]
+        self.all = [Slot(number) for number in range(rules.slots)]
+        self._holding: set[int] = set()  # in state REVOKING: thousands of others need not be looked at
+        self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or asks again whether it was replaced
+        self._assigned_count = 0
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def join_all(self, stream: str, topics: tuple[str, ...], *, static: bool) -> None:
+        """The stream has a name: every slot's member joins."""
+        self._stream, self._topics, self._static = stream, topics, static
+        for slot in self.all:
+            self._join(slot)
+
+    def take(self, event: ev.MemberReport, *, seq: int) -> SourceError | None:
+        """What a member reports. ``seq``: the last durable batch. Returns what the run has to end with, if it has to."""
+        slot = self.all[event.slot]
+        if event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
+            return None  # a late event of a consumer that was replaced or closed
+        match event:
+            case ev.Assigned():
+                self._assigned(slot, event, seq=seq)
+            case ev.Revoking():
+                self._revoking(slot, event)
+            case ev.Lost():
+                self._lost(slot, event.partitions, "Kafka took them away without asking", seq=seq)
+                if not slot.held:
+                    self._move(slot, ev.Lost)
+            case ev.MemberFailed():
+                self._lost(slot, tuple(slot.held), event.reason, seq=seq)
+                self._move(slot, ev.MemberFailed)
+                return self._joins_again(slot, event.reason)
+            case ev.MemberFenced():
+                self._lost(slot, tuple(slot.held), event.reason, seq=seq)
+                self._move(slot, ev.MemberFenced)
+                if slot.failing_since_ms is None:
+                    slot.failing_since_ms = self._out.now_ms
+                self._out.say(f"slot {slot.number}'s place was taken ({event.reason}): asking who did", warn=True)
+                self._out.order(ev.AskReplaced(slot=slot.number))
+            case _:
+                assert_never(event)
+        return None
+
+    def not_replaced(self, event: ev.NotReplaced) -> SourceError | None:
+        """An older process of this stream took the place, maybe one that was frozen: the slot takes it back."""
+        slot = self.all[event.slot]
+        if slot.state is not SlotState.ASKING:
+            return None
+        self._move(slot, ev.NotReplaced)
+        return self._joins_again(slot, "an older process of this stream had taken its place")
+
+    def replaced_unknown(self, event: ev.ReplacedUnknown) -> SourceError | None:
+        """Nobody could say who took the place: asked again, within the founding budget."""
+        slot = self.all[event.slot]
+        if slot.state is not SlotState.ASKING:
+            return None
+        self._move(slot, ev.ReplacedUnknown)
+        since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
+        if event.final or self._out.now_ms - since_ms >= self._rules.founding_budget_ms:
+            return self.replaced(f"the place of slot {slot.number} was taken, and {event.reason}")
+        self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)
+        slot.failures += 1
+        return None
+
+    def replaced(self, reason: str) -> Fenced:
+        """A newer driver has the stream."""
+        return Fenced(
+            f"another driver runs this stream of group {self._rules.group!r} now ({reason}). This run stops; nothing "
+            "of it was committed after that",
+            group=self._rules.group,
+        )
+
+    def topics_seen(self, topics: tuple[str, ...]) -> None:
+        if topics == self._topics:
+            return  # nothing changed: no disturbance
+        self._out.say(f"the subscription now stands for {len(topics)} topics: {', '.join(topics[:10])}")
+        self._topics = topics
+        for slot in self.all:
+            if slot.state is not SlotState.OUT:
+                self._out.order(ev.Subscribe(slot=slot.number, topics=topics))
+
+    def tick(self, *, seq: int) -> None:
+        now_ms = self._out.now_ms
+        for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
+            del self._wake_at_ms[number]
+            if self.all[number].state is SlotState.ASKING:
+                self._out.order(ev.AskReplaced(slot=number))
+            else:
+                self._join(self.all[number])
+        for slot in list(self._holds()):
+            if now_ms - slot.hold_since_ms >= self._rules.hold_budget_ms:
+                self._release(slot, overrun=True, seq=seq)
+
+    def release_what_may_go(self, *, seq: int) -> None:
+        """Let go of the revocations none of whose partitions has to wait."""
+        for slot in list(self._holds()):
+            if not any(map(self._must_wait, slot.revoking)):
+                self._release(slot, overrun=False, seq=seq)
+
+    def close(self, *, leave: bool) -> None:
+        for slot in self.all:
+            if slot.state is not SlotState.OUT:
+                self._move(slot, ev.Leave)
+                self._out.order(ev.Leave(slot=slot.number, leave=leave))
+
+    def failed(self) -> None:
+        """The run ends: nobody is asked any more who took a place."""
+        for slot in self.all:
+            if slot.state is SlotState.ASKING:
+                self._move(slot, ev.Fail)
+
+    # --- what may be asked ------------------------------------------------------------------------------------------
+
+    @property
+    def all_assigned(self) -> bool:
+        """Every slot has an assignment, maybe an empty one, and is not asked for any of it."""
+        return self._assigned_count == len(self.all)
+
+    def leaving(self) -> Iterator[TopicPartition]:
+        """Partitions that are asked for and were not let go yet."""
+        for slot in self._holds():
+            yield from slot.revoking
+
+    def deadlines_ms(self) -> list[int]:
+        holds = [slot.hold_since_ms + self._rules.hold_budget_ms for slot in self._holds()]
+        return holds + list(self._wake_at_ms.values())
+
+    def check(self) -> str | None:
+        """What contradicts itself, or None."""
+        for slot in self.all:
+            if not slot.revoking <= slot.held:
+                return f"slot {slot.number} gives back what it does not have"
+            if (slot.state is SlotState.REVOKING) != (slot.number in self._holding):
+                return f"slot {slot.number} holds without state"
+            if slot.revoking and slot.state is not SlotState.REVOKING:
+                return f"slot {slot.number} holds without state"
+            if slot.state in WITHOUT_PARTITIONS and slot.held:
+                return f"slot {slot.number} is {slot.state.value} and has partitions"
+        if sum(len(slot.held) for slot in self.all) != len(self._positions.ours):
+            return "a partition has two slots of ours or none"
+        for tp, partition in self._positions.ours.items():
+            if tp not in self.all[partition.slot].held:
+                return f"{tp} does not know its slot"
+        assigned = sum(slot.state is SlotState.ASSIGNED for slot in self.all)
+        return None if assigned == self._assigned_count else "the assigned slots are miscounted"
+
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _join(self, slot: Slot) -> None:
+        slot.client += 1
+        self._move(slot, ev.Join)
+        self._out.order(
+            ev.Join(
+                slot=slot.number,
+                client=slot.client,
+                topics=self._topics,
+                client_id=names.client_id(self._stream, slot.number),
+                instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self._static else None,
+            )
+        )
+
+    def _assigned(self, slot: Slot, event: ev.Assigned, *, seq: int) -> None:
+        if slot.revoking:  # an assignment after a hold: the hold is over, whether we let go or not
+            late = tuple(tp for tp in slot.revoking if self._must_wait(tp))
+            self._lost(slot, late, "Kafka went on while they were held", seq=seq)
+            self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
+        self._move(slot, ev.Assigned)
+        slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
+        new = [tp for tp in event.partitions if tp not in slot.held]
+        for tp in new:
+            before = self._positions.ours.get(tp)
+            if before is not None:  # its former slot was not told yet: Kafka's newest word counts
+                self._lost(self.all[before.slot], (tp,), f"slot {slot.number} has it now", seq=seq)
+            self._positions.assign(tp, slot.number)
+            slot.held.add(tp)
+        if new:
+            self._counters.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
+
+    def _revoking(self, slot: Slot, event: ev.Revoking) -> None:
+        leaving = {tp for tp in event.partitions if tp in slot.held}
+        slot.eager = event.eager
+        if slot.state is not SlotState.REVOKING:
+            slot.hold_since_ms = self._out.now_ms
+        self._move(slot, ev.Revoking)
+        slot.revoking |= leaving
+        if leaving:
+            self._counters.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
+
+    def _release(self, slot: Slot, *, overrun: bool, seq: int) -> None:
+        held_ms = self._out.now_ms - slot.hold_since_ms
+        if overrun:
+            late = [tp for tp in slot.revoking if self._must_wait(tp)]
+            self._out.say(
+                f"slot {slot.number} held a revocation for {held_ms} ms, its whole budget: {len(late)} partitions go "
+                "without a commit, and their next reader may see the batch in flight again",
+                warn=True,
+            )
+            self._lost(slot, tuple(late), "the budget of their hold was used up", seq=seq)
+        self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
+        self._counters.released(held_ms, overrun=overrun)
+        release = ev.ReleaseAll if slot.eager else ev.Release
+        self._move(slot, release)
+        self._out.order(release(slot=slot.number, client=slot.client))
+
+    def _lost(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str, *, seq: int) -> None:
+        """Somebody else may read these already: never commit them, and count what Kafka does not know."""
+        gone = [tp for tp in partitions if tp in slot.held]
+        twice = sum(map(self._positions.unconfirmed, gone))
+        self._drop(slot, tuple(gone), ev.Lost, seq=seq)
+        if gone:
+            reason = f"slot {slot.number} lost {len(gone)} partitions: {why}"
+            self._counters.lost(len(gone), twice)
+            self._counters.rebalanced(reason, now_ms=self._out.now_ms)
+            self._out.say(f"{reason}; {twice} offsets may be read twice", warn=True)
+
+    def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type, *, seq: int) -> None:
+        for tp in partitions:
+            self._positions.drop(tp, cause, as_of=seq)
+            slot.held.discard(tp)
+            slot.revoking.discard(tp)
+
+    def _joins_again(self, slot: Slot, reason: str) -> SourceError | None:
+        if slot.failing_since_ms is None:
+            slot.failing_since_ms = self._out.now_ms
+        waited_ms = self._out.now_ms - slot.failing_since_ms
+        if waited_ms >= self._rules.founding_budget_ms:
+            return RebalanceTimeout(
+                f"slot {slot.number} could not join group {self._rules.group!r} for {waited_ms} ms, "
+                f"{slot.failures + 1} tries; the last answer: {reason}",
+                group=self._rules.group,
+                waited_ms=waited_ms,
+            )
+        self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)
+        slot.failures += 1
+        self._out.say(f"slot {slot.number}'s member failed ({reason}); it joins again", warn=slot.failures > 1)
+        return None
+
+    def _holds(self) -> Iterator[Slot]:
+        return (self.all[number] for number in sorted(self._holding))
+
+    def _move(self, slot: Slot, cause: type) -> None:
+        before, to = slot.state, SLOTS.get((slot.state, cause))
+        if to is None:
+            raise NotInTable(f"slot {slot.number}: {cause.__name__} in state {slot.state.value}")
+        slot.state = to
+        self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
+        if to is SlotState.REVOKING:
+            self._holding.add(slot.number)
+        else:
+            self._holding.discard(slot.number)
