@@ -58,7 +58,9 @@ class Slots:
     ) -> None:
         self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
         self._must_wait = must_wait
-        self._stream, self._topics, self._static = "", (), True  # type: tuple[str, ...]
+        self._stream = ""
+        self._static = True
+        self._topics: tuple[str, ...] = ()
         self.all = [Slot(number) for number in range(rules.slots)]
         self._holding: set[int] = set()  # in state REVOKING: thousands of others need not be looked at
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or asks again whether it was replaced
@@ -73,7 +75,7 @@ class Slots:
             self._join(slot)
 
     def take(self, event: ev.MemberReport, *, seq: int) -> SourceError | None:
-        """What a member reports. ``seq``: the last durable batch. Returns what the run has to end with, if it has to."""
+        """What a member reports; ``seq`` is the last durable batch. Returns what the run must end with, if anything."""
         slot = self.all[event.slot]
         if event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
             return None  # a late event of a consumer that was replaced or closed
