@@ -3,10 +3,9 @@
 Runs in: the stream reader's worker thread. Deliberately absent: which offsets and when (``group``).
 """
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -24,6 +23,8 @@ SEND_TIMEOUT_S = 5.0
 """A step that names offsets. The library repeats it for this long when a topic is unknown, and a deleted one
 stays so; revocations wait for the commit meanwhile."""
 
+_Ends = Literal["commit_transaction", "abort_transaction"]
+
 
 class OffsetCommitter:
     """Commits a group's offsets without being a member, fenced by its transactional id (KIP-98, KIP-447).
@@ -31,6 +32,10 @@ class OffsetCommitter:
     One thread uses it. The transaction holds nothing but the offsets, each share in the name of the member that has its
     partitions: all or none, accepted while the group rebalances, refused when one of the members is none any more. A
     newer process with the same id shuts this one out for good.
+
+    The id is taken over once. A transaction that was not answered is ended with the same producer before the next one
+    begins: a new producer would take the id back from a process that was started instead of this one meanwhile. (The
+    brokers end a transaction themselves after a minute, and then this process counts as shut out as well.)
 
     Args:
         settings: librdkafka settings of a producer.
@@ -45,21 +50,27 @@ class OffsetCommitter:
         self._servers = settings["bootstrap.servers"]
         self._group = group
         self._producer: Any = None
+        self._open: _Ends | None = None  # the call that ends the transaction which is open
+        self._fenced: KafkaError | None = None
 
     def prepare(self) -> None:
         """Take the transactional id over now: from here on no older process can commit with it.
 
         Raises:
+            Fenced: a newer process has it.
             AccessDenied: transactions are not allowed here.
             CommitFailed: not done; the first commit tries again.
         """
         try:
-            self._ready()
+            self._own()
         except KafkaException as exc:
             raise self._failure(exc.args[0]) from exc
 
     def probe(self, tp: TopicPartition) -> bool:
         """Ask the broker whether the id is still this process's: a transaction that names an offset and takes it back.
+
+        Args:
+            tp: any partition of the group; nothing is committed for it.
 
         Returns:
             True: it is. False: nothing was asked, because this process does not have the id (yet, or any more after a
@@ -70,15 +81,19 @@ class OffsetCommitter:
             AccessDenied: transactions are not allowed here.
             CommitFailed: no answer.
         """
-        if self._producer is None:
+        if self._producer is None and self._fenced is None:
             return False
-        nobody = memberless(self._settings, self._group, runtime=self._runtime)
         try:
-            self._producer.begin_transaction()
-            self._producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
-            self._producer.abort_transaction(TRANSACTION_TIMEOUT_S)
+            producer = self._begun()
+            nobody = memberless(self._settings, self._group, runtime=self._runtime)
+            producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
+            self._end()
         except KafkaException as exc:
-            raise self._failure(exc.args[0]) from exc
+            error = exc.args[0]
+            failure = self._failure(error)
+            # Offsets are the second step: the first, which names the id, was taken.
+            if error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART or self._fenced is not None:
+                raise failure from exc
         return True
 
     def commit(
@@ -96,47 +111,75 @@ class OffsetCommitter:
             Fenced: a newer process has the id. Final.
             AccessDenied: transactions are not allowed here; a member can commit instead.
             MemberStale: a member is not what it was; nothing was committed.
-            CommitFailed: nothing was committed; try again later.
+            CommitFailed: no answer, or refused; try again later.
         """
         at = 0
         try:
-            producer = self._ready()
-            producer.begin_transaction()
+            producer = self._begun()
             for at, (identity, offsets) in enumerate(shares):  # noqa: B007 - for the error
                 entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
                 producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
-            producer.commit_transaction(TRANSACTION_TIMEOUT_S)
+            self._open = "commit_transaction"
+            self._end()
         except KafkaException as exc:
             raise self._failure(exc.args[0], share=at) from exc
 
-    def close(self) -> None:
-        self._producer = None
-
-    def _ready(self) -> Any:
+    def _own(self) -> Any:
+        if self._fenced is not None:
+            raise KafkaException(self._fenced)
         if self._producer is None:
             producer = self._runtime.producer(self._settings)
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
-            self._producer = producer
+            self._producer, self._open = producer, None
         return self._producer
+
+    def _begun(self) -> Any:
+        """The producer, with a transaction that was just begun."""
+        producer = self._own()
+        self._end()
+        producer.begin_transaction()
+        self._open = "abort_transaction"
+        return producer
+
+    def _end(self) -> None:
+        if self._open is not None:
+            getattr(self._producer, self._open)(TRANSACTION_TIMEOUT_S)
+            self._open = None
 
     def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
         code = error.code()
-        if (failure := stale(error, share=share)) is not None:
-            self._abort(error)
+        failure = stale(error, share=share)
+        if failure is None and code in FENCED_CODES:
+            self._fenced = error
+        self._clean_up(error)
+        if failure is not None:
             return failure
         if code in FENCED_CODES or code in AUTH_CODES:
-            self._producer = None
             return translate(error, op="committing offsets", servers=self._servers)
-        self._abort(error)
         return CommitFailed(f"committing offsets failed: {error.str()}", code=code)
 
-    def _abort(self, error: KafkaError) -> None:
-        if error.txn_requires_abort() and self._producer is not None:
-            with contextlib.suppress(KafkaException):
-                self._producer.abort_transaction(TRANSACTION_TIMEOUT_S)
-        else:
-            # Its transaction may be open, and the next commit begins one; an id that expired while idle is new again.
+    def _clean_up(self, error: KafkaError) -> None:
+        """Take back what was begun. A commit that was not answered is not: its end is asked for next time."""
+        if self._open == "commit_transaction" and error.retriable():
+            return
+        if self._usable(error) and self._open is not None:
+            self._open = "abort_transaction"
+            try:
+                self._end()
+            except KafkaException as exc:
+                if exc.args[0].code() in FENCED_CODES:
+                    self._fenced = exc.args[0]
+                self._usable(exc.args[0])
+
+    def _usable(self, error: KafkaError) -> bool:
+        """Whether the producer can go on after this; if not, the next commit makes another one.
+
+        Where the brokers had heard of a newer process they would have said so before anything else; an id that expired
+        while idle is new again.
+        """
+        if self._fenced is not None or not (error.retriable() or error.txn_requires_abort()):
             self._producer = None
+        return self._producer is not None
 
 
 def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> Identity:

@@ -1,0 +1,191 @@
+"""A run's commits: in whose name each offset goes to Kafka, who is left out, and whether they are still taken.
+
+Runs in: the stream reader, on the worker's thread (except where said). Deliberately absent: which offsets and when
+(``group``), and the transaction itself (``kafka``). Where transactions are not allowed the members commit.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spark_group_source.driver.member import Member, Share
+from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
+from spark_group_source.group import events as ev
+from spark_group_source.group import names
+from spark_group_source.kafka import Admin, GroupOffsets, MemberStale, OffsetCommitter, Runtime
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
+
+log = logging.getLogger(__name__)
+
+MEMBER_COMMIT_S_MAX = 10.0
+"""How long a member may take to commit where transactions are not allowed."""
+
+Probed = ev.NotReplaced | ev.Replaced | ev.ReplacedUnknown
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An echo, and in whose name. ``left``: slots that had no member when it was ordered, and why."""
+
+    echo: ev.Echo
+    shares: tuple[Share, ...]
+    left: Mapping[int, str]
+
+
+def in_whose_name(echo: ev.Echo, member: Callable[[int], Member | None]) -> Order:
+    """Note who holds what is to be committed: later a slot may have another member of the same name. On the thread of
+    the event that led to the order."""
+    by_slot: dict[int, dict[TopicPartition, int]] = {}
+    for tp, offset in echo.offsets.items():
+        by_slot.setdefault(echo.slots[tp], {})[tp] = offset
+    members = {slot: member(slot) for slot in by_slot}
+    return Order(
+        echo,
+        tuple(Share(m, m.identity, by_slot[slot]) for slot, m in members.items() if m is not None),
+        {slot: "the slot has no member" for slot, m in members.items() if m is None},
+    )
+
+
+class Commits:
+    """Commits for one stream, fenced by its id.
+
+    Args:
+        options, admin: the run's.
+        stream: its id.
+        offsets: reads the group's offsets.
+        runtime: clients.
+        handle: takes each event; never raises.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        admin: Admin,
+        *,
+        stream: str,
+        offsets: GroupOffsets,
+        runtime: Runtime,
+        handle: Callable[[ev.Event], None],
+    ) -> None:
+        self._admin, self._offsets, self._handle = admin, offsets, handle
+        self._denied = False
+        self._committer: OffsetCommitter | None = OffsetCommitter(
+            options.producer_settings(),
+            group=options.group_id,
+            transactional_id=names.transactional_id(options.group_id, stream),
+            runtime=runtime,
+        )
+
+    @property
+    def by_members(self) -> bool:
+        """Whether the members commit, so that nobody can tell whether the run was replaced. Any thread."""
+        return self._committer is None
+
+    def prepare(self) -> bool:
+        """Shut out an older driver of this stream that may still be there, frozen. False: not done, try again."""
+        try:
+            if self._committer is not None:
+                self._committer.prepare()
+        except SourceError as exc:
+            log.info("the commits' transactions are not ready: %s", exc)  # the first commit says what that means
+            self._denied = isinstance(exc, AccessDenied)
+            return self._denied
+        return True
+
+    def probe(self, slot: int, partition: Callable[[], TopicPartition]) -> Probed:
+        """Whether a newer driver commits for this stream, on behalf of a slot.
+
+        Args:
+            partition: names any one of the group; nothing is committed for it.
+        """
+        if self._committer is None:
+            return ev.ReplacedUnknown(slot=slot, reason="transactions are not allowed here", final=True)
+        try:
+            if self._committer.probe(partition()):
+                return ev.NotReplaced(slot=slot)
+        except Fenced as exc:
+            return ev.Replaced(reason=str(exc))
+        except SourceError as exc:
+            log.info("whether this run was replaced is not known: %s", exc)
+            return ev.ReplacedUnknown(slot=slot, reason=str(exc))
+        return ev.ReplacedUnknown(slot=slot, reason="this run does not have its transactional id", final=self._denied)
+
+    def echo(self, order: Order) -> ev.EchoDone | ev.EchoFailed:
+        """Commit and read back what the order says, without the shares of members that are not what they were.
+
+        Raises:
+            Fenced: a newer driver commits for this stream.
+            GroupError: nothing, or not everything, was committed.
+        """
+        echo, left = order.echo, dict(order.left)
+        notes = {
+            tp: names.note_text(echo.stream, echo.seq, echo.epoch, followed=tp in echo.followed) for tp in echo.offsets
+        }
+        try:
+            self._commit(order.shares, notes, left)
+        except CommitFailed:
+            wanted = {tp for tp in echo.offsets if echo.slots[tp] not in left}
+            there = self._still_there(wanted)
+            if there == wanted:
+                raise
+            log.warning("%d partitions are gone, and their offsets with them", len(wanted - there))
+            shares = [replace(s, offsets={tp: at for tp, at in s.offsets.items() if tp in there}) for s in order.shares]
+            self._commit([share for share in shares if share.offsets], notes, left)
+        # What is gone counts as done: Kafka takes no offset for it.
+        done = {tp: offset for tp, offset in echo.offsets.items() if echo.slots[tp] not in left}
+        if done or not left:
+            return ev.EchoDone(offsets=done, left=left)
+        return ev.EchoFailed(reason="; ".join(sorted(set(left.values()))), stale=True)
+
+    def _still_there(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
+        """Without what was deleted: Kafka takes no offsets for it, and all of a commit or nothing."""
+        asked = set(tps)
+        topics = self._admin.describe(tp.topic for tp in asked)
+        return {tp for tp in asked if tp.topic in topics and tp.partition < topics[tp.topic].partitions}
+
+    def _commit(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str], left: dict[int, str]) -> None:
+        """Commit and read back the shares of all members that are what they were; ``left`` takes in the others."""
+        while shares := self._of_members(shares, left):
+            try:
+                self._commit_together(shares, notes)
+            except MemberStale as exc:
+                self._leave_out(shares[exc.share], exc, left)
+            else:
+                self._offsets.wait_shown({tp: offset for share in shares for tp, offset in share.offsets.items()})
+                return
+
+    def _of_members(self, shares: Sequence[Share], left: dict[int, str]) -> list[Share]:
+        for share in shares:
+            if share.identity is None:
+                left.setdefault(share.member.slot, "the member is not in the group at the moment")
+            elif share.identity != share.member.identity:
+                left.setdefault(share.member.slot, "the member has joined again since")
+        return [share for share in shares if share.member.slot not in left]
+
+    def _leave_out(self, share: Share, exc: MemberStale, left: dict[int, str]) -> None:
+        member, left[share.member.slot] = share.member, str(exc)
+        if exc.thrown_out:  # it may not have heard: it starts anew
+            member.order(ev.Leave(slot=member.slot, leave=False))
+            self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
+
+    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> None:
+        try:
+            if self._committer is not None:
+                known = [(share.identity, share.offsets) for share in shares if share.identity is not None]
+                self._committer.commit(known, notes)
+        except AccessDenied as exc:
+            log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
+            self._committer = None
+        if self._committer is None:
+            for at, share in enumerate(shares):
+                _commit_by_member(at, share, notes)
+
+
+def _commit_by_member(at: int, share: Share, notes: Mapping[TopicPartition, str]) -> None:
+    try:
+        share.member.commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
+    except TimeoutError:
+        raise CommitFailed(f"the member did not commit within {MEMBER_COMMIT_S_MAX:.0f} s") from None
+    except MemberStale as exc:
+        raise MemberStale(str(exc), thrown_out=exc.thrown_out, share=at) from exc
