@@ -147,16 +147,13 @@ class OffsetCommitter:
             self._open = None
 
     def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
-        code = error.code()
-        failure = stale(error, share=share)
-        if failure is None and code in FENCED_CODES:
+        of_member = stale(error, share=share)
+        if of_member is None and error.code() in FENCED_CODES:
             self._fenced = error
         self._clean_up(error)
-        if failure is not None:
-            return failure
-        if code in FENCED_CODES or code in AUTH_CODES:
-            return translate(error, op="committing offsets", servers=self._servers)
-        return CommitFailed(f"committing offsets failed: {error.str()}", code=code)
+        if self._fenced is not None or (of_member is None and error.code() in AUTH_CODES):
+            return translate(self._fenced or error, op="committing offsets", servers=self._servers)
+        return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:
         """Take back what was begun. A commit that was not answered is not: its end is asked for next time."""

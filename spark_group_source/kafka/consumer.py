@@ -88,7 +88,10 @@ class MemberConsumer:
             OptionError: the brokers allow no such session timeout.
             GroupError: the consumer is dead; make a new one.
         """
-        message = self._consumer.poll(timeout_s)
+        try:
+            message = self._consumer.poll(timeout_s)
+        except KafkaException as exc:  # of a callback: the library refused to take partitions or give them up
+            raise self._failure or self._fatal(exc.args[0]) from exc
         self.identify()
         if self._failure is not None:
             raise self._failure

@@ -1,0 +1,289 @@
+"""A member's thread, moved by hand: each line of a script is what happens where the thread would wait next."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
+
+from spark_group_source.driver.member import Member, Share
+from spark_group_source.group import events as ev
+from spark_group_source.kafka import Identity, MemberStale, Runtime
+
+SESSION_MS = 10_000
+EAGER = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": str(SESSION_MS)}
+COOPERATIVE = EAGER | {"partition.assignment.strategy": "cooperative-sticky"}
+JOIN = ev.Join(slot=3, client=2, topics=("a",), client_id="c-3", instance_id="g.s.3")
+
+
+class Scene:
+    """One member, what it reported, and how often it asked whether it was replaced."""
+
+    def __init__(self) -> None:
+        self.runtime = HandRuntime()
+        self.reported: list[ev.Event] = []
+        self.asked = 0
+        self.replaced: bool | None = False
+        self.member = self.make()
+
+    def make(self, settings: dict[str, str] = EAGER, join: ev.Join = JOIN) -> Member:
+        self.member = Member(
+            join, settings, runtime=self.runtime, report=self.reported.append, replaced=self._ask_replaced
+        )
+        return self.member
+
+    def _ask_replaced(self) -> bool | None:
+        self.asked += 1
+        return self.replaced
+
+    @property
+    def consumer(self) -> HandConsumer:
+        return self.runtime.consumers[-1]
+
+    def run(self, *script: Callable[[], object]) -> None:
+        self.member.start()
+        self.runtime.run(*script)
+
+    def freeze(self, for_ms: int = SESSION_MS) -> None:
+        self.runtime.clock_ms += for_ms
+
+    def leave(self) -> None:
+        self.member.order(ev.Leave(slot=3, leave=False))
+
+    def release(self) -> None:
+        self.member.order(ev.Release(slot=3, client=2))
+
+    def assign(self) -> None:
+        self.consumer.assign_callback(A0)
+
+    def lose(self) -> None:
+        self.consumer.lose_callback()
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.reported if not isinstance(event, ev.Tick)]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_it_is_known_by_the_names_that_it_was_given(scene: Scene) -> None:
+    scene.run(scene.leave)
+    (settings,) = scene.runtime.called("Consumer")
+    assert (settings["client.id"], settings["group.instance.id"]) == ("c-3", "g.s.3")
+    assert scene.runtime.called("subscribe") == [("a",)]
+
+
+# --- asking before it joins again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replaced", [True, None])
+def test_a_loss_of_nothing_asks_all_the_same_and_a_place_that_may_be_anothers_is_left(
+    scene: Scene, replaced: bool | None
+) -> None:
+    scene.replaced = replaced
+    scene.run(scene.assign, scene.lose)
+    assert scene.asked == 1
+    assert scene.kinds() == ["Assigned", "Lost", "MemberFenced"]
+    assert scene.reported[1] == ev.Lost(slot=3, client=2, partitions=())
+    assert scene.runtime.called()[-3:] == ["unsubscribe", "poll", "close"]
+
+
+def test_a_member_that_was_not_replaced_goes_on(scene: Scene) -> None:
+    scene.run(scene.assign, scene.lose, scene.assign, scene.leave)
+    assert (scene.asked, scene.kinds()) == (1, ["Assigned", "Lost", "Assigned"])
+
+
+def test_a_member_that_is_closing_does_not_ask(scene: Scene) -> None:
+    def closed_while_it_polls() -> None:
+        scene.member._leaving = ev.Leave(slot=3, leave=False)
+        scene.lose()
+
+    scene.run(scene.assign, closed_while_it_polls)
+    assert scene.asked == 0
+
+
+@pytest.mark.parametrize("settings", [EAGER, COOPERATIVE])
+def test_a_process_that_stood_still_asks_before_it_polls_again(scene: Scene, settings: dict[str, str]) -> None:
+    """A cooperative member without partitions is told nothing of the end of its session."""
+    scene.make(settings)
+    scene.replaced = True
+    scene.run(scene.assign, scene.freeze)
+    assert (scene.asked, scene.kinds()) == (1, ["Assigned", "MemberFenced"])
+
+
+def test_between_two_polls_it_may_stand_still_as_well(scene: Scene) -> None:
+    scene.replaced = True
+
+    def report(event: ev.Event) -> None:
+        scene.reported.append(event)
+        scene.freeze()
+
+    scene.member._report = report
+    scene.run(scene.assign)
+    assert scene.asked == 1
+
+
+def test_a_short_stop_is_none(scene: Scene) -> None:
+    scene.run(scene.assign, lambda: scene.freeze(SESSION_MS // 2 - 200), scene.leave)
+    assert scene.asked == 0
+
+
+def test_a_dynamic_member_has_no_place_that_could_be_anothers(scene: Scene) -> None:
+    scene.make(join=ev.Join(slot=3, client=2, topics=("a",)))
+    scene.replaced = True
+    scene.run(scene.assign, scene.freeze, scene.lose, scene.leave)
+    assert (scene.asked, scene.kinds()) == (0, ["Assigned", "Lost"])
+
+
+# --- holding a revocation -------------------------------------------------------------------------------------------
+
+
+def revoke(scene: Scene) -> Callable[[], None]:
+    return lambda: scene.consumer.revoke_callback(A0)
+
+
+def test_a_revocation_is_held_until_the_release_however_long_that_takes(scene: Scene) -> None:
+    waits = [lambda: None] * (SESSION_MS // 250 + 1)
+    scene.run(scene.assign, revoke(scene), *waits, scene.release, scene.leave)
+    assert scene.kinds() == ["Assigned", "Revoking"]
+    assert scene.reported.count(ev.Tick()) == len(waits)
+    assert scene.asked == 0
+
+
+@pytest.mark.parametrize("settings", [EAGER, COOPERATIVE])
+def test_a_process_that_stood_still_in_a_hold_asks_before_the_library_joins_again(
+    scene: Scene, settings: dict[str, str]
+) -> None:
+    scene.make(settings)
+    scene.replaced = True
+    scene.run(scene.assign, revoke(scene), scene.freeze)
+    assert (scene.asked, scene.kinds()) == (1, ["Assigned", "Revoking", "MemberFenced"])
+    unassign = "unassign" if settings is EAGER else "incremental_unassign"
+    assert scene.runtime.called()[-4:] == ["unsubscribe", unassign, "poll", "close"]
+
+
+def test_a_release_after_a_standstill_does_not_skip_the_question(scene: Scene) -> None:
+    scene.replaced = True
+
+    def thaw_and_release() -> None:
+        scene.freeze()
+        scene.release()
+
+    scene.run(scene.assign, revoke(scene), thaw_and_release)
+    assert scene.kinds()[-1] == "MemberFenced"
+
+
+def test_a_refusal_to_give_partitions_up_does_not_hide_why(scene: Scene) -> None:
+    scene.replaced = True
+    scene.runtime.will("unassign", refusal(KafkaError._FATAL))
+    scene.run(scene.assign, revoke(scene), scene.freeze)
+    assert scene.kinds()[-1] == "MemberFenced"
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+class Message:
+    def __init__(self, code: int, text: str) -> None:
+        self._error = KafkaError(code, text)
+
+    def error(self) -> KafkaError:
+        return self._error
+
+
+def test_a_member_that_the_broker_fenced_says_so(scene: Scene) -> None:
+    scene.runtime.will("poll", Message(KafkaError._FATAL, "instance id was fenced"))
+    scene.run(lambda: None)
+    assert scene.kinds() == ["MemberFenced"]
+
+
+def test_a_consumer_that_cannot_be_made_is_a_failure(scene: Scene) -> None:
+    scene.runtime.will("Consumer", refusal(KafkaError._INVALID_ARG))
+    scene.run()
+    assert scene.kinds() == ["MemberFailed"]
+
+
+def test_a_setting_that_the_brokers_refuse_ends_the_run(scene: Scene) -> None:
+    scene.runtime.will("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"))
+    scene.run(lambda: None)
+    assert scene.kinds() == ["Broken"]
+
+
+def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(name: str, run: object, *, died: Callable[[BaseException], None]) -> None:
+        died(RuntimeError("can't start new thread"))
+
+    monkeypatch.setattr(scene.runtime, "spawn", none_left)
+    scene.member.start()
+    assert scene.kinds() == ["Broken"]
+    assert scene.member.wait_ended(0)
+
+
+def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
+    """Also what no part of it expects: here, that closing the consumer fails."""
+    reported: list[ev.Event] = []
+    hand = HandRuntime()
+    hand.will("subscribe", refusal(KafkaError._INVALID_ARG))
+    hand.will("close", ValueError("odd"))
+
+    class Threads(Runtime):
+        def consumer(self, settings: Any) -> Any:
+            return hand.consumer(settings)
+
+    member = Member(JOIN, EAGER, runtime=Threads(), report=reported.append, replaced=lambda: False)
+    member.start()
+    assert member.wait_ended(10)
+    assert [type(event) for event in reported] == [ev.MemberFailed, ev.Broken]
+
+
+# --- committing as the member ---------------------------------------------------------------------------------------
+
+
+def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
+    done: list[Any] = []
+
+    def order(identity: Identity) -> None:
+        share = Share(scene.member, identity, {A0: 5, A1: 6})
+        done.append(scene.member.commit(share, {A0: "x", A1: "y"}))
+
+    scene.run(
+        scene.assign,
+        lambda: order(Identity(1, "m", metadata(1))),
+        lambda: order(Identity(0, "m", metadata(0))),
+        scene.leave,
+    )
+    assert done[0].result(0) is None
+    assert scene.runtime.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 6, "y")]]
+    with pytest.raises(MemberStale, match="joined again"):
+        done[1].result(0)
+
+
+def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
+    scene.runtime.will("commit", refusal(KafkaError.UNKNOWN_MEMBER_ID))
+    done: list[Any] = []
+
+    def order() -> None:
+        share = Share(scene.member, scene.member.identity, {A0: 5})
+        done.append(scene.member.commit(share, {A0: "x"}))
+
+    scene.run(scene.assign, order, scene.leave)
+    with pytest.raises(MemberStale) as stale:
+        done[0].result(0)
+    assert stale.value.thrown_out
+
+
+def test_an_order_that_comes_too_late_is_answered(scene: Scene) -> None:
+    done: list[Any] = []
+
+    def leave_then_order() -> None:
+        scene.leave()
+        scene.member._consumer.close = lambda leave: done.append(  # type: ignore[union-attr, method-assign]
+            scene.member.commit(Share(scene.member, None, {}), {})
+        )
+
+    scene.run(leave_then_order)
+    with pytest.raises(Exception, match="ended"):
+        done[0].result(0)

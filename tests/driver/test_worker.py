@@ -1,0 +1,410 @@
+"""The worker's thread, moved by hand: what it asks and commits, in which order, and that nothing ends it."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+from confluent_kafka import TopicPartition as KafkaPartition
+from hand_made import A0, A1, HandRuntime, metadata, refusal
+
+from spark_group_source.driver.member import Member
+from spark_group_source.driver.worker import Worker
+from spark_group_source.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    CommitFailed,
+    InvariantBroken,
+    SourceError,
+)
+from spark_group_source.group import events as ev
+from spark_group_source.kafka import Admin, Identity, MemberStale
+from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.options.table import Options
+
+TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
+DENIED = refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True)
+FENCED = refusal(KafkaError._FENCED, fatal=True)
+STALE = refusal(KafkaError.ILLEGAL_GENERATION, abort=True)
+UNKNOWN = refusal(KafkaError.UNKNOWN_MEMBER_ID, abort=True)
+B0 = TopicPartition("b", 0)
+
+
+class HandMember:
+    """A slot's member that does nothing: who it is, its orders, and how its own commits end."""
+
+    def __init__(self, slot: int, runtime: HandRuntime) -> None:
+        self.slot, self.client, self.runtime = slot, 7, runtime
+        self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
+        self.orders: list[Any] = []
+        self.committed: list[Any] = []
+        self.refusal: Exception | None = None
+
+    def order(self, order: Any) -> None:
+        self.orders.append(order)
+
+    def commit(self, share: Any, notes: Mapping[TopicPartition, str]) -> Any:
+        done = self.runtime.future()
+        if self.refusal is None:
+            self.committed.append((dict(share.offsets), {tp: notes[tp] for tp in share.offsets}))
+            done.set_result(None)
+        elif not isinstance(self.refusal, TimeoutError):
+            done.set_exception(self.refusal)
+        return done
+
+
+class Scene:
+    """A worker whose consumer shows whatever was committed."""
+
+    def __init__(self, **options: str) -> None:
+        self.runtime = HandRuntime()
+        self.handled: list[ev.Event] = []
+        self.topics: list[Mapping[str, int] | SourceError] = []
+        self.due_s: list[float | Exception | None] = []
+        self.members = {slot: HandMember(slot, self.runtime) for slot in range(3)}
+        given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
+        if "subscribePattern" in given:
+            del given["subscribe"]
+        parsed = Options.parse(given)
+        self.worker = Worker(
+            parsed,
+            Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
+            runtime=self.runtime,
+            topics=self._topics,
+            member=self._member,
+            handle=self.handled.append,
+            until_deadline_s=self._until_deadline_s,
+            published=lambda: None,
+        )
+
+    def _topics(self) -> Mapping[str, int]:
+        found = self.topics.pop(0)
+        if isinstance(found, SourceError):
+            raise found
+        return found
+
+    def _member(self, slot: int) -> Member | None:
+        found: Any = self.members.get(slot)
+        return found  # type: ignore[no-any-return]
+
+    def _until_deadline_s(self) -> float | None:
+        due_s = self.due_s.pop(0) if self.due_s else None
+        if isinstance(due_s, Exception):
+            raise due_s
+        return due_s
+
+    def run(self, *script: Callable[[], object]) -> None:
+        self.worker.start("s")
+        self.runtime.run(*script, self.worker.stop)
+
+    def order(self, *orders: Any) -> Callable[[], None]:
+        def give() -> None:
+            for order in orders:
+                self.worker.order(order)
+
+        return give
+
+    def shows(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.runtime.will("committed", [KafkaPartition(tp.topic, tp.partition, at, "") for tp, at in offsets.items()])
+
+    def topics_there(self, **partitions: int) -> None:
+        self.runtime.will(
+            "describe_topics", {n: SimpleNamespace(topic_id="i", partitions=range(c)) for n, c in partitions.items()}
+        )
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.Echo:
+    slots = {A0: 0, A1: 1} if slots is None else slots
+    return ev.Echo(offsets={tp: 5 + slot for tp, slot in slots.items()}, slots=slots, stream="s", seq=4, **more)
+
+
+FETCH = ev.FetchCommitted(partitions=(A0, A1, B0))
+
+# --- first things first ---------------------------------------------------------------------------------------------
+
+
+def test_an_older_driver_is_shut_out_before_anything_is_looked_up(scene: Scene) -> None:
+    scene.worker.order(FETCH)
+    scene.run()
+    assert scene.runtime.called("init_transactions", "committed") == ["init_transactions", "committed"]
+
+
+def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", TIMED_OUT, TIMED_OUT)
+    scene.shows({})
+    scene.run(*[lambda: None] * 30)
+    assert len(scene.runtime.called("init_transactions")) == 3  # one every five seconds, and none once it is ours
+    assert scene.handled == []
+
+
+# --- lookups --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
+    found = KafkaPartition("a", 0, 9, "spark-group:s:3:2:followed")
+    scene.runtime.will("committed", [found, KafkaPartition("a", 1, -1001)])
+    scene.run(scene.order(FETCH))
+    assert scene.handled == [
+        ev.CommittedRead(
+            offsets={A0: ev.Committed(offset=9, stream="s", seq=3, epoch=2, followed=True), A1: None},
+            asked=(A0, A1, B0),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("level", "asked"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
+def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: str) -> None:
+    scene = Scene(**{"kafka.isolation.level": level})
+    scene.runtime.will("list_offsets", {A0: SimpleNamespace(offset=8)})
+    scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
+    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, asked=(A0, A1))]
+    assert scene.runtime.called("isolation") == [asked.upper()]
+
+
+def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_run(scene: Scene) -> None:
+    scene.runtime.will("committed", TIMED_OUT, refusal(KafkaError.GROUP_AUTHORIZATION_FAILED))
+    scene.run(scene.order(FETCH), scene.order(FETCH))
+    failed, broken = scene.handled
+    assert isinstance(failed, ev.LookupFailed) and failed.partitions == FETCH.partitions
+    assert isinstance(broken, ev.Broken) and isinstance(broken.error, AccessDenied)
+
+
+# --- nothing ends it ------------------------------------------------------------------------------------------------
+
+
+def test_what_fails_on_time_ends_the_run_but_not_the_worker(scene: Scene) -> None:
+    scene.due_s = [ValueError("odd"), None]
+    scene.run(scene.order(ev.AskReplaced(slot=1)))
+    broken, answer = scene.handled
+    assert isinstance(broken, ev.Broken) and isinstance(broken.error, InvariantBroken) and "odd" in str(broken.error)
+    assert answer == ev.NotReplaced(slot=1)
+
+
+def test_what_fails_in_an_order_ends_the_run_but_not_the_worker(scene: Scene) -> None:
+    scene.runtime.will("committed", ValueError("odd"))
+    scene.run(scene.order(FETCH), scene.order(ev.AskReplaced(slot=1)))
+    assert [type(event) for event in scene.handled] == [ev.Broken, ev.NotReplaced]
+
+
+def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
+    scene.worker._died(MemoryError())
+    (broken,) = scene.handled
+    assert isinstance(broken, ev.Broken)
+    assert scene.worker.replaced() is None
+
+
+def test_a_deadline_that_has_come_is_handled(scene: Scene) -> None:
+    scene.due_s = [0.0]
+    scene.run(lambda: None)
+    assert scene.handled == [ev.Tick()]
+
+
+def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
+    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
+    scene.topics = [BrokerUnavailable("no"), {"a": 1, "b": 2}]
+    scene.run(lambda: None, lambda: None)
+    assert scene.handled == [ev.TopicsSeen(topics=("a", "b"))]
+
+
+# --- who is in charge -----------------------------------------------------------------------------------------------
+
+
+def ask(scene: Scene) -> ev.Event:
+    scene.run(scene.order(ev.AskReplaced(slot=1)))
+    return scene.handled[-1]
+
+
+def test_a_run_that_has_its_id_was_not_replaced(scene: Scene) -> None:
+    assert ask(scene) == ev.NotReplaced(slot=1)
+    assert scene.runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
+
+
+def test_a_run_whose_id_is_anothers_was_replaced(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", FENCED)
+    assert isinstance(ask(scene), ev.Replaced)
+
+
+def test_a_question_without_an_answer_is_not_the_last(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
+    answer = ask(scene)
+    assert isinstance(answer, ev.ReplacedUnknown) and (answer.slot, answer.final) == (1, False)
+
+
+def test_a_run_without_its_id_cannot_tell_yet_and_does_not_take_it_by_asking(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", TIMED_OUT)
+    answer = ask(scene)
+    assert isinstance(answer, ev.ReplacedUnknown) and not answer.final
+    assert len(scene.runtime.called("init_transactions")) == 1
+
+
+def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    scene.shows({A0: 5, A1: 6})
+    question = ev.AskReplaced(slot=1)
+    scene.run(scene.order(question), scene.order(echo()), scene.order(question))
+    before, done, after = scene.handled
+    assert isinstance(before, ev.ReplacedUnknown) and before.final
+    assert isinstance(done, ev.EchoDone)
+    assert isinstance(after, ev.ReplacedUnknown) and after.final
+    assert scene.worker.replaced() is False
+
+
+def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
+    scene = Scene(subscribePattern="a.*")
+    scene.topics = [{}, {"ab": 3}]
+    question = ev.AskReplaced(slot=1)
+    scene.run(scene.order(question), scene.order(question))
+    assert [type(event) for event in scene.handled] == [ev.ReplacedUnknown, ev.NotReplaced]
+    assert scene.runtime.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [(None, False), (FENCED, True), (refusal(KafkaError._TIMED_OUT, abort=True), None)]
+)
+def test_a_member_waits_for_the_answer(scene: Scene, answer: Any, expected: bool | None) -> None:
+    scene.runtime.will("send_offsets", answer)
+    said: list[bool | None] = []
+
+    def a_member_asks() -> None:
+        said.append(scene.worker.replaced())
+
+    scene.runtime.script.append(lambda: scene.run(lambda: None))  # the worker runs while the member waits
+    a_member_asks()
+    assert said == [expected]
+
+
+def test_a_worker_that_does_not_answer_in_time_leaves_it_open(scene: Scene) -> None:
+    scene.runtime.script.append(lambda: None)
+    assert scene.worker.replaced() is None
+    scene.run()
+    assert scene.worker.replaced() is None  # it has ended: nobody waits
+
+
+# --- the echo -------------------------------------------------------------------------------------------------------
+
+
+def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
+    scene.shows({A0: 5, A1: 6})
+    scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
+    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.runtime.called("send_offsets") == [
+        (1, {A0: (5, "spark-group:s:4:2")}),
+        (2, {A1: (6, "spark-group:s:4:2:followed")}),
+    ]
+
+
+def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+    scene.members[1].identity = None
+    del scene.members[2]
+    scene.shows({A0: 5})
+    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone)
+    assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
+
+
+def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committed(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", None, STALE)
+    scene.shows({A0: 5, B0: 7})
+    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone)
+    assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
+    assert scene.members[1].orders == []
+    assert scene.runtime.called("commit_transaction") == [None]
+
+
+def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", UNKNOWN)
+    scene.shows({A1: 6})
+    scene.run(scene.order(echo()))
+    failed, done = scene.handled
+    assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
+    assert isinstance(done, ev.EchoDone) and done.offsets == {A1: 6}
+    assert scene.members[0].orders == [ev.Leave(slot=0, leave=False)]
+
+
+def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", STALE, STALE)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and failed.stale
+    assert scene.runtime.called("commit_transaction") == []
+
+
+def test_D13_an_echo_is_committed_for_the_members_of_when_it_was_ordered(scene: Scene) -> None:
+    """Later a slot may have another member of the same name, which must not be taken for the one that held them."""
+    scene.shows({A1: 6})
+
+    def ordered_then_joined_again() -> None:
+        scene.worker.order(echo())
+        scene.members[0].identity = Identity(9, "m", metadata(9))
+
+    scene.run(ordered_then_joined_again)
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+
+
+def test_a_refused_echo_is_said(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and not failed.stale
+
+
+def test_a_run_whose_commit_is_fenced_was_replaced(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", FENCED)
+    scene.run(scene.order(echo(), echo()))
+    assert [type(event) for event in scene.handled] == [ev.Replaced, ev.Replaced]
+    assert scene.runtime.called("init_transactions") == [None]
+
+
+def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    scene.topics_there(a=1)
+    scene.shows({A0: 5})
+    scene.run(scene.order(echo()))
+    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0")})]
+
+
+# --- members commit -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def denied(scene: Scene) -> Scene:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    return scene
+
+
+def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied: Scene) -> None:
+    denied.shows({A0: 5, A1: 6})
+    denied.run(denied.order(echo()))
+    assert denied.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0"})]
+
+
+@pytest.mark.parametrize("thrown_out", [False, True])
+def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, thrown_out: bool) -> None:
+    denied.members[0].refusal = MemberStale("again", thrown_out=thrown_out)
+    denied.shows({A1: 6})
+    denied.run(denied.order(echo()))
+    done = denied.handled[-1]
+    assert isinstance(done, ev.EchoDone) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
+    assert bool(denied.members[0].orders) == thrown_out
+
+
+@pytest.mark.parametrize("why", [TimeoutError(), CommitFailed("no")])
+def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Exception) -> None:
+    denied.members[0].refusal = why
+    denied.topics_there(a=2)
+    denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
+    (failed,) = denied.handled
+    assert isinstance(failed, ev.EchoFailed) and not failed.stale

@@ -1,0 +1,251 @@
+"""A runtime that a test moves by hand: no threads, a clock that goes on only where somebody waits, scripted clients.
+
+Runs in: tests. Deliberately absent: any behaviour of Kafka; a client answers what the test wrote down (those of the
+simulation, in ``testing``, behave). Whatever would wait runs the next line of :attr:`HandRuntime.script` instead.
+"""
+
+import queue
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+
+from spark_group_source.kafka import Runtime
+from spark_group_source.model import TopicPartition
+
+A0, A1 = TopicPartition("a", 0), TopicPartition("a", 1)
+
+
+def refusal(code: int, *, retriable: bool = False, abort: bool = False, fatal: bool = False) -> KafkaException:
+    return KafkaException(KafkaError(code, None, fatal, retriable, abort))
+
+
+def metadata(generation: int, member: str = "m") -> bytes:
+    """A consumer's group metadata, as the library writes it."""
+    return b"CGMDv2:" + struct.pack("=i", generation) + b"g\0" + member.encode() + b"\0" + b"\1"
+
+
+NOBODY = metadata(-1, "")
+
+
+def sent(member: bytes) -> int:
+    """The generation in it."""
+    return int(struct.unpack_from("=i", member, 7)[0])
+
+
+class HandRuntime(Runtime):
+    """What is spawned waits in :attr:`spawned` until the test calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock_ms = 1_000
+        self.script: deque[Callable[[], object]] = deque()
+        self.spawned: list[tuple[str, Callable[[], None]]] = []
+        self.consumers: list[HandConsumer] = []
+        self.producers: list[HandProducer] = []
+        self.admins: list[HandAdmin] = []
+        self.answers: dict[str, deque[Any]] = {}
+        """By method of a client: what its next calls return, or raise."""
+        self.calls: list[tuple[str, Any]] = []
+        """Every call of a producer, an admin client, and of a consumer that a test may want to see."""
+
+    def will(self, call: str, *answers: Any) -> None:
+        self.answers.setdefault(call, deque()).extend(answers)
+
+    def called(self, *names: str) -> list[Any]:
+        return [name if len(names) != 1 else what for name, what in self.calls if not names or name in names]
+
+    def answer(self, call: str, what: Any = None, otherwise: Any = None) -> Any:
+        self.calls.append((call, what))
+        found = self.answers[call].popleft() if self.answers.get(call) else otherwise
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def wait(self, wait_s: float) -> None:
+        self.clock_ms += int(wait_s * 1000)
+        assert self.script, "somebody waits, and nothing more happens in this test"
+        self.script.popleft()()
+
+    def run(self, *script: Callable[[], object]) -> None:
+        """Run the thread that was spawned last to its end; each line is run where it would wait."""
+        self.script.extend(script)
+        self.spawned.pop()[1]()
+        assert not self.script, "the thread ended early"
+
+    def now_ms(self) -> int:
+        return self.clock_ms
+
+    def pause(self, wait_s: float) -> None:
+        self.clock_ms += int(wait_s * 1000)
+
+    def queue(self, size_max: int) -> "queue.Queue[Any]":
+        return _Queue(self, size_max)
+
+    def future(self) -> "Future[Any]":
+        return _Future(self)
+
+    def spawn(self, name: str, run: Callable[[], None], *, died: Callable[[BaseException], None]) -> Any:
+        self.spawned.append((name, run))
+
+    def consumer(self, settings: Mapping[str, Any]) -> "HandConsumer":
+        self.answer("Consumer", settings)
+        self.consumers.append(HandConsumer(self))
+        return self.consumers[-1]
+
+    def producer(self, settings: Mapping[str, Any]) -> "HandProducer":
+        self.answer("Producer", settings)
+        self.producers.append(HandProducer(self))
+        return self.producers[-1]
+
+    def admin(self, settings: Mapping[str, Any]) -> "HandAdmin":
+        self.admins.append(HandAdmin(self))
+        return self.admins[-1]
+
+
+class _Queue(queue.Queue[Any]):
+    def __init__(self, runtime: HandRuntime, size_max: int) -> None:
+        super().__init__(size_max)
+        self._runtime = runtime
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if block and timeout is not None and self.empty():
+            self._runtime.wait(timeout)
+        return super().get(block=False)
+
+
+class _Future(Future[Any]):
+    def __init__(self, runtime: HandRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done() and timeout is not None:
+            self._runtime.wait(timeout)
+        return super().result(0)
+
+
+class HandConsumer:
+    """Its callbacks (``assign``, ``revoke``, ``lose``) are called by lines of the script, inside ``poll``."""
+
+    def __init__(self, runtime: HandRuntime) -> None:
+        self.runtime = runtime
+        self.metadata = NOBODY
+        self.assigned: list[Any] = []
+        self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
+
+    def subscribe(self, topics: list[str], **callbacks: Callable[[Any, list[Any]], None]) -> None:
+        self.runtime.answer("subscribe", tuple(topics))
+        self.callbacks = callbacks
+
+    def poll(self, timeout: float) -> Any:
+        self.runtime.wait(timeout)
+        return self.runtime.answer("poll")
+
+    def assign_callback(self, *tps: TopicPartition, generation: int = 1, member: str = "m") -> None:
+        self.metadata = metadata(generation, member)
+        self.callbacks["on_assign"](self, list(tps))
+
+    def revoke_callback(self, *tps: TopicPartition) -> None:
+        self.callbacks["on_revoke"](self, list(tps))
+
+    def lose_callback(self, *tps: TopicPartition) -> None:
+        self.metadata = NOBODY
+        self.callbacks["on_lost"](self, list(tps))
+
+    def consumer_group_metadata(self) -> bytes:
+        return self.metadata
+
+    def assignment(self) -> list[Any]:
+        return self.assigned
+
+    def assign(self, partitions: list[Any]) -> None:
+        self.assigned = list(partitions)
+
+    def incremental_assign(self, partitions: list[Any]) -> None:
+        self.assigned = [*self.assigned, *partitions]
+
+    def incremental_unassign(self, partitions: list[Any]) -> None:
+        self.runtime.answer("incremental_unassign", len(partitions))
+        self.assigned = []
+
+    def unassign(self) -> None:
+        self.runtime.answer("unassign")
+        self.assigned = []
+
+    def pause(self, partitions: list[Any]) -> None:
+        assert partitions
+
+    def unsubscribe(self) -> None:
+        self.runtime.answer("unsubscribe")
+
+    def memberid(self) -> str:
+        return ""
+
+    def commit(self, *, offsets: list[Any], asynchronous: bool) -> list[Any]:
+        self.runtime.answer("commit", [(p.topic, p.partition, p.offset, p.metadata) for p in offsets])
+        return offsets
+
+    def committed(self, partitions: list[Any], timeout: float) -> list[Any]:
+        found: list[Any] = self.runtime.answer("committed", [(p.topic, p.partition) for p in partitions], [])
+        return found
+
+    def close(self) -> None:
+        self.runtime.answer("close")
+
+
+class HandProducer:
+    """Notes each call. Of offsets: the generation of the member, and what is committed."""
+
+    def __init__(self, runtime: HandRuntime) -> None:
+        self.runtime = runtime
+
+    def init_transactions(self, timeout: float) -> None:
+        self.runtime.answer("init_transactions")
+
+    def begin_transaction(self) -> None:
+        self.runtime.answer("begin_transaction")
+
+    def send_offsets_to_transaction(self, offsets: list[Any], member: bytes, timeout: float) -> None:
+        entries = {TopicPartition(p.topic, p.partition): (p.offset, p.metadata) for p in offsets}
+        self.runtime.answer("send_offsets", (sent(member), entries))
+
+    def commit_transaction(self, timeout: float) -> None:
+        self.runtime.answer("commit_transaction")
+
+    def abort_transaction(self, timeout: float) -> None:
+        self.runtime.answer("abort_transaction")
+
+
+class HandAdmin:
+    """Answers with futures that are done."""
+
+    def __init__(self, runtime: HandRuntime) -> None:
+        self.runtime = runtime
+
+    def poll(self, timeout: float) -> None:
+        """Nothing to serve."""
+
+    def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
+        return self._done(self.runtime.answer("describe_topics", None, {}))
+
+    def list_offsets(self, request: Mapping[Any, Any], **how: Any) -> dict[Any, "Future[Any]"]:
+        self.runtime.calls.append(("isolation", how["isolation_level"].name))
+        asked = {TopicPartition(p.topic, p.partition): spec for p, spec in request.items()}
+        found: Mapping[TopicPartition, Any] = self.runtime.answer("list_offsets", asked, {})
+        by_ours = {TopicPartition(p.topic, p.partition): p for p in request}
+        return self._done({by_ours[tp]: at for tp, at in found.items()})
+
+    @staticmethod
+    def _done(answers: Mapping[Any, Any]) -> dict[Any, "Future[Any]"]:
+        futures: dict[Any, Future[Any]] = {}
+        for key, answer in answers.items():
+            futures[key] = Future()
+            if isinstance(answer, BaseException):
+                futures[key].set_exception(answer)
+            else:
+                futures[key].set_result(answer)
+        return futures

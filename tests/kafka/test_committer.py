@@ -1,0 +1,133 @@
+"""The fenced commit, with a producer whose answers the test writes down."""
+
+import pytest
+from confluent_kafka import KafkaError
+from hand_made import A0, A1, HandRuntime, metadata, refusal
+
+from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
+from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter
+
+ONE, TWO = Identity(1, "one", metadata(1, "one")), Identity(2, "two", metadata(2, "two"))
+NOTES = {A0: "note 0", A1: "note 1"}
+TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
+FENCED = refusal(KafkaError._FENCED, fatal=True)
+
+
+@pytest.fixture
+def runtime() -> HandRuntime:
+    return HandRuntime()
+
+
+@pytest.fixture
+def committer(runtime: HandRuntime) -> OffsetCommitter:
+    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", runtime=runtime)
+
+
+def test_each_offset_has_its_note_and_each_share_its_member(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
+    assert runtime.called("send_offsets") == [(1, {A0: (5, "note 0")}), (2, {A1: (7, "note 1")})]
+    assert runtime.called()[1:] == [
+        "init_transactions",
+        "begin_transaction",
+        *["send_offsets"] * 2,
+        "commit_transaction",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "thrown_out"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
+)
+def test_a_stale_share_is_named_and_nothing_stays_open(
+    runtime: HandRuntime, committer: OffsetCommitter, code: int, thrown_out: bool
+) -> None:
+    runtime.will("send_offsets", None, refusal(code, abort=True))
+    with pytest.raises(MemberStale) as stale:
+        committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
+    assert (stale.value.share, stale.value.thrown_out) == (1, thrown_out)
+    assert runtime.called()[-1] == "abort_transaction"
+    committer.commit([(ONE, {A0: 5})], NOTES)
+    assert len(runtime.producers) == 1
+
+
+def test_G6_a_commit_without_an_answer_is_ended_by_the_same_producer(
+    runtime: HandRuntime, committer: OffsetCommitter
+) -> None:
+    """Another one would take the id back from a driver that was started instead of this one meanwhile."""
+    runtime.will("commit_transaction", TIMED_OUT, TIMED_OUT)
+    for _ in range(2):
+        with pytest.raises(CommitFailed):
+            committer.commit([(ONE, {A0: 5})], NOTES)
+    assert runtime.called()[-2:] == ["commit_transaction"] * 2
+    committer.commit([(ONE, {A0: 6})], NOTES)
+    assert runtime.called()[-4:] == ["commit_transaction", "begin_transaction", "send_offsets", "commit_transaction"]
+    assert runtime.called("init_transactions") == [None]
+
+
+def test_G6_offsets_without_an_answer_are_taken_back_before_the_next_commit(
+    runtime: HandRuntime, committer: OffsetCommitter
+) -> None:
+    runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
+    runtime.will("abort_transaction", TIMED_OUT)
+    with pytest.raises(CommitFailed):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    runtime.will("abort_transaction", FENCED)
+    for _ in range(2):  # and what was said once stays so
+        with pytest.raises(Fenced):
+            committer.commit([(ONE, {A0: 5})], NOTES)
+    assert runtime.called("init_transactions") == [None]
+
+
+def test_G6_a_process_that_was_fenced_never_takes_the_id_back(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    runtime.will("commit_transaction", FENCED)
+    for ask in (lambda: committer.commit([(ONE, {A0: 5})], NOTES), committer.prepare, lambda: committer.probe(A0)):
+        with pytest.raises(Fenced):
+            ask()
+    assert runtime.called("init_transactions") == [None]
+
+
+def test_an_id_that_expired_is_new_again(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    runtime.will("send_offsets", refusal(KafkaError.INVALID_PRODUCER_ID_MAPPING, fatal=True))
+    with pytest.raises(CommitFailed):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    committer.commit([(ONE, {A0: 5})], NOTES)
+    assert len(runtime.producers) == 2
+
+
+def test_transactions_that_are_not_allowed_are_told_apart(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    runtime.will("init_transactions", refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True))
+    with pytest.raises(AccessDenied):
+        committer.prepare()
+
+
+def test_a_probe_takes_nothing_over(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    assert committer.probe(A0) is False
+    assert runtime.calls == []
+
+
+def test_a_probe_leaves_nothing_behind(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    committer.prepare()
+    assert committer.probe(A0) is True
+    assert runtime.called()[-4:] == ["Consumer", "close", "send_offsets", "abort_transaction"]
+    assert runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
+
+
+def test_a_probe_of_a_partition_that_is_gone_is_answered_all_the_same(
+    runtime: HandRuntime, committer: OffsetCommitter
+) -> None:
+    committer.prepare()
+    runtime.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    assert committer.probe(A0) is True
+    runtime.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    runtime.will("abort_transaction", FENCED)
+    with pytest.raises(Fenced):
+        committer.probe(A0)
+
+
+def test_a_probe_without_an_answer_says_so(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    committer.prepare()
+    runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
+    with pytest.raises(CommitFailed):
+        committer.probe(A0)
+    runtime.will("send_offsets", FENCED)
+    with pytest.raises(Fenced):
+        committer.probe(A0)
