@@ -22,6 +22,9 @@ TRANSACTION_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 5.0
 """A step that names offsets. The library repeats it for this long when a topic is unknown, and a deleted one
 stays so; revocations wait for the commit meanwhile."""
+REQUEST_TIMEOUT_MS = 10_000
+"""One request to a broker that took the connection and does not answer, as one that stands still; the library's own
+minute would keep lookups waiting behind a commit. ``kafka.socket.timeout.ms`` overrides it."""
 
 _Ends = Literal["commit_transaction", "abort_transaction"]
 
@@ -46,11 +49,13 @@ class OffsetCommitter:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._settings = {**settings, "transactional.id": transactional_id, "logger": log}
+        own = {"transactional.id": transactional_id, "logger": log}
+        self._settings = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), **settings, **own}
         self._servers = settings["bootstrap.servers"]
         self._group = group
         self._producer: Any = None
         self._open: _Ends | None = None  # the call that ends the transaction which is open
+        self._ending = False  # it was made, and not answered
         self._fenced: KafkaError | None = None
 
     def prepare(self) -> None:
@@ -130,7 +135,7 @@ class OffsetCommitter:
         if self._producer is None:
             producer = self._runtime.producer(self._settings)
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
-            self._producer, self._open = producer, None
+            self._producer, self._open, self._ending = producer, None, False
         return self._producer
 
     def _begun(self) -> Any:
@@ -143,8 +148,9 @@ class OffsetCommitter:
 
     def _end(self) -> None:
         if self._open is not None:
+            self._ending = True
             getattr(self._producer, self._open)(TRANSACTION_TIMEOUT_S)
-            self._open = None
+            self._open, self._ending = None, False
 
     def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
         of_member = stale(error, share=share)
@@ -156,8 +162,8 @@ class OffsetCommitter:
         return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:
-        """Take back what was begun. A commit that was not answered is not: its end is asked for next time."""
-        if self._open == "commit_transaction" and error.retriable():
+        """Take back what was begun. An end that was not answered is asked for again next time."""
+        if self._ending and error.retriable():
             return
         if self._usable(error) and self._open is not None:
             self._open = "abort_transaction"
