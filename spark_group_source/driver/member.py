@@ -6,7 +6,6 @@ one thread while another polls never returns.
 """
 
 import logging
-import queue
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 from spark_group_source.errors import Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Identity, MemberConsumer, MemberStale, Runtime, Thread
+from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
@@ -77,7 +76,7 @@ class Member:
         self._runtime = runtime
         self._report = report
         self._replaced = replaced
-        self._orders: queue.Queue[_Order] = runtime.queue(ORDERS_MAX)
+        self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
@@ -169,7 +168,7 @@ class Member:
         while True:
             try:
                 self._obey(self._orders.get_nowait())
-            except queue.Empty:
+            except Empty:
                 return
 
     def _obey(self, order: _Order) -> None:
@@ -223,7 +222,7 @@ class Member:
         while why is None and self._leaving is None:
             try:
                 order = self._orders.get(timeout=HOLD_CHECK_S)
-            except queue.Empty:
+            except Empty:
                 order = None
             why = self._stood_still()
             if isinstance(order, ev.Release):

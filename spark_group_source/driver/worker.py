@@ -5,7 +5,6 @@ as an event. Nothing that fails here ends the thread: while the run lives, it go
 """
 
 import logging
-import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from spark_group_source.driver.member import Member
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
-from spark_group_source.kafka import Admin, CommittedOffset, GroupOffsets, Runtime
+from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -78,7 +77,7 @@ class Worker:
         self._prepare_at_ms = 0.0
         self._topics_every_ms = topics_every_s(options) * 1000
         self._topics_at_ms = 0.0
-        self._work: queue.Queue[_Work | None] = runtime.queue(WORK_MAX)
+        self._work: Queue[_Work | None] = runtime.queue(WORK_MAX)
 
     def start(self, stream: str) -> None:
         """Begin, with commits fenced by the stream's id. A thread that cannot be started is reported in here."""
@@ -143,7 +142,7 @@ class Worker:
         due_s = self._until_deadline_s()
         try:
             work = self._work.get(timeout=WAKE_S if due_s is None else min(WAKE_S, max(due_s, 0.001)))
-        except queue.Empty:
+        except Empty:
             self._on_time(due_s)
             return
         if work is None:

@@ -9,13 +9,14 @@ from spark_group_source.kafka.admin import Admin, CommittedOffset, GroupDescript
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
 from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.runtime import Runtime, Thread
+from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
 from spark_group_source.kafka.translation import MemberStale
 
 __all__ = [
     "Admin",
     "CommittedOffset",
+    "Empty",
     "GroupDescription",
     "GroupMember",
     "GroupOffsets",
@@ -23,6 +24,7 @@ __all__ = [
     "MemberConsumer",
     "MemberStale",
     "OffsetCommitter",
+    "Queue",
     "Runtime",
     "Thread",
     "Topic",

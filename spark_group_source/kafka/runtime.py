@@ -7,17 +7,19 @@ simulation has another one with the same methods, under which the same code runs
 
 import logging
 import os
-import queue
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from queue import Empty, Queue
 from typing import Any, Protocol
 
 from confluent_kafka import Consumer, Producer
 from confluent_kafka import admin as kafka_admin
+
+__all__ = ["Empty", "Queue", "Runtime", "Thread"]
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +60,9 @@ class Runtime:
         """A condition whose lock the same thread may take again."""
         return threading.Condition(threading.RLock())
 
-    def queue(self, size_max: int) -> "queue.Queue[Any]":
-        """A queue between threads; ``put_nowait`` raises ``queue.Full`` beyond ``size_max``."""
-        return queue.Queue(size_max)
+    def queue(self, size_max: int) -> "Queue[Any]":
+        """A queue between threads: ``get`` raises :class:`Empty`, and ``put_nowait`` Full beyond ``size_max``."""
+        return Queue(size_max)
 
     def future(self) -> "Future[Any]":
         """A place for one answer; ``result(timeout=)`` raises TimeoutError."""
