@@ -127,7 +127,6 @@ class Coordinator:
             step = self._proceed()
             match step:
                 case ev.Answer():
-                    self._publish()
                     return step.offset
                 case ev.Raise():
                     raise step.error

@@ -155,7 +155,7 @@ class Member:
         self._moved_ms = self._runtime.now_ms()
         while self._leaving is None:
             if (why := self._stood_still()) is not None:
-                raise Fenced(why)
+                raise why
             if subscribed != self._topics:  # here and not where the order is met: that may be inside a callback
                 consumer.subscribe(self._topics)
                 subscribed = self._topics
@@ -211,37 +211,46 @@ class Member:
         self._assigned = True
         self._report(ev.Assigned(**self._me(), partitions=partitions, generation=generation))
 
-    def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> str | None:
+    def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
         """Hold the revocation: it takes effect when this returns. Heartbeats go on in the library's own thread."""
         if self._leaving is not None:
             return None
         eager = self._consumer is not None and not self._consumer.incremental
         self._assigned = not eager
         self._report(ev.Revoking(**self._me(), partitions=partitions, eager=eager))
-        why = self._stood_still()
+        why: GroupError | None = self._stood_still()
         while why is None and self._leaving is None:
             try:
                 order = self._orders.get(timeout=HOLD_CHECK_S)
             except Empty:
                 order = None
-            why = self._stood_still()
+            why: GroupError | None = self._stood_still()
             if isinstance(order, ev.Release):
                 break
             if order is not None:
                 self._obey(order)
-            elif self._consumer is not None:
-                self._consumer.identify()
+            elif self._is_out():
+                # Nobody commits in its name any more, so there is nothing to hold for. The library does not say so.
+                why = GroupError("thrown out of the group while it held a revocation")
+            else:
                 self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
         return why
 
-    def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> str | None:
+    def _is_out(self) -> bool:
+        """Whether the holder of a revocation is no member any more (classic): its session ended."""
+        if self._consumer is None:
+            return True
+        self._consumer.identify()
+        return self._consumer.identity is None
+
+    def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
         self._assigned = False
         self._report(ev.Lost(**self._me(), partitions=partitions))
         return self._why_not_again()
 
     # --- whose place it is ------------------------------------------------------------------------------------------
 
-    def _stood_still(self) -> str | None:
+    def _stood_still(self) -> Fenced | None:
         """Say that the thread runs. After a standstill: why it must not go on as a member, if so.
 
         A member that has no partitions, or holds a revocation, is not told that its session ended meanwhile: the
@@ -250,7 +259,7 @@ class Member:
         since_ms, self._moved_ms = self._moved_ms, self._runtime.now_ms()
         return self._why_not_again() if self._moved_ms - since_ms > self._still_ms_max else None
 
-    def _why_not_again(self) -> str | None:
+    def _why_not_again(self) -> Fenced | None:
         """Why this member must not join again: a process that was frozen past its session would take the place back
         from the driver that was started instead (classic static members, KIP-345)."""
         if self._join.instance_id is None or self._leaving is not None:
@@ -258,8 +267,8 @@ class Member:
         replaced = self._replaced()
         self._moved_ms = self._runtime.now_ms()
         if replaced is None:
-            return "whether a newer driver of this stream has the place is not known"
-        return "a newer driver of this stream took the place while this one stood still" if replaced else None
+            return Fenced("whether a newer driver of this stream has the place is not known")
+        return Fenced("a newer driver of this stream took the place while this one stood still") if replaced else None
 
     def _me(self) -> dict[str, int]:
         return {"slot": self.slot, "client": self.client}

@@ -50,7 +50,7 @@ class MemberConsumer:
         settings: librdkafka settings with group.id and group.instance.id.
         runtime: clock and clients.
         on_assigned: partitions that came, in addition; generation.
-        on_revoked: partitions to give back; returns when they may go.
+        on_revoked: partitions to give back; returns when they may go, with what the member must end with, if anything.
         on_lost: partitions that are gone, maybe none.
 
     ``on_revoked`` and ``on_lost`` return why the consumer must not join again, or None: another process may have its
@@ -63,8 +63,8 @@ class MemberConsumer:
         *,
         runtime: Runtime,
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
-        on_revoked: Callable[[tuple[TopicPartition, ...]], str | None],
-        on_lost: Callable[[tuple[TopicPartition, ...]], str | None],
+        on_revoked: Callable[[tuple[TopicPartition, ...]], GroupError | None],
+        on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
     ) -> None:
         self._runtime = runtime
         self._servers = settings["bootstrap.servers"]
@@ -202,10 +202,10 @@ class MemberConsumer:
         self._holder = ""
         self._stay_out(consumer, self._on_lost(to_ours(partitions)))
 
-    def _stay_out(self, consumer: Any, why: str | None) -> None:
+    def _stay_out(self, consumer: Any, why: GroupError | None) -> None:
         """Before the library gives up the partitions, which is when it joins again."""
         if why is not None:
-            self._failure = Fenced(why)
+            self._failure = why
             with contextlib.suppress(KafkaException):  # the library may have heard itself that it is fenced
                 consumer.unsubscribe()
 

@@ -141,12 +141,12 @@ class Run:
 
     @property
     def statistics(self) -> dict[str, Any]:
-        return self.engine.coordinator._machine.statistics().as_dict()
+        return self.engine.coordinator._run.statistics().as_dict()
 
     @property
     def partitions(self) -> set[TopicPartition]:
         """What its members have."""
-        return set(self.engine.coordinator._machine.held())
+        return set(self.engine.coordinator._run.machine.held())
 
     def await_(self, holds: Any, what: str, deadline_s: float = STEP_S) -> None:
         def look() -> bool:

@@ -206,7 +206,7 @@ def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
         engine.run()
         await_until(lambda: committed(group_id) == end_offsets(name), what="the next offsets")
         assert values_of(engine.rows) == texts(0, 11)
-        assert engine.coordinator._machine.statistics().commits_failed == 0
+        assert engine.coordinator._run.statistics().commits_failed == 0
 
 
 def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
