@@ -11,7 +11,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.story import STORY_LINES_MAX
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import EARLIEST, TopicPartition
 from spark_group_source.testing.harness import GroupHarness, tps
 
 A, B = tps("orders", 0, 1)
@@ -41,7 +41,7 @@ EXAMPLES: list[ev.Event | ev.Command] = [
     ev.Release(slot=0, client=1),
     ev.Leave(slot=0, leave=True),
     ev.FetchCommitted(partitions=(A,)),
-    ev.ResolveStarts(initial=(A,), new=(B,)),
+    ev.ResolveStarts(starts={A: EARLIEST}),
     ev.Echo(offsets={A: 1}, stream="9f2c", seq=3),
     ev.Say(text="x", warn=True),
     ev.Fail(error=Fenced("x", group="etl")),
