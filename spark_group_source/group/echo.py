@@ -88,9 +88,7 @@ class EchoSchedule:
     def silent(self, now_ms: int) -> list[tuple[int, str]]:
         """Slots that have been out for long, and what was said of that: each once."""
         late = [
-            (slot, out)
-            for slot, out in self._out.items()
-            if now_ms - out.since_ms >= SILENT_MS_MAX and not out.told
+            (slot, out) for slot, out in self._out.items() if now_ms - out.since_ms >= SILENT_MS_MAX and not out.told
         ]
         for _, out in late:
             out.told = True

@@ -257,7 +257,7 @@ class GroupMachine:
             self.positions.start(tp)
         if unknown:
             self._out.order(ev.ResolveStarts(starts=starts.words(unknown, self._known, self.rules.starting)))
-        self._left_out(event.asked, event.offsets)
+        self._left_out(event.asked, event.offsets, again=bool(unknown))
 
     def _starts_resolved(self, event: ev.StartsResolved) -> None:
         late = []
@@ -278,14 +278,16 @@ class GroupMachine:
             for tp in late:
                 self.positions.all[tp].questions += 1
             self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
-        self._left_out(event.asked, event.offsets)
+        self._left_out(event.asked, event.offsets, again=bool(late))
 
-    def _left_out(self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object]) -> None:
-        """An answer that leaves something out is no answer for it."""
+    def _left_out(
+        self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
+    ) -> None:
+        """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
         left = tuple(tp for tp in asked if tp not in offsets)
         if left:
             self._ask_later(left, "the answer did not name them")
-        else:
+        elif not again:
             self._lookup_failures = 0
 
     def _ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
