@@ -3,13 +3,26 @@
 Runs in: the stream reader, tests. Deliberately absent: which offsets (``positions``), and committing them (``worker``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from spark_group_source.group.rules import pause_ms
 from spark_group_source.model import TopicPartition
 
 SILENT_MS_MAX = 5_000
 """A slot that is out of the group for longer than this is told of: a rebalance takes less."""
+OUT_PAUSE_MS_MAX = 2_000
+"""The longest pause before the offsets of such a slot are tried again."""
+
+
+@dataclass(slots=True)
+class _Out:
+    """A slot whose share was left out, because its member is not in the group at the moment."""
+
+    since_ms: int
+    until_ms: int | None = None  # when it is tried again; None: with the next commit
+    reason: str = ""
+    told: bool = False
 
 
 class EchoSchedule:
@@ -18,17 +31,16 @@ class EchoSchedule:
     def __init__(self) -> None:
         self.in_flight: Mapping[TopicPartition, int] | None = None
         """What is being committed now."""
+        self._slots: set[int] = set()  # in whose members' names
         self._failures = 0
         self._again_at_ms: int | None = None
         self._durable_at_ms: int | None = None
-        self._out_since_ms: dict[int, int] = {}  # slots whose share could not be committed
-        self._out_until_ms: dict[int, int] = {}  # when it is tried again
-        self._told: set[int] = set()
+        self._out: dict[int, _Out] = {}
 
     @property
     def waiting_slots(self) -> set[int]:
         """Slots whose offsets are not to be tried now."""
-        return set(self._out_until_ms)
+        return {slot for slot, out in self._out.items() if out.until_ms is not None}
 
     def may_order(self, now_ms: int) -> bool:
         return self.in_flight is None and (self._again_at_ms is None or now_ms >= self._again_at_ms)
@@ -37,6 +49,10 @@ class EchoSchedule:
         """A batch became durable: from here the echo's latency counts."""
         self._durable_at_ms = now_ms
 
+    def ordered(self, share: Mapping[TopicPartition, int], slots: Iterable[int]) -> None:
+        """These are being committed, in the names of these slots' members."""
+        self.in_flight, self._slots = share, set(slots)
+
     def done(self, now_ms: int, *, left: Mapping[int, str], all_done: bool) -> int | None:
         """The commit was made, but for the shares of the slots in ``left``.
 
@@ -44,38 +60,52 @@ class EchoSchedule:
             The milliseconds from "the batch is durable" to "Kafka has all its offsets", when it has them now.
         """
         self.in_flight, self._failures, self._again_at_ms = None, 0, None
-        for slot in left:
-            since_ms = self._out_since_ms.setdefault(slot, now_ms)
-            self._out_until_ms[slot] = now_ms + min(pause_ms(4), max(pause_ms(0), now_ms - since_ms))
+        for slot in self._slots - left.keys():
+            self.slot_is_back(slot)
+        for slot, reason in left.items():
+            self._left_out(slot, reason, now_ms)
         if not all_done or self._durable_at_ms is None:
             return None
         took_ms, self._durable_at_ms = now_ms - self._durable_at_ms, None
         return took_ms
 
-    def failed(self, now_ms: int, *, stale: bool) -> None:
-        """Nothing was committed. ``stale``: a member is in another generation than it was; nothing is wrong."""
+    def failed(self, now_ms: int) -> None:
+        """Nothing was committed, for a reason that the next try may not meet."""
         self.in_flight = None
         self._again_at_ms = now_ms + pause_ms(self._failures)
-        self._failures += not stale
+        self._failures += 1
+
+    def stale(self, now_ms: int, reason: str) -> None:
+        """Nothing was committed: every member is in another generation than when it was ordered, or in none."""
+        self.in_flight = None
+        for slot in self._slots:
+            self._left_out(slot, reason, now_ms)
 
     def slot_is_back(self, slot: int) -> None:
-        """It has an assignment: its offsets may be tried at once."""
-        for of_slot in (self._out_since_ms, self._out_until_ms):
-            of_slot.pop(slot, None)
-        self._told.discard(slot)
+        """It has an assignment, or its offsets were committed: the next ones may be tried at once."""
+        self._out.pop(slot, None)
 
-    def silent(self, now_ms: int) -> list[int]:
-        """Slots that have been out for long, each once."""
-        late = [slot for slot, since_ms in self._out_since_ms.items() if now_ms - since_ms >= SILENT_MS_MAX]
-        found = [slot for slot in late if slot not in self._told]
-        self._told.update(found)
-        return found
+    def silent(self, now_ms: int) -> list[tuple[int, str]]:
+        """Slots that have been out for long, and what was said of that: each once."""
+        late = [
+            (slot, out) for slot, out in self._out.items() if now_ms - out.since_ms >= SILENT_MS_MAX and not out.told
+        ]
+        for _, out in late:
+            out.told = True
+        return [(slot, out.reason) for slot, out in late]
 
     def deadlines_ms(self) -> list[int]:
-        return [*self._out_until_ms.values(), *([] if self._again_at_ms is None else [self._again_at_ms])]
+        due = [out.until_ms for out in self._out.values()] + [self._again_at_ms]
+        return [at_ms for at_ms in due if at_ms is not None]
 
     def tick(self, now_ms: int) -> None:
         if self._again_at_ms is not None and now_ms >= self._again_at_ms:
             self._again_at_ms = None
-        for slot in [slot for slot, at_ms in self._out_until_ms.items() if now_ms >= at_ms]:
-            del self._out_until_ms[slot]
+        for out in self._out.values():
+            if out.until_ms is not None and now_ms >= out.until_ms:
+                out.until_ms = None
+
+    def _left_out(self, slot: int, reason: str, now_ms: int) -> None:
+        out = self._out.setdefault(slot, _Out(now_ms))
+        out.reason = reason
+        out.until_ms = now_ms + min(OUT_PAUSE_MS_MAX, max(pause_ms(0), now_ms - out.since_ms))

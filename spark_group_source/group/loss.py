@@ -11,6 +11,7 @@ that just started, or a new leader, says the same for a moment. It counts when i
 """
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
@@ -18,6 +19,8 @@ from spark_group_source.model import TopicPartition
 
 GRACE_MS = 2_000
 """How long a topic must be missing, or a log be shorter than what was read of it, before that is believed."""
+
+K = TypeVar("K")
 
 
 class Lookout:
@@ -32,12 +35,12 @@ class Lookout:
         """What to say of the last look."""
         self._positions: Mapping[TopicPartition, int] = {}
         self._checked: set[TopicPartition] = set()
-        self._suspected_ms: dict[str, int] = {}  # topics that are missing, and partitions whose log is short, by name
+        self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
+        self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
         self._said: set[str] = set()
         self._round = 0
         self._now_ms = self._took_ms = 0
-        self._again: set[str] = set()
-        self._firsts: dict[TopicPartition, int] = {}
+        self._again: dict[str, str] = {}  # topics that were made again, and their new ids
         self._error: GroupError | None = None
         self._gone: dict[TopicPartition, int] = {}
         self._reason = ""
@@ -45,7 +48,9 @@ class Lookout:
     def begin(self, positions: Mapping[TopicPartition, int], now_ms: int) -> ev.Look:
         """Start a look at these partitions. Returns the first question."""
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
-        self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", set(), []
+        self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []
+        self._checked.intersection_update(positions)  # what comes back is looked at like what comes
+        self._short_ms = {tp: since_ms for tp, since_ms in self._short_ms.items() if tp in positions}
         return ev.Look(ends=tuple(positions))
 
     def take(self, answer: ev.Looked) -> ev.Look | None:
@@ -67,7 +72,13 @@ class Lookout:
     @property
     def suspects(self) -> bool:
         """Whether something may be gone, and it is too early to say."""
-        return any(self._now_ms - since_ms < GRACE_MS for since_ms in self._suspected_ms.values())
+        since = (*self._missing_ms.values(), *self._short_ms.values())
+        return any(self._now_ms - since_ms < GRACE_MS for since_ms in since)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the end of every partition was told, but for topics that do not exist any more."""
+        return all(tp in self.ends or tp.topic in self._missing_ms for tp in self._positions)
 
     @property
     def error(self) -> GroupError | None:
@@ -83,7 +94,7 @@ class Lookout:
 
     def _second_question(self) -> ev.Look | None:
         fresh = tuple(tp for tp in self._positions if tp not in self._checked)
-        if not fresh and self.ends == self._positions and not self._suspected_ms:
+        if not fresh and self.ends == self._positions and not self._missing_ms and not self._short_ms:
             return None
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
         topics = tuple(sorted({tp.topic for tp in self._positions}))
@@ -93,16 +104,17 @@ class Lookout:
         named = {tp.topic for tp in self._positions}
         for name in named - answer.topic_ids.keys():
             self._suspect_topic(name)
-        self._clear(answer.topic_ids)
-        again = {n for n, id_ in answer.topic_ids.items() if self.topic_ids.get(n, id_) not in (id_, "") and id_}
+        self._missing_ms = {n: ms for n, ms in self._missing_ms.items() if n in named and n not in answer.topic_ids}
+        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_}  # brokers before 2.8 have none
+        again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
         if again:
-            return self._topics_made_again(again, answer)
-        self.topic_ids.update(answer.topic_ids)
+            return self._topics_made_again(again)
+        self.topic_ids.update(ids)
         self._aged_out(answer.firsts)
         self._shrunk(answer)
         return None
 
-    def _topics_made_again(self, again: set[str], answer: ev.Looked) -> ev.Look | None:
+    def _topics_made_again(self, again: dict[str, str]) -> ev.Look | None:
         name = min(again)
         self._again = again
         self._reason = f"topic {name} was deleted and made again: its former records are gone"
@@ -110,12 +122,14 @@ class Lookout:
         self._lost(tp, self._reason, available=self.ends.get(tp, 0))
         if self._error is not None:
             return None
-        self._firsts = dict(answer.firsts)
-        self.topic_ids.update({topic: answer.topic_ids[topic] for topic in again})
         return ev.Look(firsts=tuple(tp for tp in self._positions if tp.topic in again))
 
     def _made_again(self, firsts: Mapping[TopicPartition, int]) -> None:
-        self._gone = {tp: first for tp, first in firsts.items() if tp.topic in self._again}
+        # One whose beginnings were not all told keeps its former id, and is not read: the next look asks again.
+        silent = {tp.topic for tp in self._positions if tp.topic in self._again and tp not in firsts}
+        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
+        self.topic_ids.update({name: id_ for name, id_ in self._again.items() if name not in silent})
+        self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._again and tp.topic not in silent}
         self._reason = f"{self._reason}; its new ones follow"
 
     def _aged_out(self, firsts: Mapping[TopicPartition, int]) -> None:
@@ -129,22 +143,20 @@ class Lookout:
         self._reason = f"{len(self._gone)} partitions go on at their first record that is left"
 
     def _shrunk(self, answer: ev.Looked) -> None:
-        for tp, end in answer.log_ends.items():
-            at = self._positions[tp]
-            if at > end and self._believed(str(tp)):
+        for tp, at in self._positions.items():
+            end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
+            if end >= at:
+                self._short_ms.pop(tp, None)
+            elif tp in answer.log_ends and self._believed(self._short_ms, tp):
                 text = f"{tp} ends at {end}, before the position {at}: its last records were lost"
                 if text not in self._said:
                     self._said.add(text)
                     self._lost(tp, text, available=end)
-        short = {str(tp) for tp, end in answer.log_ends.items() if self._positions[tp] > end}
-        for tp in self._positions:
-            if str(tp) in self._suspected_ms and str(tp) not in short:
-                del self._suspected_ms[str(tp)]
 
     # --- believing it -----------------------------------------------------------------------------------------------
 
     def _suspect_topic(self, name: str) -> None:
-        if not self._believed(name):
+        if not self._believed(self._missing_ms, name):
             return
         text = f"topic {name} does not exist any more"
         if self._fail:
@@ -156,13 +168,9 @@ class Lookout:
             self._said.add(text)
             self.warnings.append(f"{text}; the query goes on without it")
 
-    def _believed(self, name: str) -> bool:
+    def _believed(self, since_ms: dict[K, int], what: K) -> bool:
         """Whether a suspicion was there long enough."""
-        return self._now_ms - self._suspected_ms.setdefault(name, self._now_ms) >= GRACE_MS
-
-    def _clear(self, topic_ids: Mapping[str, str]) -> None:
-        for name in topic_ids:
-            self._suspected_ms.pop(name, None)
+        return self._now_ms - since_ms.setdefault(what, self._now_ms) >= GRACE_MS
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int) -> None:
         if not self._fail:

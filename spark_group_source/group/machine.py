@@ -231,6 +231,7 @@ class GroupMachine:
         )
         leaving = offset.ranges.keys() & set(self._slots.leaving())
         self._require(not leaving, f"batch {offset.seq} reads {leaving}, which are leaving")
+        self._require((self.phase, ev.Planned) in PHASES, f"Planned in phase {self.phase.value}")
         elsewhere = self.positions.planned(offset.ranges)
         self._require(elsewhere is None, f"{elsewhere}")
         self.plan = offset
@@ -256,7 +257,7 @@ class GroupMachine:
             self.positions.start(tp)
         if unknown:
             self._out.order(ev.ResolveStarts(starts=starts.words(unknown, self._known, self.rules.starting)))
-        self._left_out(event.asked, event.offsets)
+        self._left_out(event.asked, event.offsets, again=bool(unknown))
 
     def _starts_resolved(self, event: ev.StartsResolved) -> None:
         late = []
@@ -277,14 +278,16 @@ class GroupMachine:
             for tp in late:
                 self.positions.all[tp].questions += 1
             self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
-        self._left_out(event.asked, event.offsets)
+        self._left_out(event.asked, event.offsets, again=bool(late))
 
-    def _left_out(self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object]) -> None:
-        """An answer that leaves something out is no answer for it."""
+    def _left_out(
+        self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
+    ) -> None:
+        """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
         left = tuple(tp for tp in asked if tp not in offsets)
         if left:
             self._ask_later(left, "the answer did not name them")
-        else:
+        elif not again:
             self._lookup_failures = 0
 
     def _ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
@@ -301,20 +304,25 @@ class GroupMachine:
         self.positions.echoed(event.offsets)
         took_ms = self._echo.done(self._out.now_ms, left=event.left, all_done=not self.positions.due())
         self._counters.committed(took_ms)
-        for number in self._echo.silent(self._out.now_ms):
-            self._out.say(
-                f"slot {number} is not in the group at the moment ({event.left.get(number, '')}): the offsets of its "
-                "partitions wait, those of the others are committed",
-                warn=True,
-            )
+        self._tell_of_silent_slots()
 
     def _echo_failed(self, event: ev.EchoFailed) -> None:
-        self._echo.failed(self._out.now_ms, stale=event.stale)
-        if not event.stale:
-            self._counters.commit_failed()
+        if event.stale:
+            self._echo.stale(self._out.now_ms, event.reason)
+            self._tell_of_silent_slots()
+            return
+        self._echo.failed(self._out.now_ms)
+        self._counters.commit_failed()
+        self._out.say(
+            f"the group's offsets were not committed ({event.reason}); the rows are safe, the next commit covers them",
+            warn=True,
+        )
+
+    def _tell_of_silent_slots(self) -> None:
+        for number, reason in self._echo.silent(self._out.now_ms):
             self._out.say(
-                f"the group's offsets were not committed ({event.reason}); the rows are safe, the next commit covers "
-                "them",
+                f"slot {number} is not in the group at the moment ({reason}): the offsets of its partitions wait, "
+                "those of other slots are committed",
                 warn=True,
             )
 
@@ -326,11 +334,12 @@ class GroupMachine:
             out = self._echo.waiting_slots
             share = {tp: at for tp in due if (at := ours[tp].position) is not None and ours[tp].slot not in out}
             if share:
-                self._echo.in_flight = share
+                slots = {tp: ours[tp].slot for tp in share}
+                self._echo.ordered(share, slots.values())
                 self._out.order(
                     ev.Echo(
                         offsets=share,
-                        slots={tp: ours[tp].slot for tp in share},
+                        slots=slots,
                         stream=self.stream,
                         seq=self.seq,
                         epoch=self.positions.epoch,

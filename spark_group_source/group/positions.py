@@ -51,7 +51,7 @@ class Partition:
     def owed(self) -> bool:
         """Whether Kafka may not have its position under our name."""
         at = self.reached
-        return at is not None and (self.theirs or self.committed is None or self.committed < at)
+        return at is not None and (self.theirs or self.committed != at)
 
 
 class Positions:
@@ -183,6 +183,7 @@ class Positions:
         if committed is None:
             assert ours is not None or partition.pending is not None
             at = ours if ours is not None else partition.pending[0]  # type: ignore[index]
+            partition.committed = None  # what Kafka had before has expired, or was deleted
             self._move(tp, partition, ev.CommittedRead)
         elif committed.stream == stream:
             at = committed.offset
@@ -194,7 +195,9 @@ class Positions:
         else:
             at = committed.offset
             partition.committed, partition.theirs, partition.followed = at, True, committed.stream is None
-            if ours is not None and at != ours and at != partition.reached:
+            start, end = partition.pending or self._in_flight.get(tp, (0, 0))
+            inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
+            if ours is not None and at != ours and not inside:
                 moved_from = ours
             self._move(tp, partition, ev.TheirCommit)
         self._resolved(tp, partition, at)
@@ -228,7 +231,7 @@ class Positions:
         for tp, partition in self.ours.items():
             self._move(tp, partition, ev.ResetSeen)
             self._due.discard(tp)
-            partition.position, partition.as_of, partition.pending = None, -1, None
+            partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
 
     # --- the echo ---------------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class Positions:
                 partition.theirs = False
                 if partition.state is PartitionState.TAKING:
                     self._move(tp, partition, ev.EchoDone)
-                self._due.discard(tp)
+            self._account(tp, partition)
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
@@ -320,6 +323,9 @@ class Positions:
 
     def _stand(self, tp: TopicPartition, partition: Partition, at: int) -> None:
         partition.position = at
+        self._account(tp, partition)
+
+    def _account(self, tp: TopicPartition, partition: Partition) -> None:
         if partition.owed:
             self._due.add(tp)
         else:

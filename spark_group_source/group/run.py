@@ -18,7 +18,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.plan import Planner
 from spark_group_source.group.positions import NotInTable
 from spark_group_source.group.rules import Rules
-from spark_group_source.group.states import RUN, RunState
+from spark_group_source.group.states import RUN, Phase, RunState
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.model import TopicPartition
 
@@ -43,7 +43,6 @@ class Run:
 
     Args:
         rules: what the options say.
-        machine: the class of the machine.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -124,14 +123,13 @@ class Run:
             case ev.GroupSeen():
                 self._seen = event
             case ev.Looked():
-                assert self._look is not None
-                self._look = self.lookout.take(event)
+                self._look = None if self._look is None else self.lookout.take(event)
             case ev.SiblingsSeen():
                 self._siblings_seen(event)
             case ev.Closing():
                 self._machine(event)
                 self._move(ev.Closing)
-            case ev.Durable() if self.state in (RunState.NEW, RunState.STARTING):
+            case ev.Durable() if self.machine.phase is Phase.NEW:
                 pass  # Spark repeats it; the call that begins the run says where it stands
             case (
                 ev.Assigned()
@@ -164,12 +162,11 @@ class Run:
         """Hand an event on; a batch that became durable, or an end, is one of the run too."""
         commands = self.machine.handle(event, now_ms=self._now_ms)
         self._out += commands
-        for command in commands:
-            if isinstance(command, ev.Fail) and self._error is None:
-                self._error = command.error
-                self._move(ev.Fail)
-        if isinstance(event, ev.Broken) and self._error is None:  # the machine had ended before
-            self._error = event.error
+        errors = [command.error for command in commands if isinstance(command, ev.Fail)]
+        if isinstance(event, ev.Broken):  # the machine says nothing more once it has ended
+            errors.append(event.error)
+        if errors and self._error is None and self.state is not RunState.CLOSED:
+            self._error = errors[0]
             self._move(ev.Fail)
         if self.state in (RunState.PLANNED, RunState.READING) and self.machine.plan is None:
             self._move(ev.Durable)
@@ -181,7 +178,7 @@ class Run:
         if self.state is RunState.NEW:
             self._members_of_a_bounded_run()
             self._first = event
-        elif not event.start.is_initial and self.state is not RunState.CLOSED:
+        elif not event.start.is_initial and self.machine.phase is not Phase.NEW:
             self._machine(ev.Durable(offset=event.start))
         if self.state is not RunState.FAILED:
             self._move(ev.Asked)
@@ -389,11 +386,12 @@ class Run:
     def _nothing(self) -> None:
         if not self._bounded:
             self._move(ev.NothingToRead)
-        elif self._settled and not self.lookout.suspects:
+        elif self._settled and self.lookout.complete and not self.lookout.suspects:
             self._move(ev.TargetReached if self.planner.bounded else ev.NothingToRead)
         else:
-            since_ms = self._unsettled_since_ms = self._unsettled_since_ms or self._now_ms
-            waited_ms = self._now_ms - since_ms
+            if self._unsettled_since_ms is None:
+                self._unsettled_since_ms = self._now_ms
+            waited_ms = self._now_ms - self._unsettled_since_ms
             if waited_ms >= self.rules.founding_budget_ms:
                 self._fail(self._timeout("came to rest, so that nothing to read could be believed,", waited_ms))
             else:

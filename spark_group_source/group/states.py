@@ -65,6 +65,9 @@ class PartitionState(Enum):
     PLANNED = "planned"  # the batch in flight reads it
 
 
+ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
+"""Nothing but an end can come after these."""
+
 RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.NEW, ev.Asked): RunState.STARTING,
     (RunState.NEW, ev.Reading): RunState.STARTING,
@@ -100,7 +103,8 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
         for state in RunState
         if state not in (RunState.NEW, RunState.CLOSED, RunState.STOPPING)
     },
-    **{(state, ev.Fail): RunState.FAILED for state in RunState if state not in (RunState.FAILED, RunState.CLOSED)},
+    (RunState.STOPPING, ev.Fail): RunState.STOPPING,
+    **{(state, ev.Fail): RunState.FAILED for state in RunState if state not in ENDED},
 }
 
 PHASES: Mapping[tuple[Phase, type], Phase] = {

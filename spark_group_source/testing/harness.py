@@ -5,9 +5,10 @@ Runs in: tests. Deliberately absent: a broker (``kafka_group``); the test plays 
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spark_group_source.group import events as ev
+from spark_group_source.group import names
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
@@ -33,19 +34,23 @@ def only(kind: type[C], commands: Commands) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
 
 
+def rules_with(**rules: Any) -> Rules:
+    """The rules of the tests, but for these."""
+    usual = {"group": GROUP, "hold_budget_ms": HOLD_BUDGET_MS, "founding_budget_ms": FOUNDING_BUDGET_MS}
+    return Rules(**usual | rules)
+
+
 class GroupHarness:
     """One run of a query, played by a test.
 
     Args:
         slots: members of ours.
-        machine: the class under test; a broken one shows that a test finds the fault.
+        rules: what else the options say.
     """
 
-    def __init__(self, slots: int = 1, machine: type[GroupMachine] = GroupMachine) -> None:
+    def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
-        self.machine = machine(
-            Rules(group=GROUP, slots=slots, hold_budget_ms=HOLD_BUDGET_MS, founding_budget_ms=FOUNDING_BUDGET_MS)
-        )
+        self.machine = GroupMachine(rules_with(slots=slots, **rules))
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 
@@ -112,12 +117,16 @@ class GroupHarness:
     # --- what Kafka answers -----------------------------------------------------------------------------------------
 
     def committed(self, offsets: Mapping[TopicPartition, int | ev.Committed | None]) -> Commands:
-        """The group's offsets; a plain number is a commit of this stream."""
+        """The group's offsets; a plain number is a commit of this stream from before all that this run remembers."""
         read = {
-            tp: ev.Committed(offset=found, stream=STREAM, seq=self.machine.seq) if isinstance(found, int) else found
+            tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
         return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read)))
+
+    def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
+        """What the starting options stand for."""
+        return self.feed(ev.StartsResolved(offsets=offsets, asked=tuple(offsets)))
 
     def echoed(self, commands: Commands | None = None) -> Commands:
         """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""
@@ -137,6 +146,12 @@ class GroupHarness:
         """Bring partitions to the state "held, committed by us at ``at``"."""
         self.assigned(*partitions, slot=slot)
         self.committed(dict.fromkeys(partitions, at))
+
+    def join(self, slot: int = 0, *, client: int = 1, topics: tuple[str, ...] = ("orders",)) -> ev.Join:
+        """The order to make this slot's consumer."""
+        instance_id = names.instance_id(GROUP, STREAM, slot)
+        client_id = names.client_id(STREAM, slot)
+        return ev.Join(slot=slot, client=client, topics=topics, client_id=client_id, instance_id=instance_id)
 
     def _of(self, slot: int) -> dict[str, int]:
         return {"slot": slot, "client": self.clients.get(slot, 0)}

@@ -1,9 +1,12 @@
 """Committing to Kafka what the sink has: when, what, and what happens when it fails."""
 
+from itertools import pairwise
+
 import pytest
 
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
+from spark_group_source.group.echo import OUT_PAUSE_MS_MAX, SILENT_MS_MAX
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
@@ -73,12 +76,83 @@ def test_a_commit_names_the_member_of_each_partition(pair: GroupHarness) -> None
 def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
-    for _ in range(3):
+    for pause_ms in (100, 100, 200, 400):
         assert group.feed(ev.EchoFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
-        assert group.tick(ms=99) == []
+        assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [echo({A: 150}, 0)]
     assert group.machine.statistics().commits_failed == 0
     assert group.warned() == []
+
+
+def test_a_slot_that_is_left_out_of_the_echo_stops_no_other_one(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 120)})
+    pair.revoking(B, slot=1)
+    pair.durable()
+    left = {0: "UNKNOWN_MEMBER_ID"}
+    assert pair.feed(ev.EchoDone(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
+    assert not pair.machine.echoed
+    pair.settled(C, slot=1)
+    pair.plan({C: (100, 130)})
+    assert pair.durable() == [echo({C: 130}, 1)]  # at once, without the one that waits
+    pair.echoed()
+    assert pair.tick(ms=100) == [echo({A: 150}, 1)]
+    assert pair.echoed() == []
+    assert pair.machine.echoed
+
+
+def test_a_slot_that_is_left_out_for_long_is_told_of_once_and_tried_all_the_time(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 120)})
+    pair.durable()
+    pair.feed(ev.EchoDone(offsets={B: 120}, left={0: "UNKNOWN_MEMBER_ID"}))
+    tries = []
+    for _ in range(20_000 // 50):
+        if pair.tick(ms=50) == [echo({A: 150}, 0)]:
+            tries.append(pair.clock())
+            pair.feed(ev.EchoDone(offsets={}, left={0: "UNKNOWN_MEMBER_ID"}))
+            assert bool(pair.warned()) == (pair.clock() >= SILENT_MS_MAX)
+    assert max(later - sooner for sooner, later in pairwise(tries)) == OUT_PAUSE_MS_MAX
+    (warning,) = pair.warned()
+    assert "slot 0 is not in the group at the moment (UNKNOWN_MEMBER_ID)" in warning
+    pair.assigned(generation=2)  # it is back: no pause any more
+    assert echo({A: 150}, 0) in pair.history[-2:]
+
+
+def test_the_only_slot_that_is_out_for_long_is_told_of_too(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    while group.clock() < SILENT_MS_MAX + 2 * OUT_PAUSE_MS_MAX:
+        group.feed(ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True))
+        group.tick(ms=OUT_PAUSE_MS_MAX)
+    assert [("slot 0 is not in the group" in text) for text in group.warned()] == [True]
+
+
+def test_a_slot_that_was_out_for_a_moment_is_a_new_one_the_next_time(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    for start in (100, 150):
+        pair.plan({A: (start, start + 50), B: (start, start + 50)})
+        pair.durable()
+        pair.feed(ev.EchoDone(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
+        assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
+        pair.echoed()
+        pair.clock.advance(ms=SILENT_MS_MAX)
+    assert pair.warned() == []
+
+
+def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group: GroupHarness) -> None:
+    """It left during the commit, an operator rewound it, and it came back: Kafka may have either offset now."""
+    group.settled(A)
+    late = run_batch(group, 100, 150)
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=20)})
+    assert group.revoking(A) == []
+    assert group.echoed(late) == [ev.Echo(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))]
+    assert group.echoed() == [ev.Release(slot=0, client=1)]
 
 
 def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again(group: GroupHarness) -> None:

@@ -11,13 +11,13 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.story import STORY_LINES_MAX
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import EARLIEST, TopicPartition
 from spark_group_source.testing.harness import GroupHarness, tps
 
 A, B = tps("orders", 0, 1)
 OFFSET = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (1, 2)})
 
-EXAMPLES: list[ev.Event | ev.Command] = [
+EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.Assigned(slot=0, client=1, partitions=(A,), generation=3),
     ev.Revoking(slot=0, client=1, partitions=(A,), eager=True),
     ev.Lost(slot=0, client=1, partitions=(A,)),
@@ -28,38 +28,61 @@ EXAMPLES: list[ev.Event | ev.Command] = [
     ev.Replay(offset=OFFSET, topics=("orders",)),
     ev.Planned(offset=OFFSET),
     ev.Closing(leave=True),
+    ev.Asked(start=OFFSET, name="9f2c"),
+    ev.Reading(offset=OFFSET),
+    ev.TargetTaken(ends={A: 1}),
+    ev.Stopping(durable=3),
+    ev.Broken(error=Fenced("x", group="etl")),
     ev.CommittedRead(offsets={A: ev.Committed(offset=1, stream="9f2c"), B: None}),
     ev.StartsResolved(offsets={A: 1}),
     ev.LookupFailed(partitions=(A,), reason="x"),
     ev.EchoDone(offsets={A: 1}),
     ev.EchoFailed(reason="x"),
     ev.TopicsSeen(topics=("orders",)),
+    ev.NotReplaced(slot=0),
+    ev.ReplacedUnknown(slot=0, reason="x", final=True),
+    ev.Replaced(reason="x"),
+    ev.TopicsListed(topics={"orders": 2}),
+    ev.GroupSeen(state="stable", given={"c": frozenset({A})}),
+    ev.Looked(ends={A: 1}, took_ms=2),
+    ev.SiblingsSeen(waiting=7),
     ev.RecordsGone(offsets={A: 1}, reason="x"),
     ev.Tick(),
     ev.Join(slot=0, client=1, topics=("orders",)),
     ev.Subscribe(slot=0, topics=("orders",)),
     ev.Release(slot=0, client=1),
+    ev.ReleaseAll(slot=0, client=1),
     ev.Leave(slot=0, leave=True),
     ev.FetchCommitted(partitions=(A,)),
-    ev.ResolveStarts(initial=(A,), new=(B,)),
+    ev.ResolveStarts(starts={A: EARLIEST}),
     ev.Echo(offsets={A: 1}, stream="9f2c", seq=3),
+    ev.AskReplaced(slot=0),
     ev.Say(text="x", warn=True),
     ev.Fail(error=Fenced("x", group="etl")),
+    ev.ListTopics(),
+    ev.Wait(until_ms=5),
+    ev.Describe(),
+    ev.LookForSiblings(),
+    ev.Look(ends=(A,), topics=("orders",)),
+    ev.End(leave=True),
+    ev.Answer(offset=OFFSET),
+    ev.Raise(error=Fenced("x", group="etl")),
 ]
 
 
 def test_the_examples_are_all_of_them() -> None:
-    assert {type(example) for example in EXAMPLES} == {*typing.get_args(ev.Event), *typing.get_args(ev.Command)}
+    kinds = {kind for union in (ev.Event, ev.Command, ev.Step) for kind in typing.get_args(union)}
+    assert {type(example) for example in EXAMPLES} == {*kinds, ev.ReleaseAll}
 
 
 @pytest.mark.parametrize("value", EXAMPLES, ids=lambda value: type(value).__name__)
-def test_events_and_commands_are_frozen_slotted_and_travel(value: ev.Event | ev.Command) -> None:
+def test_events_commands_and_steps_are_frozen_slotted_and_travel(value: ev.Event | ev.Command | ev.Step) -> None:
     assert not hasattr(value, "__dict__")
     name = next((field.name for field in dataclasses.fields(value)), "anything")
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
         setattr(value, name, 1)
     again = pickle.loads(pickle.dumps(value))
-    if isinstance(value, ev.Fail):  # errors have no equality
+    if isinstance(value, ev.Fail | ev.Broken | ev.Raise):  # errors have no equality
         assert str(again.error) == str(value.error) and again.error.fields == value.error.fields
     else:
         assert again == value
@@ -71,7 +94,7 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
     group.assigned(A)
     assert group.machine.story().splitlines() == [
         "0 Born(stream=9f2c, known=1{orders: 4}, topics=1[orders])",
-        "0   -> Join(slot=0, client=1, topics=1[orders])",
+        "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0)",
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
         "5   -> FetchCommitted(partitions=1[orders-0])",
     ]
@@ -98,9 +121,9 @@ def test_a_broken_rule_carries_the_story(group: GroupHarness) -> None:
 
 
 def test_statistics_are_a_frozen_snapshot(group: GroupHarness) -> None:
-    before = group.machine.statistics()
+    before = group.machine.statistics("planned")
     group.settled(A, B)
-    assert before.assigned == (0,) and before.phase == "open"
+    assert before.assigned == (0,) and before.state == "planned"
     after = group.machine.statistics()
     assert (after.assigned, after.slots, after.generation, after.uncommitted) == ((2,), ("assigned",), 1, 0)
     assert isinstance(after, Statistics) and after.as_dict()["assigned"] == (2,)

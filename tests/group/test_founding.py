@@ -11,7 +11,7 @@ A, B, C, D = tps("orders", 0, 1, 2, 3)
 def test_a_new_stream_joins_with_every_slot() -> None:
     group = GroupHarness(slots=3)
     commands = group.born()
-    assert commands == [ev.Join(slot=slot, client=1, topics=("orders",)) for slot in range(3)]
+    assert commands == [group.join(slot) for slot in range(3)]
     assert group.machine.stream == STREAM and group.machine.seq == -1
 
 
@@ -24,7 +24,7 @@ def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
 def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommitted, pair.assigned(A, B, slot=0)) == [ev.FetchCommitted(partitions=(A, B))]
     pair.assigned(C, slot=1)
-    assert not pair.gathered() and not pair.machine.resolved
+    assert not pair.gathered() and not pair.machine.positions.resolved
     pair.committed({A: 5, B: 6})
     assert not pair.gathered()
     pair.committed({C: 7})
@@ -47,7 +47,7 @@ def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
 
 def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarness) -> None:
     commands = fresh.durable({A: (100, 150), B: (40, 40)})
-    assert commands == [ev.Join(slot=0, client=1, topics=("orders",))]
+    assert commands == [fresh.join()]
     fresh.assigned(A, B)
     commands = fresh.committed({A: 100, B: 40})
     # The crash came between the sink's commit and the echo: Kafka is behind, and is brought forward.
@@ -58,7 +58,7 @@ def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarnes
 
 def test_a_restart_in_the_middle_of_a_batch_holds_its_partitions_until_it_is_durable(fresh: GroupHarness) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    assert fresh.feed(ev.Replay(offset=replayed, topics=("orders",))) == [ev.Join(slot=0, client=1, topics=("orders",))]
+    assert fresh.feed(ev.Replay(offset=replayed, topics=("orders",))) == [fresh.join()]
     assert fresh.phase() is Phase.PLANNED
     assert fresh.machine.seq == 2
     fresh.assigned(A, B)

@@ -4,11 +4,14 @@ import pytest
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.model import EARLIEST, LATEST, StartAt
+from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 NEW = tps("orders", 4)[0]
 OTHER = tps("payments", 0)[0]
+FROM_THE_END = StartingPosition(everywhere=LATEST)
 
 
 def foreign(offset: int) -> ev.Committed:
@@ -27,8 +30,7 @@ def test_an_assignment_that_names_held_partitions_again_changes_nothing_for_them
     group.settled(A)
     group.plan({A: (100, 150)})
     assert group.assigned(A) == []
-    assert group.machine.plannable() == {A: 100}
-    group.durable()
+    assert only(ev.Echo, group.durable())[0].offsets == {A: 150}
     group.assigned(A, generation=2)
     group.assigned(generation=3)
     assert group.machine.plannable() == {A: 150}
@@ -40,16 +42,17 @@ def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group:
     group.taken({A: foreign(70), B: ev.Committed(offset=80, stream="another")})
     assert group.machine.plannable() == {A: 70, B: 80}
     assert group.said() == []  # nothing of ours was moved
-    assert group.machine.positions.followed() == {
-        A
-    }  # an ordinary consumer's commit is marked in the offset, a stream's is not
+    # An ordinary consumer's commit is marked in the offset, a stream's is not.
+    assert group.machine.positions.followed() == {A}
 
 
 def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
-    assert group.committed({A: foreign(70), B: 80}) == [ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1)]
-    assert group.machine.resolved and not group.gathered()
+    assert group.committed({A: foreign(70), B: 80}) == [
+        ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
+    ]
+    assert group.machine.positions.resolved and not group.gathered()
     assert group.machine.plannable() == {B: 80}
     group.feed(ev.EchoFailed(reason="coordinator moved"))
     assert group.machine.plannable() == {B: 80}
@@ -115,23 +118,28 @@ def test_a_batch_makes_a_foreign_position_our_own(group: GroupHarness) -> None:
 
 def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
     group.assigned(A, B)
-    assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(initial=(A,), new=())]
-    assert not group.machine.resolved
-    assert group.feed(ev.StartsResolved(offsets={A: 31})) == [ev.Echo(offsets={A: 31}, stream=STREAM, seq=-1)]
+    assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
+    assert not group.machine.positions.resolved
+    assert group.resolved({A: 31}) == [ev.Echo(offsets={A: 31}, stream=STREAM, seq=-1)]
     assert group.machine.plannable() == {A: 31, B: 7}
 
 
-def test_partitions_added_after_the_stream_began_start_at_their_beginning(group: GroupHarness) -> None:
+def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> None:
+    group = GroupHarness(starting=FROM_THE_END)
+    group.born()
     group.assigned(A, NEW, OTHER)
     commands = group.committed({A: None, NEW: None, OTHER: None})
-    assert commands == [ev.ResolveStarts(initial=(A,), new=(NEW, OTHER))]
+    assert commands == [ev.ResolveStarts(starts={A: LATEST, NEW: EARLIEST, OTHER: EARLIEST})]
 
 
-def test_a_restart_still_knows_which_partitions_are_new(fresh: GroupHarness) -> None:
+def test_a_restart_still_knows_which_partitions_are_new() -> None:
+    fresh = GroupHarness(starting=FROM_THE_END)
     offset = group_offset(known={"orders": 2})
     fresh.feed(ev.Durable(offset=offset, topics=("orders",)))
     fresh.assigned(A, B, C)
-    assert fresh.committed({A: None, B: None, C: None}) == [ev.ResolveStarts(initial=(A, B), new=(C,))]
+    assert fresh.committed({A: None, B: None, C: None}) == [
+        ev.ResolveStarts(starts={A: LATEST, B: LATEST, C: EARLIEST})
+    ]
     assert fresh.machine.known() == {"orders": 2}
 
 
@@ -165,7 +173,7 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.FetchCommitted(partitions=(A,))]
-    assert group.warned()[0] == "offsets of 1 partitions could not be read: no broker"
+    assert group.warned()[0] == "offsets of 1 partitions could not be read: no broker; asking again"
     group.committed({A: 3})
     assert group.machine.plannable() == {A: 3}
     group.assigned(B)
@@ -176,12 +184,12 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
 def test_starts_that_cannot_be_resolved_are_asked_for_with_a_growing_pause_too(group: GroupHarness) -> None:
     group.assigned(A)
     for pause_ms in (100, 200, 500):
-        assert group.committed({A: None}) == [ev.ResolveStarts(initial=(A,), new=())]
+        assert group.committed({A: None}) == [ev.ResolveStarts(starts={A: EARLIEST})]
         group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(A,))]
     group.committed({A: None})
-    group.feed(ev.StartsResolved(offsets={A: 3}))
+    group.resolved({A: 3})
     group.assigned(B)
     group.feed(ev.LookupFailed(partitions=(B,), reason="no broker"))
     assert group.machine.next_deadline_ms() == group.clock() + 100
@@ -192,7 +200,7 @@ def test_an_answer_for_a_partition_that_has_left_is_dropped(group: GroupHarness)
     group.lost(A)
     group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
     group.committed({A: 100, B: 5})
-    group.feed(ev.StartsResolved(offsets={A: 1}))
+    group.resolved({A: 1})
     assert group.machine.plannable() == {B: 5}
 
 
@@ -211,7 +219,7 @@ def test_a_start_older_than_a_partitions_return_is_asked_for_again(group: GroupH
     group.committed({A: None})
     group.revoking(A)
     group.assigned(A)
-    assert group.feed(ev.StartsResolved(offsets={A: 0})) == [ev.FetchCommitted(partitions=(A,))]
+    assert group.resolved({A: 0}) == [ev.FetchCommitted(partitions=(A,))]
     group.taken({A: foreign(300)})
     assert group.machine.plannable() == {A: 300}
 
@@ -232,7 +240,7 @@ def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness)
     fresh.feed(ev.Replay(offset=offset, topics=("orders",)))
     fresh.assigned(A, B)
     fresh.committed({A: 5, B: 100})
-    assert fresh.machine.plannable() == {A: 5, B: 150}
+    assert fresh.machine.plannable() == {B: 150}  # A is being read
 
 
 def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHarness) -> None:
@@ -282,7 +290,9 @@ def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
     group.settled(A, B)
     group.plan({A: (100, 150)})
     group.feed(ev.RecordsGone(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
-    assert group.machine.plannable() == {A: 100, B: 120}
+    assert group.machine.plannable() == {B: 120}
+    group.durable()
+    assert group.machine.plannable() == {A: 150, B: 120}
 
 
 def group_offset(known: dict[str, int]) -> StreamOffset:

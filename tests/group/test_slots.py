@@ -3,6 +3,7 @@
 from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.states import Phase
+from spark_group_source.model import EARLIEST
 from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
@@ -14,7 +15,7 @@ def test_a_failed_member_is_founded_again_after_a_growing_pause(group: GroupHarn
         assert group.machine.statistics().slots == ("out",)
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
-        assert group.tick(ms=1) == [ev.Join(slot=0, client=client, topics=("orders",))]
+        assert group.tick(ms=1) == [group.join(client=client)]
         assert group.tick(ms=0) == []
     assert len(group.warned()) == 6  # the first failure is said, not warned of
 
@@ -33,7 +34,7 @@ def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
     pair.settled(B, slot=1)
     pair.failed(slot=0)
     assert pair.machine.plannable() == {B: 100}
-    assert pair.machine.resolved and not pair.gathered()
+    assert pair.machine.positions.resolved and not pair.gathered()
     pair.plan({B: (100, 120)})
     assert only(ev.Echo, pair.durable()) == [ev.Echo(offsets={B: 120}, stream=STREAM, seq=0)]
 
@@ -70,18 +71,96 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
     group.settled(A)
     group.clock.advance(ms=FOUNDING_BUDGET_MS)
     assert only(ev.Fail, group.failed()) == []
-    assert group.tick(ms=100) == [ev.Join(slot=0, client=3, topics=("orders",))]
+    assert group.tick(ms=100) == [group.join(client=3)]
 
 
-def test_a_fenced_member_stops_the_run_for_good(pair: GroupHarness) -> None:
+def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: GroupHarness) -> None:
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 110)})
+    assert pair.fenced() == [ev.AskReplaced(slot=0)]
+    assert pair.machine.statistics().slots == ("asking", "assigned")
+    assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
+    assert "slot 0's place was taken (FENCED_INSTANCE_ID): asking who did" in pair.warned()
+    assert only(ev.Echo, pair.durable())[0].offsets == {B: 110}
+    assert pair.tick(ms=60_000) == []  # it does not join before it knows
+
+
+def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
     pair.settled(A)
     pair.plan({A: (100, 150)})
-    (fail,) = only(ev.Fail, pair.fenced())
+    pair.fenced()
+    (fail,) = only(ev.Fail, pair.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH")))
     assert isinstance(fail.error, Fenced) and not fail.error.retriable
-    assert fail.error.fields == {"group": "etl", "slot": 0}
+    assert "INVALID_PRODUCER_EPOCH" in str(fail.error)
+    assert fail.error.fields == {"group": "etl"}
     assert pair.phase() is Phase.CLOSED
     assert pair.durable() == []
+    assert pair.tick(ms=60_000) == []
     assert pair.machine.statistics().slots == ("fenced", "joining")
+
+
+def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -> None:
+    """Such as a frozen one that went on: it lost the transactional id, so it can commit nothing."""
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.fenced()
+    assert group.feed(ev.NotReplaced(slot=0)) == []
+    assert group.machine.statistics().slots == ("out",)
+    assert group.tick(ms=100) == [group.join(client=2)]
+    group.assigned(A, generation=2)
+    group.committed({A: 100})
+    assert group.revoking(A) == []  # the batch in flight still reads it
+    group.durable()
+    assert group.echoed() == [ev.Release(slot=0, client=2)]
+
+
+def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(group: GroupHarness) -> None:
+    fails: list[ev.Fail] = []
+    while not fails and group.clock() < 2 * FOUNDING_BUDGET_MS:
+        group.fenced()
+        fails = only(ev.Fail, group.feed(ev.NotReplaced(slot=0)))
+        group.tick(ms=5_000)
+    assert FOUNDING_BUDGET_MS <= group.clock() <= FOUNDING_BUDGET_MS + 10_000
+    assert isinstance(fails[0].error, RebalanceTimeout)
+
+
+def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_bound(group: GroupHarness) -> None:
+    group.fenced()
+    fails: list[ev.Fail] = []
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000):
+        assert group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")) == []
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [ev.AskReplaced(slot=0)]
+    while not fails and group.clock() < 2 * FOUNDING_BUDGET_MS:
+        fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
+        group.tick(ms=5_000)
+    assert FOUNDING_BUDGET_MS <= group.clock() <= FOUNDING_BUDGET_MS + 10_000
+    assert isinstance(fails[0].error, Fenced)
+    assert "the place of slot 0 was taken, and no broker" in str(fails[0].error)
+
+
+def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group: GroupHarness) -> None:
+    group.fenced()
+    unknown = ev.ReplacedUnknown(slot=0, reason="transactions are not allowed", final=True)
+    (fail,) = only(ev.Fail, group.feed(unknown))
+    assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
+    assert group.machine.statistics().slots == ("fenced",)
+
+
+def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnknown(slot=0, reason="x", final=True)) == []
+    assert group.machine.statistics().slots == ("assigned",)
+
+
+def test_a_slot_whose_last_partition_is_lost_while_idle_is_asked_about_like_others(pair: GroupHarness) -> None:
+    """A frozen driver's idle slot has nothing to lose: the fence alone tells of its successor."""
+    pair.settled(A, slot=0)
+    pair.assigned(slot=1)
+    assert pair.fenced(slot=1) == [ev.AskReplaced(slot=1)]
+    assert pair.machine.statistics().slots == ("assigned", "asking")
+    assert not pair.gathered()
 
 
 def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> None:
@@ -120,7 +199,7 @@ def test_an_unchanged_subscription_disturbs_nobody(group: GroupHarness) -> None:
 def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:
     group.failed()
     assert group.feed(ev.TopicsSeen(topics=("orders", "payments"))) == []
-    assert group.tick(ms=100) == [ev.Join(slot=0, client=2, topics=("orders", "payments"))]
+    assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
 
 
 def test_a_topic_that_left_the_subscription_is_finished_first(group: GroupHarness) -> None:
@@ -137,9 +216,7 @@ def test_partitions_added_to_a_topic_come_like_others(group: GroupHarness) -> No
     new = tps("orders", 4)[0]
     group.plan({A: (100, 150)})
     assert group.assigned(new) == [ev.FetchCommitted(partitions=(new,))]
-    assert group.committed({new: None}) == [ev.ResolveStarts(initial=(), new=(new,))]
-    assert only(ev.Echo, group.feed(ev.StartsResolved(offsets={new: 0}))) == [
-        ev.Echo(offsets={new: 0}, stream=STREAM, seq=-1)
-    ]
+    assert group.committed({new: None}) == [ev.ResolveStarts(starts={new: EARLIEST})]
+    assert only(ev.Echo, group.resolved({new: 0})) == [ev.Echo(offsets={new: 0}, stream=STREAM, seq=-1)]
     group.durable()
     assert group.machine.plannable() == {A: 150, B: 100, new: 0}
