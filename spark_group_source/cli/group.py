@@ -54,7 +54,7 @@ def describe(
     ledger = None
     with _spark(table is not None) as spark:
         if spark is not None and table is not None:
-            from spark_group_source.delta.ledger import read_ledger
+            from spark_group_source.delta.kept import read_ledger
 
             found = read_ledger(spark, table, group)
             ledger = {} if found is None else found.offsets
@@ -135,7 +135,7 @@ def _kept(
 ) -> "Mapping[TopicPartition, int]":
     """What a checkpoint, else the ledger of a table, says of the group."""
     from spark_group_source.delta.checkpoint import positions
-    from spark_group_source.delta.ledger import read_ledger
+    from spark_group_source.delta.kept import read_ledger
 
     if checkpoint is not None:
         return positions(spark, checkpoint, group, batch)

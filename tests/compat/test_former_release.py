@@ -27,7 +27,7 @@ from delta_files import living_rows
 from streams import numbered, options_of, planned, texts
 
 from spark_group_source import DeltaSink
-from spark_group_source.delta.ledger import read_ledger
+from spark_group_source.delta.kept import read_ledger
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
