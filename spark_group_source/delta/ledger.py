@@ -163,7 +163,7 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     The resulting ledger never stands below the given one, but for topics that were created anew.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
-    if batch.epoch < known.epoch:
+    if _is_void(batch, known):
         left_out = replace(known, void={**known.void, batch.stream: batch.seq}, table_version=-1)
         return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
     recreated = _recreated(batch, known)
@@ -208,7 +208,7 @@ def behind(batch: StreamOffset, ledger: Ledger | None) -> list[OffsetRange]:
     longer comparable.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
-    if batch.epoch < known.epoch:
+    if _is_void(batch, known):
         return []
     recreated = _recreated(batch, known)
     missing = []
@@ -217,6 +217,11 @@ def behind(batch: StreamOffset, ledger: Ledger | None) -> list[OffsetRange]:
         if r.tp.topic not in recreated and recorded < r.end:
             missing.append(OffsetRange(r.tp, max(r.start, recorded), r.end))
     return missing
+
+
+def _is_void(batch: StreamOffset, ledger: Ledger | None) -> bool:
+    """Whether the batch was planned before a reset that the table knows of."""
+    return ledger is not None and batch.epoch < ledger.epoch
 
 
 def _recreated(batch: StreamOffset, ledger: Ledger) -> set[str]:
@@ -236,10 +241,11 @@ class Recorded:
     """The table has a batch of this number, and nothing is to be written.
 
     ``uncovered``: by group, what of this batch the ledger does not cover. It is the very same batch only if the table's
-    history has its offsets, else it has to be refused.
+    history has its offsets, else it has to be refused. ``durable``: the offsets whose rows the table has then.
     """
 
     uncovered: Mapping[str, tuple[OffsetRange, ...]]
+    durable: tuple[StreamOffset, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +278,8 @@ class Write:
     """The batch is to be written without the rows in ``drop``, and with it the number of the batch and the ledgers.
 
     ``rows``: False if none of its rows is wanted, so that they need not be read. ``moved``: whether a ledger says
-    something new; if not, a batch that turns out to have no rows needs no commit.
+    something new; if not, a batch that turns out to have no rows needs no commit. ``durable``: the offsets whose rows
+    the table has then.
     """
 
     drop: tuple[OffsetRange, ...]
@@ -280,6 +287,7 @@ class Write:
     ledgers: Mapping[str, Ledger]
     moved: bool
     verdicts: tuple[Verdict, ...]
+    durable: tuple[StreamOffset, ...]
 
 
 Decision = Recorded | Refused | Unaware | Mixed | Write
@@ -298,7 +306,10 @@ def decide(
     """
     if recorded:
         missing = [(offset.group, behind(offset, ledgers[offset.group])) for offset in offsets]
-        return Recorded(uncovered={group: tuple(ranges) for group, ranges in missing if ranges})
+        return Recorded(
+            uncovered={group: tuple(ranges) for group, ranges in missing if ranges},
+            durable=tuple(offset for offset in offsets if not _is_void(offset, ledgers[offset.group])),
+        )
     current = dict(ledgers)
     verdicts = []
     for offset in offsets:
@@ -324,6 +335,7 @@ def decide(
         ledgers=after,
         moved=any(not ledger.same(ledgers[group]) for group, ledger in after.items()),
         verdicts=tuple(verdicts),
+        durable=tuple(offset for offset, verdict in zip(offsets, verdicts, strict=True) if not verdict.void),
     )
 
 

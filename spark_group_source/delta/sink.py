@@ -28,6 +28,8 @@ from spark_group_source.delta import deltalog, kept, ledger
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
 from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Unaware, Write
 from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.host import runs
 from spark_group_source.model import OffsetRange
 
 if TYPE_CHECKING:
@@ -109,9 +111,11 @@ class DeltaSink:
         """Write one batch; ``foreachBatch`` calls this."""
         planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
         if self._has_transactions(df.sparkSession):
-            self._write_in_transaction(df, planned)
+            durable = self._write_in_transaction(df, planned)
         else:
-            self._write_by_options(df, planned)
+            durable = self._write_by_options(df, planned)
+        for offset in durable:
+            runs.mark_durable(offset.stream, offset.seq)
 
     def _has_transactions(self, spark: "SparkSession") -> bool:
         if self.tier == "writer-options":
@@ -138,7 +142,7 @@ class DeltaSink:
 
     # The transaction tier
 
-    def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> None:
+    def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         target = deltalog.Table(df.sparkSession, self.table)
         if not self._ready:
             if not target.exists():
@@ -146,14 +150,14 @@ class DeltaSink:
             target.ensure_domains()
             self._ready = True
         attempt = _Attempt(self, target, df, planned)
-        deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        return deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
     # The writer-options tier
 
-    def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> None:
+    def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         spark = df.sparkSession
         if not self._ready:
             self._ensure_table(spark, df)
@@ -172,6 +176,7 @@ class DeltaSink:
         # Delta skips a batch that it has recorded, without a word, whatever that batch held.
         if planned.offsets and not recorded_in_history(spark, self.table, note):
             raise self._other_content(planned)
+        return planned.offsets
 
     def _ensure_table(self, spark: "SparkSession", df: "DataFrame") -> None:
         try:
@@ -220,8 +225,11 @@ class _Attempt:
         self._written: deltalog.Written | None = None
         self._without: tuple[OffsetRange, ...] = ()
 
-    def __call__(self) -> None:
-        """One attempt. Raises CommitRace if another writer was first; the next one decides anew."""
+    def __call__(self) -> tuple[StreamOffset, ...]:
+        """One attempt; returns the offsets whose rows the table has now.
+
+        Raises CommitRace if another writer was first; the next one decides anew.
+        """
         sink, planned = self.sink, self.planned
         txn = self.target.begin()
         if txn.snapshot.version < 0:
@@ -240,10 +248,12 @@ class _Attempt:
         match decision:
             case Recorded():
                 self._confirm(decision)
+                return decision.durable
             case Refused() | Unaware() | Mixed():
                 raise ledger.conflict(sink.table, decision, planned.batch_id)
             case Write():
                 self._write(txn, decision)
+                return decision.durable
             case _:
                 assert_never(decision)
 

@@ -164,16 +164,17 @@ def deciding(
 
 def test_a_recorded_batch_is_not_written_and_what_the_ledger_does_not_cover_is_asked_for() -> None:
     batch = offset(4, ranges((90, 130)))
-    assert deciding(batch, before=ledger({P0: 130}), recorded=True) == Recorded(uncovered={})
-    assert deciding(batch, before=ledger({P0: 0}, epoch=1), recorded=True) == Recorded(uncovered={})
+    assert deciding(batch, before=ledger({P0: 130}), recorded=True) == Recorded(uncovered={}, durable=(batch,))
+    void = deciding(batch, before=ledger({P0: 0}, epoch=1), recorded=True)
+    assert void == Recorded(uncovered={}, durable=()), "it was written, or left out: nobody needs to know"
     found = deciding(batch, before=ledger({P0: 100}), recorded=True)
-    assert found == Recorded(uncovered={"etl": (OffsetRange(P0, 100, 130),)})
+    assert found == Recorded(uncovered={"etl": (OffsetRange(P0, 100, 130),)}, durable=(batch,))
 
 
 def test_a_void_batch_is_recorded_and_none_of_its_rows_is_read() -> None:
     found = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=1))
     assert isinstance(found, Write)
-    assert (found.rows, found.moved) == (False, True)
+    assert (found.rows, found.moved, found.durable) == (False, True, ())
     assert found.ledgers["etl"].offsets == {P0: 100}
 
 
@@ -184,6 +185,7 @@ def test_of_several_sources_only_the_rows_of_the_void_one_are_left_out() -> None
     assert found.rows
     assert found.drop == (OffsetRange(P0, 90, 130),)
     assert found.ledgers["b"].offsets == {TopicPartition("other", 0): 8}
+    assert found.durable == (other,)
     with_rate = deciding(mine, before=ledger({P0: 100}, epoch=1), others=True)
     assert isinstance(with_rate, Write)
     assert with_rate.rows
