@@ -34,6 +34,7 @@ def offset(
     stream: str = "s1",
     moved: Sequence[tuple[str, int]] = (),
     topic_id: str = "id-1",
+    epoch: int = 0,
 ) -> StreamOffset:
     """An offset as the Kafka source would make it; ``ranges`` maps (topic, partition) to (from, until)."""
     return StreamOffset(
@@ -43,6 +44,7 @@ def offset(
         topic_ids={topic: topic_id for topic, _ in ranges},
         known={topic: 1 for topic, _ in ranges},
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
+        epoch=epoch,
         followed=frozenset(TopicPartition(*tp) for tp in moved),
     )
 

@@ -30,7 +30,7 @@ WALLS: dict[str, set[str]] = {
     "executor": VALUES | {"options", "kafka"},
     "driver": VALUES | {"options", "group", "kafka", "host"},
     "host": VALUES | {"group"},
-    "delta": VALUES | {"group"},
+    "delta": VALUES | {"group", "host"},  # the sink tells the run beside it what is durable
     "local": VALUES,
     "cli": VALUES | {"options", "group", "kafka", "host", "delta", "local"},
 }

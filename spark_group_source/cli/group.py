@@ -1,6 +1,6 @@
 """``spark-group describe``, ``reset`` and ``drain``: looking at a group, moving it, bringing its queries to rest.
 
-Runs in: a terminal. Deliberately absent: what is done (``report``, ``reset``, ``progress``); here it is asked for and
+Runs in: a terminal. Deliberately absent: what is done (``report``, ``reset``, ``host.runs``); here it is asked for and
 shown.
 """
 
@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.errors import OptionError
-from spark_group_source.host import runs as progress
+from spark_group_source.host import runs
+from spark_group_source.model import EARLIEST, LATEST, StartAt
 from spark_group_source.options.starting import parse_offsets
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from spark_group_source.cli.report import GroupReport
     from spark_group_source.kafka import Admin
-    from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+    from spark_group_source.model import TopicPartition
 
 console = Console()
 
@@ -54,7 +55,7 @@ def describe(
     ledger = None
     with _spark(table is not None) as spark:
         if spark is not None and table is not None:
-            from spark_group_source.delta.ledger import read_ledger
+            from spark_group_source.delta.kept import read_ledger
 
             found = read_ledger(spark, table, group)
             ledger = {} if found is None else found.offsets
@@ -86,7 +87,10 @@ def reset(
     execute: Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")] = False,
     command_config: ConfigOption = None,
 ) -> None:
-    """Move a stopped group's offsets; with --table the table's ledger moves along, so that nothing is refused later."""
+    """Move a stopped group's offsets; with --table the table's ledger moves along, so that nothing is refused later.
+
+    The queries go on with the checkpoints they have.
+    """
     from spark_group_source.cli import reset as resetting
 
     given = [value for value in (to_offset, to_offsets, to_datetime, to_checkpoint) if value is not None]
@@ -116,17 +120,17 @@ def reset(
         if not execute:
             console.print("nothing was changed; add --execute to do it")
             return
-        resetting.move(admin, group, targets, spark=None if to_ledger else spark, table=table)
-    console.print(f"moved {len(targets)} partitions of group {group}")
+        number = resetting.move(admin, group, targets, spark=spark if table is not None else None, table=table)
+    console.print(f"moved {len(targets)} partitions of group {group}; this was its reset {number}")
 
 
 def drain(
     group: GroupOption,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = progress.DRAIN_S,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = runs.DRAIN_S,
 ) -> None:
     """Let this host's queries of a group finish their batch and begin no other: then they can be stopped."""
     with console.status("waiting for the batch in hand ..."):
-        count = progress.drain(group, timeout_s=timeout_s)
+        count = runs.drain(group, timeout_s=timeout_s)
     typer.echo(f"{count} {'query' if count == 1 else 'queries'} of group {group} drained; stop now")
 
 
@@ -135,7 +139,7 @@ def _kept(
 ) -> "Mapping[TopicPartition, int]":
     """What a checkpoint, else the ledger of a table, says of the group."""
     from spark_group_source.delta.checkpoint import positions
-    from spark_group_source.delta.ledger import read_ledger
+    from spark_group_source.delta.kept import read_ledger
 
     if checkpoint is not None:
         return positions(spark, checkpoint, group, batch)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spark_group_source.group.names import parse_note
-from spark_group_source.host import runs as progress
+from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, GroupMember
 from spark_group_source.model import TopicPartition
 
@@ -99,5 +99,5 @@ def describe(admin: Admin, group: str, ledger: Mapping[TopicPartition, int] | No
         assignor=described.assignor,
         members=described.members,
         partitions=tuple(rows),
-        runs=tuple(progress.read(group)),
+        runs=tuple(runs.read(group)),
     )

@@ -2,13 +2,19 @@
 
 Runs in: a terminal. Deliberately absent: printing, and the Spark session (the caller passes one where a ledger is to be
 moved too).
+
+A reset has a number, which is written beside every offset of the group and into the ledger (``group.names``). What was
+planned before it is void: a batch that a stopped query has in its checkpoint can no longer be taken back, but neither
+the sink nor the source goes by it.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from spark_group_source.delta.ledger import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
-from spark_group_source.kafka import Admin
+from spark_group_source.group import names
+from spark_group_source.kafka import Admin, CommittedOffset, Topic
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET
 
@@ -49,17 +55,66 @@ def named_targets(admin: Admin, offsets: Mapping[TopicPartition, int]) -> dict[T
     }
 
 
+class Reset(NamedTuple):
+    """One reset of a group: its number, and what it commits. ``offsets`` has every partition that the group ever had,
+    because each of them must say that plans of before are void."""
+
+    epoch: int
+    offsets: dict[TopicPartition, int]
+    notes: dict[TopicPartition, str]
+
+
+def plan(
+    targets: Mapping[TopicPartition, int],
+    committed: Mapping[TopicPartition, CommittedOffset],
+    ledger: Ledger | None,
+    topics: Mapping[str, Topic],
+) -> Reset:
+    """The reset that brings a group to ``targets`` and leaves every other partition where it stands.
+
+    A partition that is not moved keeps its note, with the new number: nobody moved it, so a sink that has more of it
+    than Kafka knows leaves that out instead of refusing it. Where ``ledger`` is further than Kafka, the last commit of
+    a run was lost; the table decides.
+
+    Args:
+        committed: what the group committed so far.
+        ledger: of the table that is reset too, if there is one.
+        topics: those that exist now. Partitions of others are left out: Kafka would refuse all for one of them.
+    """
+    notes = {tp: names.parse_note(at.metadata) for tp, at in committed.items()}
+    epoch = 1 + max([note.epoch for note in notes.values()] + [0 if ledger is None else ledger.epoch])
+    offsets = {tp: at.offset for tp, at in committed.items()}
+    if ledger is not None:
+        for tp, at in ledger.offsets.items():
+            if tp.topic in topics and ledger.topic_ids.get(tp.topic) in (None, "", topics[tp.topic].id):
+                offsets[tp] = max(at, offsets.get(tp, 0))
+    offsets |= targets
+    offsets = {
+        tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
+    }
+    texts = dict.fromkeys(offsets, names.reset_text(epoch))
+    for tp in offsets.keys() & notes.keys() - targets.keys():
+        note = notes[tp]
+        if note.stream is not None:
+            texts[tp] = names.note_text(note.stream, note.seq, epoch, followed=note.followed)
+    return Reset(epoch, offsets, texts)
+
+
 def move(
-    admin: Admin, group: str, offsets: Mapping[TopicPartition, int], *, spark: "SparkSession | None", table: str | None
-) -> None:
-    """Commit the offsets for the group and then, with a table, set its ledger to them. Kafka goes first: it refuses
-    while the group is active, and a ledger that did not follow makes the next batch stop and say so.
+    admin: Admin, group: str, targets: Mapping[TopicPartition, int], *, spark: "SparkSession | None", table: str | None
+) -> int:
+    """Bring the group to the targets and then, with a table, its ledger too. Returns the number of the reset.
+
+    Kafka goes first: it refuses while the group is active. If the table does not follow (this process dies, Delta
+    refuses), a query stops where it would write something twice, and says so; another reset settles it, because its
+    number is higher. The other way round every batch would be void, as the source had never heard of the reset.
 
     Raises:
         GroupError: the group has members; stop them first.
         OptionError: there is nothing to move.
+        LedgerConflict: the table's ledger is of a newer release.
     """
-    if not offsets:
+    if not targets:
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
     described = admin.group(group)
     if described.members or described.state in ACTIVE:
@@ -68,8 +123,26 @@ def move(
             "an inactive group. Stop its queries and consumers, and wait for their session timeout",
             group=group,
         )
-    admin.move_committed(group, offsets)
+    ledger = None if spark is None or table is None else _ledger(spark, table, group)
+    committed = admin.committed(group)
+    known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
+    topics = admin.describe(tp.topic for tp in known)
+    reset = plan(targets, committed, ledger, topics)
+    admin.move_committed(group, reset.offsets, notes=reset.notes)
     if spark is not None and table is not None:
-        from spark_group_source.delta import ledger
+        from spark_group_source.delta.kept import set_ledger
 
-        ledger.set_ledger(spark, table, group, offsets, reason="spark-group reset")
+        ids = {tp.topic: topics[tp.topic].id for tp in reset.offsets}
+        reason = f"spark-group reset {reset.epoch}"
+        set_ledger(spark, table, group, reset.offsets, reason=reason, topic_ids=ids, epoch=reset.epoch)
+    return reset.epoch
+
+
+def _ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
+    """The ledger, or None where there is none or nobody can read it: then it is written anew."""
+    from spark_group_source.delta.kept import read_ledger
+
+    try:
+        return read_ledger(spark, table, group)
+    except LedgerDamaged:
+        return None

@@ -272,9 +272,9 @@ class Written:
     after: Any
     protocol: Any
 
-    @property
-    def files(self) -> int:
-        return len(self.actions)
+
+NO_FILES = Written((), None, None, None)
+"""Of a commit without rows."""
 
 
 class Transaction:

@@ -2,7 +2,7 @@
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: Kafka,
 members, the source: what a batch holds comes from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
-its log (:mod:`ledger`).
+its log (:mod:`kept`), and what follows from the two from :func:`ledger.decide`.
 
 Two tiers:
 
@@ -19,16 +19,17 @@ Two tiers:
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, assert_never, get_args
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import deltalog, ledger
+from spark_group_source.delta import deltalog, kept, ledger
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
-from spark_group_source.delta.ledger import Ledger, Verdict
+from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Unaware, Write
 from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.host import runs
 from spark_group_source.model import OffsetRange
 
 if TYPE_CHECKING:
@@ -110,9 +111,11 @@ class DeltaSink:
         """Write one batch; ``foreachBatch`` calls this."""
         planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
         if self._has_transactions(df.sparkSession):
-            self._write_in_transaction(df, planned)
+            durable = self._write_in_transaction(df, planned)
         else:
-            self._write_by_options(df, planned)
+            durable = self._write_by_options(df, planned)
+        for offset in durable:
+            runs.mark_durable(offset.stream, offset.seq)
 
     def _has_transactions(self, spark: "SparkSession") -> bool:
         if self.tier == "writer-options":
@@ -139,7 +142,7 @@ class DeltaSink:
 
     # The transaction tier
 
-    def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> None:
+    def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         target = deltalog.Table(df.sparkSession, self.table)
         if not self._ready:
             if not target.exists():
@@ -147,14 +150,14 @@ class DeltaSink:
             target.ensure_domains()
             self._ready = True
         attempt = _Attempt(self, target, df, planned)
-        deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        return deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
     # The writer-options tier
 
-    def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> None:
+    def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         spark = df.sparkSession
         if not self._ready:
             self._ensure_table(spark, df)
@@ -173,6 +176,7 @@ class DeltaSink:
         # Delta skips a batch that it has recorded, without a word, whatever that batch held.
         if planned.offsets and not recorded_in_history(spark, self.table, note):
             raise self._other_content(planned)
+        return planned.offsets
 
     def _ensure_table(self, spark: "SparkSession", df: "DataFrame") -> None:
         try:
@@ -221,8 +225,11 @@ class _Attempt:
         self._written: deltalog.Written | None = None
         self._without: tuple[OffsetRange, ...] = ()
 
-    def __call__(self) -> None:
-        """One attempt. Raises CommitRace if another writer was first; the next one judges anew."""
+    def __call__(self) -> tuple[StreamOffset, ...]:
+        """One attempt; returns the offsets whose rows the table has now.
+
+        Raises CommitRace if another writer was first; the next one decides anew.
+        """
         sink, planned = self.sink, self.planned
         txn = self.target.begin()
         if txn.snapshot.version < 0:
@@ -232,62 +239,89 @@ class _Attempt:
                 table=sink.table,
             )
         self._check_retention(txn.snapshot)
-        if txn.recorded(planned.query_id) >= planned.batch_id:
-            self._confirm(txn.snapshot)
-            return
-        before = {o.group: ledger.in_snapshot(txn.snapshot, o.group) for o in planned.offsets}
-        verdicts = self._judge(before)
-        drop = _dropped(sink.table, planned, verdicts)
-        written = self._files(txn, drop)
-        if not written.actions and not drop and all(_unmoved(v.ledger, before[v.ledger.group]) for v in verdicts):
+        decision = ledger.decide(
+            planned.offsets,
+            {o.group: kept.in_snapshot(txn.snapshot, o.group) for o in planned.offsets},
+            recorded=txn.recorded(planned.query_id) >= planned.batch_id,
+            others=planned.other_sources > 0,
+        )
+        match decision:
+            case Recorded():
+                self._confirm(decision)
+                return decision.durable
+            case Refused() | Unaware() | Mixed():
+                raise ledger.conflict(sink.table, decision, planned.batch_id)
+            case Write():
+                self._write(txn, decision)
+                return decision.durable
+            case _:
+                assert_never(decision)
+
+    def _confirm(self, decision: Recorded) -> None:
+        """The table has a batch of this number. Make sure that it is this one."""
+        sink, planned = self.sink, self.planned
+        for group, missing in decision.uncovered.items():
+            # The ledger may also be behind because writer options wrote the batch, or an operator set it back since.
+            if not recorded_in_history(self.df.sparkSession, sink.table, planned.user_metadata()):
+                raise LedgerConflict(
+                    f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
+                    f"ledger of group {group!r} does not cover {ledger.shown(missing)}. A second run of this query "
+                    "wrote another batch under this number (is the checkpoint used twice?). Nothing was written. Stop "
+                    "the other run. Then start this query with a new checkpointLocation: it continues at the ledger",
+                    table=sink.table,
+                    query_id=planned.query_id,
+                    batch_id=planned.batch_id,
+                    missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+                )
+        log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
+
+    def _write(self, txn: deltalog.Transaction, decision: Write) -> None:
+        sink, planned = self.sink, self.planned
+        written = self._files(txn, decision) if decision.rows else deltalog.NO_FILES
+        if not (written.actions or decision.drop or decision.moved):
             log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
             return
         version = txn.commit(
             written,
-            # Of several offsets of one group the last verdict has all of them.
-            {ledger.DOMAIN_PREFIX + v.ledger.group: v.ledger.to_json() for v in verdicts},
+            {ledger.DOMAIN_PREFIX + group: after.to_json() for group, after in decision.ledgers.items()},
             app_id=planned.query_id,
             batch_id=planned.batch_id,
             user_metadata=planned.user_metadata(),
         )
+        self._tell(decision)
         log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
 
-    def _judge(self, before: dict[str, Ledger | None]) -> list[Verdict]:
-        table, current = self.sink.table, dict(before)
-        verdicts = []
-        for offset in self.planned.offsets:
-            verdict = ledger.judge(offset, current[offset.group])
-            if verdict.refused:
-                raise ledger.conflict(table, offset.group, verdict.refused)
-            current[offset.group] = verdict.ledger
-            verdicts.append(verdict)
-            if verdict.recreated:
-                log.warning(
-                    "group %s, table %s: topic %s was deleted and created again; its offsets start afresh",
-                    offset.group,
-                    table,
-                    ", ".join(verdict.recreated),
-                )
-            if verdict.skipped:
-                log.info("group %s, table %s: others had %s", offset.group, table, ledger.shown(verdict.skipped))
-        return verdicts
-
-    def _files(self, txn: deltalog.Transaction, drop: tuple[OffsetRange, ...]) -> deltalog.Written:
-        if self._written is not None and self._without == drop and txn.adopt(self._written):
+    def _files(self, txn: deltalog.Transaction, decision: Write) -> deltalog.Written:
+        if self._written is not None and self._without == decision.drop and txn.adopt(self._written):
             return self._written
-        if drop:
-            log.warning(
-                "batch %d of query %s: %d offsets are in table %s already and are left out: %s",
-                self.planned.batch_id,
-                self.planned.query_id,
-                sum(r.size for r in drop),
-                self.sink.table,
-                ledger.shown(drop),
-            )
-        rows = self.sink._transformed(without(self.df, drop, self.sink.table))
+        rows = self.sink._transformed(without(self.df, decision.drop, self.sink.table))
         self._written = txn.write(rows, partition_by=self.sink.partition_by, merge_schema=self.sink.merge_schema)
-        self._without = drop
+        self._without = decision.drop
         return self._written
+
+    def _tell(self, decision: Write) -> None:
+        """What someone may want to know of a batch that was written."""
+        for offset, verdict in zip(self.planned.offsets, decision.verdicts, strict=True):
+            where = f"batch {self.planned.batch_id}, group {offset.group}, table {self.sink.table}"
+            if verdict.void:
+                log.warning(
+                    "%s: planned before reset %d of the group, so nothing of it is written: %s",
+                    where,
+                    verdict.ledger.epoch,
+                    ledger.shown(verdict.drop),
+                )
+            elif verdict.drop:
+                log.warning(
+                    "%s: %d offsets are in the table already and are left out: %s",
+                    where,
+                    sum(r.size for r in verdict.drop),
+                    ledger.shown(verdict.drop),
+                )
+            if verdict.recreated:
+                topics = ", ".join(verdict.recreated)
+                log.warning("%s: topic %s was deleted and created again; its offsets start afresh", where, topics)
+            if verdict.skipped:
+                log.info("%s: others had %s", where, ledger.shown(verdict.skipped))
 
     def _check_retention(self, snapshot: deltalog.Snapshot) -> None:
         retention = snapshot.properties().get(deltalog.RETENTION)
@@ -299,46 +333,6 @@ class _Attempt:
                 deltalog.RETENTION,
                 retention,
             )
-
-    def _confirm(self, snapshot: deltalog.Snapshot) -> None:
-        """The table has a batch of this number. Make sure that it is this one."""
-        sink, planned = self.sink, self.planned
-        for offset in planned.offsets:
-            missing = ledger.behind(offset, ledger.in_snapshot(snapshot, offset.group))
-            # The ledger may also be behind because writer options wrote the batch, or an operator set it back since.
-            if missing and not recorded_in_history(self.df.sparkSession, sink.table, planned.user_metadata()):
-                raise LedgerConflict(
-                    f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
-                    f"ledger of group {offset.group!r} does not cover {ledger.shown(missing)}. A second run of this "
-                    "query wrote another batch under this number (is the checkpoint used twice?). Nothing was written. "
-                    "Stop the other run; then start this query with a new checkpointLocation: it continues at the "
-                    "ledger",
-                    table=sink.table,
-                    query_id=planned.query_id,
-                    batch_id=planned.batch_id,
-                    missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
-                )
-        log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
-
-
-def _unmoved(after: Ledger, before: Ledger | None) -> bool:
-    return before is not None and after.same_position(before)
-
-
-def _dropped(table: str, planned: PlannedBatch, verdicts: Sequence[Verdict]) -> tuple[OffsetRange, ...]:
-    """The ranges to leave out, once it is sure that no row of another source could be meant."""
-    drop = tuple(r for v in verdicts for r in v.drop)
-    readers = Counter(r.tp for offset in planned.offsets for r in offset.batch())
-    twice = sorted({r.tp for r in drop if readers[r.tp] > 1})
-    if twice:
-        raise LedgerConflict(
-            f"table {table} already holds part of what batch {planned.batch_id} read of {twice[0]}, but several "
-            "kafka-group sources of this query read that partition, and their rows cannot be told apart. Nothing was "
-            "written. Read each topic with one source, and use its DataFrame as often as needed",
-            table=table,
-            partitions=[tuple(tp) for tp in twice],
-        )
-    return drop
 
 
 def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
@@ -354,9 +348,9 @@ def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFr
     types = [(field.name, field.dataType.simpleString()) for field in df.schema.fields]
     if any(types.count(column) != 1 for column in ROW_COLUMNS.items()):
         raise LedgerConflict(
-            f"table {table} already holds {ledger.shown(drop)}, and the sink cannot leave these rows out: it needs the "
-            f"columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has {dict(types)}. Nothing was "
-            "written. Select and rename columns in DeltaSink(..., transform=...), not before writeStream",
+            f"table {table} must not get {ledger.shown(drop)} (again), and the sink cannot leave these rows out: it "
+            f"needs the columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has {dict(types)}. "
+            "Nothing was written. Select and rename columns in DeltaSink(..., transform=...), not before writeStream",
             table=table,
         )
     # A join, not a chain of conditions: there may be thousands of ranges. Rows with a null topic stay.

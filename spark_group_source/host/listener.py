@@ -1,7 +1,7 @@
 """GroupListener: what a query's members did, next to Spark's own progress of the query.
 
 Runs in: the user's driver, on Spark's listener thread. Deliberately absent: counting (``group``), publishing
-(``progress``), Kafka.
+(``runs``), Kafka.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.streaming import StreamingQueryListener
 
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.host import runs as progress
+from spark_group_source.host import runs
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import (
@@ -48,7 +48,7 @@ class GroupListener(StreamingQueryListener):
         """A batch is done."""
         for source in event.progress.sources:
             name = _stream_of(source.endOffset)
-            found = progress.snapshot(*name) if name else None
+            found = runs.snapshot(*name) if name else None
             if found is not None:
                 self._receive(event.progress, found)
 

@@ -1,15 +1,21 @@
-"""What a run did, where others can see it: one log line a change, and a small file on the driver's host.
+"""What a run did, where others can see it: one log line a change, and small files on the driver's host.
 
-Runs in: the stream reader (writes), the user's driver and the CLI (read). Deliberately absent: counting (``group``).
-The file is named after the run's process and holds nothing but the numbers of
-:class:`~spark_group_source.group.statistics.Statistics`; it is removed when the run ends in order. A second file beside
-it, which others make, asks the run to drain.
+Runs in: the stream reader and the user's driver (both write), the CLI (reads). Deliberately absent: counting
+(``group``). All files are in one directory of the user's, which only a run makes:
+
+- ``<pid>.json``: the numbers of :class:`~spark_group_source.group.statistics.Statistics` of the run in that process;
+- ``<pid>.drain``: somebody asks that run to drain;
+- ``<stream>.durable``: the last batch of a stream that a sink says it has. Spark tells a source of a batch only when it
+  asks for the next one, so of the last batch of a run nobody else tells it.
+
+A run removes all of its files when it ends in order.
 """
 
 import contextlib
 import json
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -23,16 +29,63 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = "spark-group-source"
 DRAIN = ".drain"
+DURABLE = ".durable"
 READ_FILES_MAX = 1_000
 """Runs of one host that :func:`read` looks at."""
 DRAIN_S = 60.0
 """How long :func:`drain` waits unless told otherwise: a batch and its commit."""
 LOOK_S = 0.1
+IN_FLIGHT = frozenset({"planned", "reading"})
+"""The states of a run that has given Spark a batch which is not durable yet."""
+QUERY_THREAD = "stream execution thread for "
+"""How Spark's name for the thread of a streaming query begins."""
 
 
 def directory() -> Path:
     """Where the runs of this host and user publish."""
     return Path(tempfile.gettempdir()) / f"{DIRECTORY}-{os.getuid()}"
+
+
+def mark_durable(stream: str, seq: int) -> None:
+    """Say that a sink has a stream's batch, for the run to read when it ends. Nothing is said where no run of this user
+    publishes; never raises, because the batch is safe either way."""
+    if not stream.isalnum():  # it becomes a file's name
+        return
+    with contextlib.suppress(OSError):
+        if _is_ours(directory()):
+            _write(directory() / f"{stream}{DURABLE}", str(seq))
+
+
+def durable_seq(stream: str) -> int:
+    """Number of the last batch of a stream that a sink says it has; -1: nothing was said.
+
+    It may be what a run before this one was told: compare it with the batch that is in flight.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isalnum() and _is_ours(directory()):
+            return int((directory() / f"{stream}{DURABLE}").read_text())
+    return -1
+
+
+def siblings(group: str) -> list[dict[str, Any]]:
+    """The statistics of the other living runs of a group whose readers have the same driver as this process."""
+    return [doc for doc in read(group) if doc["driver"] == os.getppid() and doc["pid"] != os.getpid()]
+
+
+def only_one_query(driver: int) -> bool:
+    """Whether a driver JVM has exactly one streaming query, by the names of its threads; False where none can tell.
+
+    A thread's name has 15 characters here: the first ones, or in newer JVMs the first 7 and the last 6 of it.
+    """
+    found = 0
+    try:
+        for task in Path(f"/proc/{driver}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+                name = (task / "comm").read_text().rstrip("\n")
+                found += name == QUERY_THREAD[:15] or (len(name) == 15 and name.startswith(f"{QUERY_THREAD[:7]}.."))
+    except OSError:
+        return False
+    return found == 1
 
 
 class Publisher:
@@ -44,12 +97,24 @@ class Publisher:
         self._path = directory() / f"{os.getpid()}.json"
         self._asked = self._path.with_suffix(DRAIN)
         self._drained = self._broken = False
+        self._waits: int | None = None
         self.close()  # what a process of the same number left
 
     @property
     def drain_asked(self) -> bool:
         """Whether somebody wants this run to plan no other batch."""
         return self._asked.exists()
+
+    def waiting_sibling(self) -> int | None:
+        """Process id of another stream of this group in this very query, whose batch cannot begin before this one's.
+
+        One that was there at the last look too: the reader of a query that was just stopped needs a moment to go.
+        """
+        before, self._waits = self._waits, None
+        if only_one_query(os.getppid()):
+            pids = [int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") in IN_FLIGHT]
+            self._waits = before if before in pids else min(pids, default=None)
+        return self._waits if self._waits == before else None
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
         if (statistics, drained) == (self._last, self._drained) or self._broken:
@@ -69,15 +134,17 @@ class Publisher:
         doc = {"pid": os.getpid(), "driver": os.getppid(), "drained": drained, **statistics.as_dict()}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps(doc))
-            part.replace(self._path)
+            if not _is_ours(self._path.parent):
+                raise PermissionError("others can write to this directory, or it belongs to somebody else")
+            _write(self._path, json.dumps(doc))
         except OSError as exc:
             self._broken = True
             log.warning("statistics cannot be written to %s: %s", self._path, exc)
 
     def close(self) -> None:
-        for path in (self._path, self._asked):
+        """Remove what this run, or one that had this process number before, left."""
+        stream = self._last.stream if self._last is not None else ""
+        for path in (self._path, self._asked, *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else [])):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -96,7 +163,11 @@ def read(group: str) -> list[dict[str, Any]]:
 
 def snapshot(group: str, stream: str) -> Statistics | None:
     """The statistics of one stream, if it runs on this host; of several runs of it, the one that got furthest."""
-    found = [Statistics.from_dict(doc) for doc in read(group) if doc["stream"] == stream]
+    found = []
+    for doc in read(group):
+        if doc["stream"] == stream:
+            with contextlib.suppress(KeyError):  # a run of another release has other numbers
+                found.append(Statistics.from_dict(doc))
     return max(found, key=lambda statistics: statistics.seq, default=None)
 
 
@@ -136,6 +207,22 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
             )
         pause.wait(LOOK_S)
     return len(runs)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file so that nobody reads half of it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a directory of this user's that nobody else can write to: /tmp is everybody's."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _alive(pid: int) -> bool:

@@ -208,13 +208,18 @@ class Admin:
             ),
         )
 
-    def move_committed(self, group: str, offsets: Mapping[TopicPartition, int]) -> None:
-        """Commit for a group without members, as an operator: nothing says which stream it was.
+    def move_committed(
+        self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str] | None = None
+    ) -> None:
+        """Commit for a group without members, as an operator, in one request.
+
+        Args:
+            notes: the text beside each offset; a partition that is not in it gets none.
 
         Raises:
             CommitFailed: Kafka refused one of them, for example because the group has members.
         """
-        entries = [to_kafka(tp, offset) for tp, offset in offsets.items()]
+        entries = [to_kafka(tp, offset, (notes or {}).get(tp, "")) for tp, offset in offsets.items()]
         request = [ConsumerGroupTopicPartitions(group, entries)]
         try:
             answer = self._answer(self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group])

@@ -11,8 +11,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sink_source import Ranges, offset
 
-from spark_group_source.delta.ledger import Ledger, behind, conflict, judge, ledgers, read_ledger, set_ledger
+from spark_group_source.delta import deltalog
+from spark_group_source.delta.kept import ledgers, read_ledger, set_ledger
+from spark_group_source.delta.ledger import (
+    Ledger,
+    Mixed,
+    Recorded,
+    Refusal,
+    Refused,
+    Unaware,
+    Write,
+    behind,
+    conflict,
+    decide,
+    judge,
+)
 from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
 
 if TYPE_CHECKING:
@@ -21,8 +36,8 @@ if TYPE_CHECKING:
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
-def ledger(offsets: dict[TopicPartition, int], *, topic_id: str = "id-1") -> Ledger:
-    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, stream="s1", seq=3)
+def ledger(offsets: dict[TopicPartition, int], *, topic_id: str = "id-1", epoch: int = 0) -> Ledger:
+    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, stream="s1", seq=3, epoch=epoch)
 
 
 def ranges(*pairs: tuple[int, int]) -> Ranges:
@@ -106,9 +121,107 @@ def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
     assert behind(batch, ledger({P0: 1}, topic_id="id-2")) == []
 
 
+# Resets
+
+
+def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
+    old = ledger({P0: 100, P1: 7}, epoch=2)
+    verdict = judge(offset(9, ranges((90, 130), (0, 5)), moved=[("orders", 0)], topic_id="id-2", epoch=1), old)
+    assert verdict.void
+    assert verdict.drop == (OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5))
+    assert (verdict.refused, verdict.recreated, verdict.skipped) == ((), (), ())
+    assert (verdict.ledger.offsets, verdict.ledger.topic_ids) == (old.offsets, old.topic_ids)
+    assert (verdict.ledger.stream, verdict.ledger.seq, verdict.ledger.epoch) == ("s1", 3, 2)
+    assert verdict.ledger.void == {"s1": 9}
+
+
+def test_the_first_batch_after_a_reset_brings_its_number_into_the_ledger() -> None:
+    before = Ledger(group="etl", offsets={P0: 100}, epoch=1, void={"s0": 4})
+    verdict = judge(offset(4, ranges((120, 130)), moved=[("orders", 0)], epoch=2), before)
+    assert not verdict.void
+    assert (verdict.ledger.epoch, verdict.ledger.void, verdict.ledger.offsets) == (2, {}, {P0: 130})
+    assert judge(offset(0, ranges((0, 5)), epoch=3), None).ledger.epoch == 3
+
+
+def test_a_reset_that_left_the_ledger_out_is_refused_where_it_goes_back() -> None:
+    verdict = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)], epoch=1), ledger({P0: 100}))
+    assert verdict.refused == (Refusal(P0, 10, 100),)
+
+
+def test_a_batch_of_before_a_reset_is_not_compared_with_the_ledger_of_after_it() -> None:
+    assert behind(offset(4, ranges((90, 130))), ledger({P0: 0}, epoch=1)) == []
+
+
+# What a sink does with a batch
+
+
+def deciding(
+    *offsets: StreamOffset, before: Ledger | None = None, recorded: bool = False, others: bool = False
+) -> Recorded | Refused | Unaware | Mixed | Write:
+    groups = {o.group for o in offsets}
+    return decide(offsets, {g: before if g == "etl" else None for g in groups}, recorded=recorded, others=others)
+
+
+def test_a_recorded_batch_is_not_written_and_what_the_ledger_does_not_cover_is_asked_for() -> None:
+    batch = offset(4, ranges((90, 130)))
+    assert deciding(batch, before=ledger({P0: 130}), recorded=True) == Recorded(uncovered={}, durable=(batch,))
+    void = deciding(batch, before=ledger({P0: 0}, epoch=1), recorded=True)
+    assert void == Recorded(uncovered={}, durable=()), "it was written, or left out: nobody needs to know"
+    found = deciding(batch, before=ledger({P0: 100}), recorded=True)
+    assert found == Recorded(uncovered={"etl": (OffsetRange(P0, 100, 130),)}, durable=(batch,))
+
+
+def test_a_void_batch_is_recorded_and_none_of_its_rows_is_read() -> None:
+    found = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=1))
+    assert isinstance(found, Write)
+    assert (found.rows, found.moved, found.durable) == (False, True, ())
+    assert found.ledgers["etl"].offsets == {P0: 100}
+
+
+def test_of_several_sources_only_the_rows_of_the_void_one_are_left_out() -> None:
+    mine, other = offset(4, ranges((90, 130))), offset(7, {("other", 0): (3, 8)}, group="b", stream="s2")
+    found = deciding(mine, other, before=ledger({P0: 100}, epoch=1))
+    assert isinstance(found, Write)
+    assert found.rows
+    assert found.drop == (OffsetRange(P0, 90, 130),)
+    assert found.ledgers["b"].offsets == {TopicPartition("other", 0): 8}
+    assert found.durable == (other,)
+    with_rate = deciding(mine, before=ledger({P0: 100}, epoch=1), others=True)
+    assert isinstance(with_rate, Write)
+    assert with_rate.rows
+
+
+def test_rows_to_leave_out_that_another_source_may_have_read_too_are_refused() -> None:
+    mine, other = offset(4, ranges((90, 130))), offset(7, ranges((3, 8)), group="b", stream="s2")
+    assert deciding(mine, other, before=ledger({P0: 100}, epoch=1)) == Mixed(partitions=(P0,))
+
+
+def test_a_batch_that_moves_nothing_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
+    idle = deciding(offset(4, ranges((100, 100))), before=ledger({P0: 100}))
+    assert isinstance(idle, Write) and not idle.moved
+    newer = deciding(offset(4, ranges((100, 100)), epoch=1), before=ledger({P0: 100}))
+    assert isinstance(newer, Write) and newer.moved
+
+
+def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_stopped() -> None:
+    """The notes beside Kafka's offsets may be gone: leaving out every batch would lose records without a word."""
+    first = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=2))
+    assert isinstance(first, Write)
+    after = first.ledgers["etl"]
+    again = deciding(offset(4, ranges((90, 130))), before=after)
+    assert isinstance(again, Write) and not again.moved, "the same batch, once more"
+    second = deciding(offset(5, ranges((130, 140))), before=after)
+    assert second == Unaware(group="etl", stream="s1", epoch=2)
+    another = deciding(offset(5, ranges((90, 95)), stream="s2"), before=after)
+    assert isinstance(another, Write), "each stream may have one"
+    text = str(conflict("/lake/orders", second, 5))
+    for part in ("batch 5", "reset 2", "`spark-group reset --group etl --to-ledger --table /lake/orders`"):
+        assert part in text
+
+
 def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() -> None:
     refused = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)]), ledger({P0: 100})).refused
-    error = conflict("/lake/orders", "etl", refused)
+    error = conflict("/lake/orders", Refused(group="etl", positions=refused), 4)
     for part in (
         "'etl'",
         "/lake/orders",
@@ -117,6 +230,7 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() 
         "100",
         "`spark-group reset --group etl --to-ledger --table /lake/orders`",
         "`spark-group reset --group etl --table /lake/orders`",
+        "with the same checkpoint",
     ):
         assert part in str(error)
     assert error.fields["refused"] == [("orders", 0, 10, 100)]
@@ -125,9 +239,12 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() 
 def test_a_refusal_of_many_partitions_stays_readable() -> None:
     many = {("orders", p): (0, 1) for p in range(1000)}
     verdict = judge(offset(4, many, moved=list(many)), ledger({TopicPartition("orders", p): 9 for p in range(1000)}))
-    error = conflict("t", "etl", verdict.refused)
+    error = conflict("t", Refused(group="etl", positions=verdict.refused), 4)
     assert "(and 995 more partitions)" in str(error)
     assert len(str(error)) < 1500
+
+
+# Its text
 
 
 tps = st.builds(TopicPartition, st.sampled_from(["a", "b", "c'\"\\ü"]), st.integers(0, 3))
@@ -138,16 +255,33 @@ tps = st.builds(TopicPartition, st.sampled_from(["a", "b", "c'\"\\ü"]), st.inte
     ids=st.dictionaries(st.sampled_from(["a", "b", "z"]), st.text(max_size=3)),
     stream=st.text(max_size=3),
     seq=st.integers(-1, 2**40),
+    epoch=st.integers(0, 2**40),
+    void=st.dictionaries(st.text(max_size=3), st.integers(0, 2**40), max_size=3),
 )
 def test_a_ledger_survives_its_text(
-    offsets: dict[TopicPartition, int], ids: dict[str, str], stream: str, seq: int
+    offsets: dict[TopicPartition, int], ids: dict[str, str], stream: str, seq: int, epoch: int, void: dict[str, int]
 ) -> None:
-    before = Ledger(group="g", offsets=offsets, topic_ids=ids, stream=stream, seq=seq)
+    before = Ledger(group="g", offsets=offsets, topic_ids=ids, stream=stream, seq=seq, epoch=epoch, void=void)
     after = Ledger.from_json("g", before.to_json())
     assert after.offsets == before.offsets
-    assert (after.stream, after.seq) == (stream, seq)
+    assert (after.stream, after.seq, after.epoch, after.void) == (stream, seq, epoch, void)
     assert {t: i for t, i in after.topic_ids.items() if i} == {t: i for t, i in ids.items() if i}
     assert after.to_json() == Ledger.from_json("g", after.to_json()).to_json()
+
+
+def test_a_ledger_of_a_former_release_is_read_and_one_without_resets_is_written_as_then() -> None:
+    text = '{"seq":3,"stream":"s1","topics":{"orders":{"id":"id-1","offsets":{"0":5}}},"v":1}'
+    found = Ledger.from_json("etl", text)
+    assert (found.epoch, found.void, found.offsets) == (0, {}, {P0: 5})
+    assert found.to_json() == text
+
+
+def test_a_former_release_reads_a_ledger_that_knows_resets() -> None:
+    """It looks at these keys of the text and at no other."""
+    doc = json.loads(Ledger(group="etl", offsets={P0: 5}, epoch=2, void={"s1": 3}).to_json())
+    assert list(doc) == sorted(doc)
+    assert (doc["v"], doc["stream"], doc["seq"]) == (1, "", -1)
+    assert doc["topics"] == {"orders": {"id": "", "offsets": {"0": 5}}}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +297,10 @@ def test_a_ledger_survives_its_text(
         '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":true}}},"v":1}',
         '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"zero":1}}},"v":1}',
         '{"seq":1,"stream":"s","topics":{"a":{"id":"x"}},"v":1}',
+        '{"epoch":-1,"seq":1,"stream":"s","topics":{},"v":1}',
+        '{"epoch":"1","seq":1,"stream":"s","topics":{},"v":1}',
+        '{"seq":1,"stream":"s","topics":{},"v":1,"void":{"s":-1}}',
+        '{"seq":1,"stream":"s","topics":{},"v":1,"void":[]}',
     ],
 )
 def test_a_damaged_ledger_is_refused(text: str) -> None:
@@ -176,13 +314,15 @@ def test_a_ledger_of_a_newer_release_is_refused_by_name() -> None:
 
 
 class Writers(RuleBasedStateMachine):
-    """Several queries of one group write one table, each from where it believes the group stands."""
+    """Several queries of one group write one table, each from where it believes the group stands, and an operator
+    moves the group: with the table or without it, also while plans of before are pending."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger: Ledger | None = None
         self.table: list[tuple[TopicPartition, int]] = []
-        self.highest: dict[TopicPartition, int] = {}
+        self.resets = 0
+        self.seq = 0
 
     @rule(
         batch=st.dictionaries(
@@ -191,20 +331,45 @@ class Writers(RuleBasedStateMachine):
             max_size=3,
         ),
         moved=st.sets(st.tuples(st.just("orders"), st.integers(0, 2))),
+        late=st.integers(0, 2),
+        stream=st.sampled_from(["s1", "s2"]),
     )
-    def write(self, batch: dict[tuple[str, int], tuple[int, int]], moved: set[tuple[str, int]]) -> None:
+    def write(
+        self, batch: dict[tuple[str, int], tuple[int, int]], moved: set[tuple[str, int]], late: int, stream: str
+    ) -> None:
+        """``late``: so many resets came between the plan and now."""
+        self.seq += 1
         spans = {tp: (start, start + size) for tp, (start, size) in batch.items()}
-        verdict = judge(offset(1, spans, moved=sorted(moved & set(spans))), self.ledger)
-        if verdict.refused:
+        epoch = max(0, self.resets - late)
+        planned = offset(self.seq, spans, moved=sorted(moved & set(spans)), epoch=epoch, stream=stream)
+        before = self.ledger or Ledger(group="etl")
+        decision = decide([planned], {"etl": self.ledger}, recorded=False)
+        if not isinstance(decision, Write):
             return
-        dropped = {(r.tp, n) for r in verdict.drop for n in range(r.start, r.end)}
-        for tp, (start, end) in spans.items():
-            self.table += [
-                (TopicPartition(*tp), n) for n in range(start, end) if (TopicPartition(*tp), n) not in dropped
-            ]
-        for tp, n in (self.ledger.offsets if self.ledger else {}).items():
-            assert verdict.ledger.offsets[tp] >= n, "the ledger moved backwards"
-        self.ledger = verdict.ledger
+        after = decision.ledgers["etl"]
+        if epoch < before.epoch:
+            assert not decision.rows
+            assert (after.offsets, after.epoch) == (before.offsets, before.epoch)
+        if decision.rows:
+            dropped = {(r.tp, n) for r in decision.drop for n in range(r.start, r.end)}
+            for tp, (start, end) in spans.items():
+                found = [(TopicPartition(*tp), n) for n in range(start, end)]
+                self.table += [record for record in found if record not in dropped]
+        for tp, n in before.offsets.items():
+            assert after.offsets[tp] >= n, "the ledger moved backwards"
+        assert after.epoch >= before.epoch
+        self.ledger = after
+
+    @rule(to=st.dictionaries(st.integers(0, 2), st.integers(0, 40)), with_table=st.booleans())
+    def reset(self, to: dict[int, int], with_table: bool) -> None:
+        self.resets += 1
+        if not with_table:  # also: it died between Kafka and the table
+            return
+        offsets = {TopicPartition("orders", p): n for p, n in to.items()}
+        before = self.ledger.offsets if self.ledger else {}
+        self.ledger = Ledger(group="etl", offsets={**before, **offsets}, epoch=self.resets)
+        # What the operator asks for once more is told apart from what is there.
+        self.table = [(tp, n) for tp, n in self.table if n < offsets.get(tp, n + 1)]
 
     @invariant()
     def every_record_is_in_the_table_once(self) -> None:
@@ -267,6 +432,30 @@ def test_setting_a_ledger_moves_what_is_named_also_back_and_forgets_on_request(
     set_ledger(spark, table, "etl", {P0: None}, reason="r")
     found = read_ledger(spark, table, "etl")
     assert found is not None and found.offsets == {P1: 7}
+
+
+@pytest.mark.spark
+def test_setting_a_ledger_for_a_reset_keeps_its_number_and_never_an_older_one(
+    spark: "SparkSession", table: str
+) -> None:
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="r", epoch=2)
+    set_ledger(spark, table, "etl", {P0: 6}, reason="r")
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and (found.epoch, found.offsets) == (2, {P0: 6, P1: 7})
+    with pytest.raises(OptionError, match="knows of reset 2 of group 'etl' already, so reset 1 comes too late"):
+        set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and found.offsets == {P0: 6, P1: 7}
+
+
+@pytest.mark.spark
+def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, table, "etl", {P0: 5}, reason="r")
+    txn = deltalog.Table(spark, table).begin()
+    txn.commit_domains({"spark-group-source.etl": '{"v":1,"topics":'}, user_metadata="")
+    set_ledger(spark, table, "etl", {P1: 7}, reason="r", epoch=3)
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and (found.epoch, found.offsets) == (3, {P1: 7})
 
 
 @pytest.mark.spark

@@ -23,7 +23,8 @@ from sink_source import SCHEMA, Ranges, ScriptSource, offset, rows_of, write_scr
 
 from spark_group_source.delta import deltalog
 from spark_group_source.delta.checkpoint import planned, read_planned
-from spark_group_source.delta.ledger import Ledger, read_ledger, set_ledger
+from spark_group_source.delta.kept import read_ledger, set_ledger
+from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
@@ -231,7 +232,7 @@ def test_B53_two_queries_of_one_group_write_every_record_once(
     a.run(a.sink(table), 1, offset(1, one(10, 20)))
     assert rows(table) == sorted(records(0, 20) + records(0, 3, partition=1))
     assert next_offsets(table) == {("orders", 0): 20, ("orders", 1): 3}
-    assert "5 offsets are in table" in caplog.text
+    assert "5 offsets are in the table already" in caplog.text
 
 
 def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
@@ -338,6 +339,85 @@ def test_a_damaged_ledger_stops_the_query(query: Query, table: Path) -> None:
     txn.commit_domains({"spark-group-source.etl": '{"v":1,"topics":'}, user_metadata="")
     with pytest.raises(LedgerConflict, match="damaged"):
         query.run(sink, 1, offset(1, one(10, 20)))
+
+
+# After a reset
+
+
+def no_rows(df: "DataFrame") -> "DataFrame":
+    raise AssertionError("the rows of a void batch are read")
+
+
+def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint stays the same: its pending batch is void, and the next one goes on where the reset says."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="reset", epoch=1)
+    for _ in range(2):
+        query.run(query.sink(table, transform=no_rows), 1, offset(1, one(10, 20)))
+    commit = commits(table)[-1]
+    assert {kind for action in commit for kind in action} == {"commitInfo", "txn", "domainMetadata"}
+    assert len(commits(table)) == 4, "the replay is recognised"
+    assert actions(commit, "txn")[0]["version"] == 1
+    assert next_offsets(table) == {("orders", 0): 3}
+    assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
+    query.run(query.sink(table), 2, offset(2, one(3, 12), moved=[("orders", 0)], epoch=1))
+    assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
+    assert next_offsets(table) == {("orders", 0): 12}
+
+
+def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Query, table: Path) -> None:
+    sink, refused = query.sink(table), offset(1, one(3, 7), moved=[("orders", 0)])
+    query.run(sink, 0, offset(0, one(0, 10)))
+    with pytest.raises(LedgerConflict, match="with the same checkpoint"):
+        query.run(sink, 1, refused)
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 1, refused)
+    query.run(query.sink(table), 2, offset(2, one(10, 12), moved=[("orders", 0)], epoch=1))
+    assert rows(table) == records(0, 12)
+
+
+def test_another_batch_under_a_recorded_number_is_void_after_a_reset_too(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    with pytest.raises(LedgerConflict, match="does not cover"):
+        query.run(query.sink(table), 0, offset(0, one(0, 9)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 0, offset(0, one(0, 9)))
+    query.run(query.sink(table), 1, offset(1, one(5, 9), epoch=1))
+    assert rows(table) == records(0, 9)
+
+
+def test_rows_of_other_sources_are_written_when_one_is_void(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(0, one(0, 2, topic="other"), group="b", stream="s2"))
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 1, offset(1, one(5, 9)), offset(1, one(2, 4, topic="other"), group="b", stream="s2"))
+    assert rows(table) == sorted(records(0, 5) + records(0, 4, topic="other"))
+    assert (next_offsets(table), next_offsets(table, "b")) == ({("orders", 0): 5}, {("other", 0): 4})
+
+
+def test_a_stream_that_does_not_hear_of_a_reset_is_stopped_at_its_second_batch(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 1, offset(1, one(5, 9)))
+    with pytest.raises(LedgerConflict, match="does not know of reset 1 of the group"):
+        query.run(sink, 2, offset(2, one(9, 12)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=2)
+    query.run(sink, 2, offset(2, one(9, 12)))
+    query.run(sink, 3, offset(3, one(5, 14), moved=[("orders", 0)], epoch=2))
+    assert rows(table) == records(0, 14)
+
+
+def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
+    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1))
+    query.run(query.sink(table), 1, offset(1, one(5, 9)))
+    assert rows(table) == records(0, 5)
+    assert next_offsets(table) == {("orders", 0): 5}
 
 
 # Idle

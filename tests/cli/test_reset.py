@@ -1,0 +1,63 @@
+"""What a reset commits: its number, the offsets of every partition, and the note beside each. No broker, no Spark."""
+
+from collections.abc import Mapping
+
+from spark_group_source.cli.reset import plan
+from spark_group_source.delta.ledger import Ledger
+from spark_group_source.group.names import note_text, parse_note, reset_text
+from spark_group_source.kafka import CommittedOffset, Topic
+from spark_group_source.model import TopicPartition
+
+P0, P1, P2 = (TopicPartition("orders", p) for p in range(3))
+TOPICS = {"orders": Topic("id-1", 3)}
+
+
+def committed(entries: Mapping[TopicPartition, tuple[int, str]]) -> dict[TopicPartition, CommittedOffset]:
+    return {tp: CommittedOffset(*entry) for tp, entry in entries.items()}
+
+
+def ledger(offsets: dict[TopicPartition, int], *, epoch: int = 0, topic_id: str = "id-1") -> Ledger:
+    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, epoch=epoch)
+
+
+def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_offset() -> None:
+    found = plan({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
+    assert found.epoch == 1
+    assert found.offsets == {P0: 5, P1: 7}
+    assert found.notes == {P0: reset_text(1), P1: reset_text(1)}
+
+
+def test_a_reset_counts_on_from_the_newest_that_kafka_or_the_table_knows() -> None:
+    before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
+    assert plan({P0: 5}, before, None, TOPICS).epoch == 4
+    assert plan({P0: 5}, before, ledger({}, epoch=2), TOPICS).epoch == 4
+    assert plan({P0: 5}, before, ledger({}, epoch=6), TOPICS).epoch == 7
+    assert plan({P0: 5}, {}, None, TOPICS).epoch == 1
+
+
+def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new_number() -> None:
+    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 3)), P2: (8, note_text("s1", 3, 1))})
+    found = plan({P0: 5}, before, None, TOPICS)
+    assert found.notes[P0] == reset_text(2)
+    assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [("s1", 3, 2, False)] * 2
+    followed = plan({P0: 5}, committed({P1: (7, note_text("s1", 3, followed=True))}), None, TOPICS)
+    assert parse_note(followed.notes[P1]) == ("s1", 3, 1, True)
+
+
+def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows_it() -> None:
+    """The last commit of a run was lost. Left behind the ledger, the partition would look like one that was rewound."""
+    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})
+    found = plan({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
+    assert found.offsets == {P0: 5, P1: 10, P2: 3}
+    assert plan({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
+
+
+def test_what_the_table_has_of_a_topic_that_was_made_anew_says_nothing() -> None:
+    found = plan({P0: 0}, committed({P1: (2, "")}), ledger({P0: 100, P1: 100, P2: 100}, topic_id="id-0"), TOPICS)
+    assert found.offsets == {P0: 0, P1: 2}
+
+
+def test_partitions_that_are_gone_are_left_out() -> None:
+    gone, beyond = TopicPartition("gone", 0), TopicPartition("orders", 3)
+    found = plan({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
+    assert found.offsets.keys() == found.notes.keys() == {P0, P1}

@@ -1,0 +1,189 @@
+"""What runs of one host tell each other by files: what is durable, who else is there."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from kafka_words import await_until
+
+from spark_group_source.group.statistics import Counters, Statistics
+from spark_group_source.host import runs
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+STREAM = "9f2c0d1e2a3b"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's runs publish. It is not there yet."""
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def statistics(*, stream: str = STREAM, seq: int = 3, state: str = "planned") -> Statistics:
+    return Counters().snapshot(
+        group="etl",
+        stream=stream,
+        seq=seq,
+        state=state,
+        generation=1,
+        assigned=(2,),
+        slots=("assigned",),
+        uncommitted=0,
+    )
+
+
+@contextlib.contextmanager
+def other_run(directory: Path, *, driver: int, state: str = "planned", group: str = "etl") -> Iterator[int]:
+    """The file of a living run in another process; its process id."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        doc = {"pid": process.pid, "driver": driver, "drained": False, **statistics(state=state).as_dict()}
+        (directory / f"{process.pid}.json").write_text(json.dumps({**doc, "group": group}))
+        yield process.pid
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+# --- durable marks --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_reads_which_batch_its_sink_has_and_removes_the_mark_at_its_end(directory: Path) -> None:
+    run = runs.Publisher("etl")
+    run.publish(statistics())
+    assert runs.durable_seq(STREAM) == -1
+    runs.mark_durable(STREAM, 7)
+    runs.mark_durable(STREAM, 8)
+    assert (runs.durable_seq(STREAM), runs.durable_seq("other")) == (8, -1)
+    run.close()
+    assert runs.durable_seq(STREAM) == -1
+    assert list(directory.iterdir()) == []
+
+
+def test_a_sink_without_a_run_beside_it_leaves_nothing(directory: Path) -> None:
+    runs.mark_durable(STREAM, 7)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("stream", ["", "../9f2c", "a/b", ".", "a.json"])
+def test_a_stream_that_is_no_name_is_no_file(directory: Path, stream: str) -> None:
+    directory.mkdir(mode=0o700)
+    runs.mark_durable(stream, 7)
+    assert runs.durable_seq(stream) == -1
+    assert list(directory.iterdir()) == []
+
+
+def test_a_directory_that_others_can_write_to_is_neither_written_nor_believed(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.mkdir(mode=0o700)
+    runs.mark_durable(STREAM, 7)
+    directory.chmod(0o777)
+    runs.mark_durable(STREAM, 9)
+    assert runs.durable_seq(STREAM) == -1
+    run = runs.Publisher("etl")
+    run.publish(statistics())
+    run.publish(statistics(seq=4))
+    assert caplog.text.count("statistics cannot be written") == 1
+    directory.chmod(0o700)
+    assert runs.durable_seq(STREAM) == 7
+
+
+def test_a_directory_that_is_a_link_to_another_is_not_ours(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    directory.symlink_to(tmp_path / "real")
+    runs.mark_durable(STREAM, 7)
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_a_mark_that_cannot_be_written_or_read_is_no_error(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / f"{STREAM}.durable").mkdir()
+    runs.mark_durable(STREAM, 7)
+    assert runs.durable_seq(STREAM) == -1
+    (directory / f"{STREAM}.durable").rmdir()
+    (directory / f"{STREAM}.durable").write_text("seven")
+    assert runs.durable_seq(STREAM) == -1
+
+
+# --- siblings -------------------------------------------------------------------------------------------------------
+
+
+def test_the_other_runs_of_the_group_under_the_same_driver_are_siblings(directory: Path) -> None:
+    run = runs.Publisher("etl")
+    run.publish(statistics())
+    driver = os.getppid()
+    with (
+        other_run(directory, driver=driver) as pid,
+        other_run(directory, driver=driver + 1),
+        other_run(directory, driver=driver, group="other"),
+    ):
+        assert [(doc["pid"], doc["state"]) for doc in runs.siblings("etl")] == [(pid, "planned")]
+    assert runs.siblings("etl") == [], "a process that is gone has no run"
+
+
+def test_a_sibling_with_a_batch_in_flight_waits_for_us_if_it_is_of_this_very_query(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs.Publisher("etl")
+    run.publish(statistics(state="gathering"))
+    monkeypatch.setattr(runs, "only_one_query", lambda driver: driver == os.getppid())
+    with other_run(directory, driver=os.getppid(), state="reading") as pid:
+        assert run.waiting_sibling() is None, "it may be the reader of a query that was just stopped"
+        assert run.waiting_sibling() == pid
+        monkeypatch.setattr(runs, "only_one_query", lambda driver: False)
+        assert run.waiting_sibling() is None, "it may be of another query"
+        monkeypatch.setattr(runs, "only_one_query", lambda driver: True)
+        assert run.waiting_sibling() is None, "seen once since then"
+    assert run.waiting_sibling() is None
+    with other_run(directory, driver=os.getppid(), state="open"):
+        assert (run.waiting_sibling(), run.waiting_sibling()) == (None, None), "its batch is done: it lets go"
+
+
+def test_numbers_of_another_release_are_not_shown_as_ours(directory: Path) -> None:
+    run = runs.Publisher("etl")
+    run.publish(statistics())
+    assert runs.snapshot("etl", STREAM) == statistics()
+    (path,) = directory.glob("*.json")
+    doc = json.loads(path.read_text())
+    del doc["commits"]
+    path.write_text(json.dumps(doc))
+    assert runs.snapshot("etl", STREAM) is None
+
+
+def test_queries_are_not_counted_where_threads_have_no_names() -> None:
+    assert not runs.only_one_query(2**22 + 1)
+    assert not runs.only_one_query(os.getpid())
+
+
+@pytest.mark.spark
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names there")
+def test_the_queries_of_a_driver_are_counted_by_its_threads(spark: "SparkSession", tmp_path: Path) -> None:
+    jvm = spark._jvm
+    assert jvm is not None
+    driver = int(jvm.java.lang.ProcessHandle.current().pid())
+    assert not runs.only_one_query(driver)
+    rate = spark.readStream.format("rate").load()
+
+    @contextlib.contextmanager
+    def running(name: str) -> Iterator[None]:
+        query = rate.writeStream.format("noop").option("checkpointLocation", str(tmp_path / name)).start()
+        try:
+            yield
+        finally:
+            query.stop()
+
+    with running("a"):
+        await_until(lambda: runs.only_one_query(driver), what="one query")
+        with running("b"):
+            await_until(lambda: not runs.only_one_query(driver), what="two queries")
+        await_until(lambda: runs.only_one_query(driver), what="one query again")
+    await_until(lambda: not runs.only_one_query(driver), what="no query")
