@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
+from spark_group_source.kafka import Runtime
 from spark_group_source.testing.world import Process, Thread, World, the_thread, to_ms
 
 if TYPE_CHECKING:
     from spark_group_source.testing.cluster import Cluster
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Runtime):
     """The runtime of one simulated process.
 
     Args:
@@ -35,13 +36,13 @@ class SimulatedRuntime:
     def now_ms(self) -> int:
         return self._world.now_ms
 
-    def condition(self) -> "Condition":
+    def condition(self) -> Any:
         return Condition(self._world)
 
-    def queue(self, size_max: int) -> "Queue":
+    def queue(self, size_max: int) -> Any:
         return Queue(self._world, size_max)
 
-    def future(self) -> "Future":
+    def future(self) -> Any:
         return Future(self._world)
 
     def spawn(self, name: str, run: Callable[[], None], *, died: Callable[[BaseException], None]) -> Thread:
@@ -149,6 +150,8 @@ class Condition:
         while self._owner is not None:
             self._entering.append(me)
             me.block(None)
+            if me in self._entering:
+                self._entering.remove(me)
         self._owner, self._depth = me, depth
 
     def _free(self) -> None:

@@ -141,6 +141,7 @@ class Process:
         self.frozen = False
         self.orphaned = False
         self.thawed_at_ms = 0
+        self.cut_off_until_ms = 0  # no broker is reached from here before this
         self.threads: list[Thread] = []
         self._due: dict[str, list[Do]] = {}
         world.processes.append(self)
@@ -165,6 +166,10 @@ class Process:
             self._due.setdefault(thread, []).append(do)
         else:
             do()
+
+    def cut_off(self) -> bool:
+        """Whether no broker is reached at the moment."""
+        return self.world.now_ms < max(self.world.down_until_ms, self.cut_off_until_ms)
 
     def kill(self, how: str = "killed") -> None:
         """Ends now, without another step of any of its threads. Called on one of these, it does not return."""
@@ -220,7 +225,7 @@ class Process:
                 world.at(world.between(1, world.delay_ms_max), serve)
 
         def serve() -> None:
-            if world.now_ms < world.down_until_ms:
+            if self.cut_off():
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
                 ask(reply)
@@ -277,11 +282,7 @@ class Thread:
 
     def wake(self) -> None:
         """End its waiting. Anyone may call it who knows that it waits."""
-        go = partial(self._go, self._turn, woken=True)
-        if self._world.current is None:
-            self.process.run(self.name, go)
-        else:
-            self.process.later(self.name, 0, go)
+        self.process.later(self.name, 0, partial(self._go, self._turn, woken=True))
 
     def stir(self) -> None:
         """There is something for it to find when it looks around the next time."""
