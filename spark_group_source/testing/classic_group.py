@@ -1,24 +1,26 @@
 """The classic protocol at the coordinator: join, sync, generations; eager and cooperative; static members (KIP-345).
 
-Runs in: tests. Deliberately absent: several protocol names and subscriptions in one group, the round of
-MEMBER_ID_REQUIRED, member metadata other than what is owned.
+Runs in: tests. Deliberately absent: several protocol names in one group, the round of MEMBER_ID_REQUIRED, member
+metadata other than what is owned and subscribed to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.kafka_group import REBALANCE_MS, Answer, Code, Group, Member, balanced
+from spark_group_source.testing.kafka_group import Answer, Code, Group, Member, balanced
 
 INITIAL_DELAY_MS = 300
 """group.initial.rebalance.delay.ms: an empty group waits for more members."""
 
 
 class State(Enum):
-    EMPTY = "empty"
-    PREPARING = "preparing"  # waits for all members to join
-    COMPLETING = "completing"  # waits for the leader's assignment
-    STABLE = "stable"
+    """As the client library names them."""
+
+    EMPTY = "EMPTY"
+    PREPARING = "PREPARING_REBALANCING"  # waits for all members to join
+    COMPLETING = "COMPLETING_REBALANCING"  # waits for the leader's assignment
+    STABLE = "STABLE"
 
 
 Reply = Callable[[Answer], None]
@@ -38,12 +40,19 @@ class ClassicGroup(Group):
     _round = 0
 
     def join(
-        self, id_: str, instance: str | None, process: str, owned: set[TopicPartition], generation: int, reply: Reply
+        self,
+        id_: str,
+        instance: str | None,
+        client_id: str,
+        owned: Collection[TopicPartition],
+        generation: int,
+        topics: frozenset[str],
+        reply: Reply,
     ) -> None:
         """A member joins (``id_`` empty: a new one) or joins again."""
         holder = self.static(instance)
         if holder is not None and not id_:
-            self._replace(holder, process, owned, reply)
+            self._replace(holder, client_id, owned, topics, reply)
             return
         if holder is not None and holder.id != id_:
             reply(Answer(Code.FENCED_INSTANCE))
@@ -52,26 +61,29 @@ class ClassicGroup(Group):
             reply(Answer(Code.UNKNOWN_MEMBER))
             return
         if not id_:
-            member = self.new_member(f"{process}-{self._joined + 1}", instance, process)
+            member = self.new_member(f"{client_id}-{self._joined + 1}", instance, client_id)
         else:
             member = self.members[id_]
-            follower = self.state is State.STABLE and id_ != self.leader and owned == member.owned
+            unchanged = set(owned) == member.owned and topics == member.topics
+            follower = self.state is State.STABLE and id_ != self.leader and unchanged
             if follower and member.generation == self.generation and not self.incremental:
                 reply(Answer(Code.OK, id_, self.generation))
                 return
-        member.owned, member.generation, member.join_reply = set(owned), generation, reply
+        member.owned, member.generation, member.topics, member.join_reply = set(owned), generation, topics, reply
         self._prepare()
         self._complete_if_all_joined()
 
-    def _replace(self, old: Member, process: str, owned: set[TopicPartition], reply: Reply) -> None:
+    def _replace(
+        self, old: Member, client_id: str, owned: Collection[TopicPartition], topics: frozenset[str], reply: Reply
+    ) -> None:
         """A newcomer takes over a static member's place: without a rebalance when the group is stable."""
         for waiting in (old.join_reply, old.sync_reply):
             if waiting is not None:
                 waiting(Answer(Code.FENCED_INSTANCE))
         del self.members[old.id]
-        member = self.new_member(f"{process}-{self._joined + 1}", old.instance, process)
+        member = self.new_member(f"{client_id}-{self._joined + 1}", old.instance, client_id)
         member.joined_order, member.assigned, member.generation = old.joined_order, old.assigned, old.generation
-        member.owned = set(owned)
+        member.owned, member.topics = set(owned), topics
         self.world.note(f"group: {member.id} takes the place of {old.id}")
         if self.leader == old.id:
             self.leader = member.id
@@ -120,7 +132,7 @@ class ClassicGroup(Group):
     def _prepare(self) -> None:
         if self.state is State.PREPARING:
             return
-        delay_ms = INITIAL_DELAY_MS if self.state is State.EMPTY else REBALANCE_MS
+        delay_ms = INITIAL_DELAY_MS if self.state is State.EMPTY else self.rebalance_ms
         self.state = State.PREPARING
         self.rebalances += 1
         self._round += 1
@@ -148,7 +160,7 @@ class ClassicGroup(Group):
         if any(m.join_reply is not None for m in self.members.values()):
             self._complete()
         elif self.members:  # static members that are all away: the group waits for a session to end
-            self.world.at(REBALANCE_MS, lambda: self._on_timeout(round_))
+            self.world.at(self.rebalance_ms, lambda: self._on_timeout(round_))
         else:
             self.state = State.EMPTY
 
@@ -165,7 +177,7 @@ class ClassicGroup(Group):
             reply(Answer(Code.OK, member.id, self.generation, member.id == self.leader))
         round_ = self._round
         # Who joined but never asks for its assignment is removed.
-        self.world.at(REBALANCE_MS, lambda: self._expire_pending_sync(round_))
+        self.world.at(self.rebalance_ms, lambda: self._expire_pending_sync(round_))
 
     def _expire_pending_sync(self, round_: int) -> None:
         if round_ != self._round or self.state is not State.COMPLETING:
@@ -179,8 +191,12 @@ class ClassicGroup(Group):
         if self.incremental:
             target = self._cooperative(members, everything)
         else:
+            target = {m.id: set() for m in members}
             ranked = sorted(members, key=lambda m: m.joined_order)
-            target = {m.id: set(everything[rank :: len(ranked)]) for rank, m in enumerate(ranked)}
+            for topic in sorted({tp.topic for tp in everything}):
+                takers = [m for m in ranked if topic in m.topics]
+                for at, tp in enumerate(tp for tp in everything if tp.topic == topic):
+                    target[takers[at % len(takers)].id].add(tp)
         self.state = State.STABLE
         for member in members:
             member.assigned = target[member.id]
@@ -202,12 +218,16 @@ class ClassicGroup(Group):
 
     # --- for the base class -----------------------------------------------------------------------------------------
 
-    def check_commit(self, member: str, generation: int) -> Code:
-        if member not in self.members:
-            return Code.UNKNOWN_MEMBER
+    def check_generation(self, member: Member, generation: int, *, transactional: bool) -> Code:
+        del member  # all have one generation
         if generation != self.generation:
             return Code.ILLEGAL_GENERATION
-        return Code.REBALANCE if self.state is State.COMPLETING else Code.OK
+        return Code.REBALANCE if self.state is State.COMPLETING and not transactional else Code.OK
+
+    def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
+        """In a rebalance the coordinator does not say what members have."""
+        given = {m.id: frozenset(m.assigned if self.state is State.STABLE else ()) for m in self.members.values()}
+        return self.state.value, given
 
     def on_topics_changed(self) -> None:
         if self.members and self.state is State.STABLE:

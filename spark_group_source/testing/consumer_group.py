@@ -3,10 +3,11 @@
 Runs in: tests. Deliberately absent: regular expressions, racks, assignors other than the sticky one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.kafka_group import REBALANCE_MS, Answer, Code, Group, Member, balanced
+from spark_group_source.testing.kafka_group import Answer, Code, CommitListener, Group, Member, balanced
+from spark_group_source.testing.world import World
 
 RELEASED = -2
 """Epoch of a static member that went away and keeps its place until its session ends."""
@@ -16,21 +17,26 @@ LEFT = -1
 class ConsumerGroup(Group):
     """One group of KIP-848 members."""
 
+    protocol = "consumer"
     epoch = 0
-    _target: dict[str, set[TopicPartition]]
+
+    def __init__(self, world: World, topics: Mapping[str, int], listener: CommitListener) -> None:
+        super().__init__(world, topics, listener)
+        self._target: dict[str, set[TopicPartition]] = {}
 
     def heartbeat(
         self,
         id_: str,
         instance: str | None,
-        process: str,
+        client_id: str,
         epoch: int,
         owned: frozenset[TopicPartition] | None,
+        topics: frozenset[str],
         reply: Callable[[Answer], None],
     ) -> None:
         """A member's word: 0 joins, :data:`LEFT` and :data:`RELEASED` go; ``owned`` acknowledges what it has now."""
         if epoch == 0:
-            reply(self._join(id_, instance, process))
+            reply(self._join(id_, instance, client_id, topics))
             return
         member = self.members.get(id_)
         if member is None:
@@ -45,25 +51,30 @@ class ConsumerGroup(Group):
             reply(Answer(Code.FENCED_EPOCH))
         else:
             member.seen_ms = self.world.now_ms
+            if topics != member.topics:
+                member.topics = topics
+                self._new_target()
             self._reconcile(member, owned)
             reply(self._state_of(member))
 
-    def _join(self, id_: str, instance: str | None, process: str) -> Answer:
+    def _join(self, id_: str, instance: str | None, client_id: str, topics: frozenset[str]) -> Answer:
         holder = self.static(instance)
         if holder is not None and holder.id != id_:
             if holder.epoch != RELEASED:
                 return Answer(Code.UNRELEASED)
             del self.members[holder.id]
-            member = self.new_member(id_, instance, process)
+            member = self.new_member(id_, instance, client_id)
             member.assigned, member.epoch, member.generation = holder.assigned, self.epoch, self.epoch
-            member.joined_order = holder.joined_order
+            member.joined_order, member.topics = holder.joined_order, holder.topics
             self._target[id_] = self._target.pop(holder.id, set())
             self.world.note(f"group: {id_} takes the place of {holder.id}")
         elif id_ in self.members:  # its first answer was lost
             member = self.members[id_]
             member.seen_ms = self.world.now_ms
         else:
-            member = self.new_member(id_, instance, process)
+            member = self.new_member(id_, instance, client_id)
+        if topics != member.topics:
+            member.topics = topics
             self._new_target()
         self._reconcile(member, frozenset())
         return self._state_of(member)
@@ -99,10 +110,17 @@ class ConsumerGroup(Group):
 
     # --- for the base class -----------------------------------------------------------------------------------------
 
-    def check_commit(self, member: str, generation: int) -> Code:
-        if member not in self.members:
-            return Code.UNKNOWN_MEMBER
-        return Code.OK if self.members[member].epoch == generation else Code.ILLEGAL_GENERATION
+    def check_generation(self, member: Member, generation: int, *, transactional: bool) -> Code:
+        if member.epoch == generation:
+            return Code.OK
+        return Code.ILLEGAL_GENERATION if transactional else Code.STALE_EPOCH
+
+    def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
+        """The library has no word for a group that assigns or reconciles."""
+        members = list(self.members.values())
+        settled = all(m.epoch == self.epoch and m.assigned == self._target.get(m.id) for m in members)
+        state = "EMPTY" if not members else "STABLE" if settled else "UNKNOWN"
+        return state, {m.id: frozenset(m.assigned) for m in members}
 
     def on_topics_changed(self) -> None:
         if self.members:
@@ -114,7 +132,7 @@ class ConsumerGroup(Group):
 
     def alive(self, member: Member) -> bool:
         since = member.revoking_since_ms
-        if since is not None and self.world.now_ms - since > REBALANCE_MS:
+        if since is not None and self.world.now_ms - since > self.rebalance_ms:
             self.remove(member, "it did not give back in time")
             return True
         return False

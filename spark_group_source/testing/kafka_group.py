@@ -1,12 +1,12 @@
 """Kafka's group coordinator, as far as members and committing processes can see it: the part that all protocols share.
 
-Runs in: tests. The protocols are in ``classic_group`` and ``consumer_group``. Modelled: committed offsets with their
-metadata, offsets that a transaction has sent but not finished (a plain read shows the old ones), fencing by
-transactional id, sessions. Deliberately absent: logs of records (``invariants`` knows what was produced), topics that
-are deleted, brokers of their own.
+Runs in: tests. The protocols are in ``classic_group`` and ``consumer_group``. Modelled: committed offsets with the
+notes beside them, offsets that a transaction has sent but not finished (a plain read shows the old ones), sessions,
+what each member subscribes to. Deliberately absent: logs of records and topics (``cluster``), transactional ids
+(``transactions``), brokers of their own, racks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -15,32 +15,39 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.testing.world import World
 
 SESSION_MS = 8_000
+"""session.timeout.ms of every member."""
 REBALANCE_MS = 15_000
 """max.poll.interval.ms of every member: how long the group waits for one that does not give back or join."""
-MARKER_MS_MAX = 60
-"""From "the transaction is committed" until a plain read shows it."""
+SESSION_CHECK_MS = 250
+STABLE_CHECK_MS = 10
 
 
 class Code(Enum):
-    """What the broker answers."""
+    """What the broker answers, by Kafka's number."""
 
-    OK = "ok"
-    REBALANCE = "REBALANCE_IN_PROGRESS"
-    UNKNOWN_MEMBER = "UNKNOWN_MEMBER_ID"
-    ILLEGAL_GENERATION = "ILLEGAL_GENERATION"
-    FENCED_INSTANCE = "FENCED_INSTANCE_ID"
-    UNRELEASED = "UNRELEASED_INSTANCE_ID"
-    FENCED_EPOCH = "FENCED_MEMBER_EPOCH"
-    FENCED_PRODUCER = "INVALID_PRODUCER_EPOCH"
+    OK = 0
+    UNKNOWN_TOPIC = 3
+    ILLEGAL_GENERATION = 22
+    UNKNOWN_MEMBER = 25
+    REBALANCE = 27
+    FENCED_PRODUCER = 47
+    INVALID_TXN_STATE = 48
+    UNKNOWN_PRODUCER = 49
+    CONCURRENT = 51
+    FENCED_INSTANCE = 82
+    FENCED_EPOCH = 110
+    UNRELEASED = 111
+    STALE_EPOCH = 113
 
 
 class Entry(NamedTuple):
-    """A committed offset. ``by`` is who wrote it, ``order`` its place in the log, ``stream`` from its metadata."""
+    """A committed offset. ``by`` is who wrote it, ``order`` its place in the log, ``stream`` what its note says."""
 
     offset: int
     stream: str | None
     by: str
     order: int
+    note: str = ""
 
 
 class CommitListener(Protocol):
@@ -55,8 +62,9 @@ class Member:
 
     id: str
     instance: str | None
-    process: str
+    client_id: str
     joined_order: int
+    topics: frozenset[str] = frozenset()
     seen_ms: int = 0
     assigned: set[TopicPartition] = field(default_factory=set)
     # classic
@@ -81,9 +89,15 @@ class Answer(NamedTuple):
 
 
 class Group:
-    """Offsets and members of one group. Subclasses are the protocols."""
+    """Offsets and members of one group. Subclasses are the protocols.
+
+    Args:
+        topics: partitions of each topic, as far as the group has heard.
+        listener: told of each commit.
+    """
 
     incremental = True
+    protocol = "classic"
 
     def __init__(self, world: World, topics: Mapping[str, int], listener: CommitListener) -> None:
         self.world = world
@@ -91,9 +105,9 @@ class Group:
         self.members: dict[str, Member] = {}
         self.offsets: dict[TopicPartition, Entry] = {}
         self.rebalances = 0
+        self.session_ms, self.rebalance_ms = SESSION_MS, REBALANCE_MS
         self._listener = listener
-        self._pending: list[dict[TopicPartition, Entry]] = []
-        self._producers: dict[str, int] = {}
+        self._pending: dict[str, dict[TopicPartition, Entry]] = {}  # by transactional id
         self._order = 0
         self._joined = 0
         self._check_sessions()
@@ -101,13 +115,22 @@ class Group:
     # --- topics -----------------------------------------------------------------------------------------------------
 
     def partitions(self) -> list[TopicPartition]:
-        return [TopicPartition(topic, p) for topic, count in sorted(self.topics.items()) for p in range(count)]
+        """All that a member subscribes to."""
+        wanted = {topic for member in self.members.values() for topic in member.topics}
+        counts = sorted((topic, count) for topic, count in self.topics.items() if topic in wanted)
+        return [TopicPartition(topic, p) for topic, count in counts for p in range(count)]
 
-    def grow(self, topic: str) -> TopicPartition:
-        """Add a partition; members find it when they refresh their metadata."""
-        self.topics[topic] += 1
-        self.on_topics_changed()
-        return TopicPartition(topic, self.topics[topic] - 1)
+    def set_topics(self, topics: Mapping[str, int]) -> None:
+        """The group hears which topics there are now, and how many partitions each has."""
+        if topics != self.topics:
+            self.topics = dict(topics)
+            self.on_topics_changed()
+
+    def forget(self, tps: Collection[TopicPartition]) -> None:
+        """Partitions were deleted, and with them their offsets."""
+        for found in (self.offsets, *self._pending.values()):
+            for tp in found.keys() & set(tps):
+                del found[tp]
 
     # --- offsets ----------------------------------------------------------------------------------------------------
 
@@ -117,54 +140,50 @@ class Group:
         stable: bool,
         reply: Callable[[dict[TopicPartition, Entry | None]], None],
     ) -> None:
-        """Committed offsets; a stable read waits for transactions that are being finished."""
+        """Committed offsets; a stable read waits for transactions that are not finished."""
         asked = list(tps)
-        if stable and any(tp in sent for sent in self._pending for tp in asked):
-            self.world.at(10, lambda: self.read(asked, stable, reply))
+        if stable and any(tp in sent for sent in self._pending.values() for tp in asked):
+            self.world.at(STABLE_CHECK_MS, lambda: self.read(asked, stable, reply))
         else:
             reply({tp: self.offsets.get(tp) for tp in asked})
 
-    def init_producer(self, transactional_id: str) -> int:
-        """A newer process takes the id: the epoch that all older ones have is refused from now on."""
-        self._producers[transactional_id] = self._producers.get(transactional_id, 0) + 1
-        return self._producers[transactional_id]
-
-    def commit_transaction(
-        self,
-        transactional_id: str,
-        epoch: int,
-        offsets: Mapping[TopicPartition, int],
-        members: Iterable[tuple[str, int]],
-        entry: Entry,
+    def commit(
+        self, member: str, generation: int, entries: Mapping[TopicPartition, Entry], *, instance: str | None = None
     ) -> Code:
-        """Commit for members of the present generation: accepted in every state of the group."""
-        if self._producers.get(transactional_id) != epoch:
-            return Code.FENCED_PRODUCER
-        for member, generation in members:
-            if (code := self.check_commit(member, generation)) not in (Code.OK, Code.REBALANCE):
-                return code
-        self._order += 1
-        sent = {tp: entry._replace(offset=offset, order=self._order) for tp, offset in offsets.items()}
-        self._pending.append(sent)
-        self.world.at(self.world.between(0, MARKER_MS_MAX), lambda: self._finish(sent))
-        return Code.OK
-
-    def commit_as_member(
-        self, member: str, generation: int, offsets: Mapping[TopicPartition, int], entry: Entry
-    ) -> Code:
-        """Commit as a member: any partition, if the member is one of the present generation."""
-        code = self.check_commit(member, generation)
+        """A plain commit: any partition, by a member of the present generation, or by anyone if there are none."""
+        code = self.check_commit(member, generation, instance, transactional=False)
         if code is Code.OK:
-            self.members[member].seen_ms = self.world.now_ms
-            self._order += 1
-            for tp, offset in offsets.items():
-                self._store(tp, entry._replace(offset=offset, order=self._order))
+            if member in self.members:
+                self.members[member].seen_ms = self.world.now_ms
+            for tp, entry in self._ordered(entries).items():
+                self._store(tp, entry)
         return code
 
-    def _finish(self, sent: dict[TopicPartition, Entry]) -> None:
-        self._pending.remove(sent)
-        for tp, entry in sent.items():
-            self._store(tp, entry)
+    def send(
+        self,
+        transactional_id: str,
+        member: str,
+        generation: int,
+        entries: Mapping[TopicPartition, Entry],
+        *,
+        instance: str | None = None,
+    ) -> Code:
+        """Offsets of a transaction that is open: they show when it is finished."""
+        code = self.check_commit(member, generation, instance, transactional=True)
+        if code is Code.OK:
+            self._pending.setdefault(transactional_id, {}).update(self._ordered(entries))
+        return code
+
+    def finish(self, transactional_id: str, *, commit: bool) -> None:
+        """The transaction's marker."""
+        sent = self._pending.pop(transactional_id, {})
+        if commit:
+            for tp, entry in sent.items():
+                self._store(tp, entry)
+
+    def _ordered(self, entries: Mapping[TopicPartition, Entry]) -> dict[TopicPartition, Entry]:
+        self._order += 1
+        return {tp: entry._replace(order=self._order) for tp, entry in entries.items()}
 
     def _store(self, tp: TopicPartition, entry: Entry) -> None:
         old = self.offsets.get(tp)
@@ -174,7 +193,18 @@ class Group:
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def check_commit(self, member: str, generation: int) -> Code:
+    def check_commit(self, member: str, generation: int, instance: str | None, *, transactional: bool) -> Code:
+        """Who may commit; which partitions is never asked."""
+        if generation < 0 and not member and instance is None and (transactional or not self.members):
+            return Code.OK
+        holder = self.static(instance)
+        if holder is not None and holder.id != member:
+            return Code.FENCED_INSTANCE
+        if member not in self.members:
+            return Code.UNKNOWN_MEMBER
+        return self.check_generation(self.members[member], generation, transactional=transactional)
+
+    def check_generation(self, member: Member, generation: int, *, transactional: bool) -> Code:
         raise NotImplementedError
 
     def on_topics_changed(self) -> None:
@@ -187,12 +217,16 @@ class Group:
         """Whether the member's session is not judged now."""
         raise NotImplementedError
 
+    def describe(self) -> tuple[str, dict[str, frozenset[TopicPartition]]]:
+        """Kafka's word for the state, in upper case, and what the group says each member has, by member id."""
+        raise NotImplementedError
+
     def static(self, instance: str | None) -> Member | None:
         return next((m for m in self.members.values() if instance is not None and m.instance == instance), None)
 
-    def new_member(self, id_: str, instance: str | None, process: str) -> Member:
+    def new_member(self, id_: str, instance: str | None, client_id: str) -> Member:
         self._joined += 1
-        member = Member(id_, instance, process, self._joined, seen_ms=self.world.now_ms)
+        member = Member(id_, instance, client_id, self._joined, seen_ms=self.world.now_ms)
         self.members[id_] = member
         return member
 
@@ -207,15 +241,16 @@ class Group:
             for member in self.members.values():  # a new coordinator starts every session anew
                 member.seen_ms = now
         for member in list(self.members.values()):
-            if member.id in self.members and not self.alive(member) and now - member.seen_ms > SESSION_MS:
+            if member.id in self.members and not self.alive(member) and now - member.seen_ms > self.session_ms:
                 self.remove(member, "its session ended")
-        self.world.at(250, self._check_sessions)
+        self.world.at(SESSION_CHECK_MS, self._check_sessions)
 
 
 def balanced(
     members: list[Member], owned: Mapping[str, set[TopicPartition]], partitions: list[TopicPartition]
 ) -> dict[str, set[TopicPartition]]:
-    """A sticky assignment: equal numbers, and what is owned stays where that allows it."""
+    """A sticky assignment: equal numbers, and what is owned stays where that allows it. A partition goes only to a
+    member that subscribes to its topic, and to none if there is no such one."""
     target: dict[str, set[TopicPartition]] = {member.id: set() for member in members}
     if not members:
         return target
@@ -224,12 +259,15 @@ def balanced(
     quota = {member.id: least + (rank < extra) for rank, member in enumerate(ranked)}
     left = []
     for tp in partitions:
-        keeper = next((m.id for m in ranked if tp in owned[m.id] and len(target[m.id]) < quota[m.id]), None)
+        keepers = [m.id for m in ranked if tp in owned[m.id] and tp.topic in m.topics]
+        keeper = next((id_ for id_ in keepers if len(target[id_]) < quota[id_]), None)
         if keeper is None:
             left.append(tp)
         else:
             target[keeper].add(tp)
     for tp in left:
-        taker = min(ranked, key=lambda m: (len(target[m.id]) - quota[m.id], m.joined_order))
-        target[taker.id].add(tp)
+        takers = [m for m in ranked if tp.topic in m.topics]
+        if takers:
+            taker = min(takers, key=lambda m: (len(target[m.id]) - quota[m.id], m.joined_order))
+            target[taker.id].add(tp)
     return target

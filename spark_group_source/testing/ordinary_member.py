@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.invariants import Invariants, Reader
-from spark_group_source.testing.kafka_client import Tps, make_client
+from spark_group_source.testing.kafka_client import Kind, Op, Tps, make_client
 from spark_group_source.testing.kafka_group import Code, Entry, Group
 from spark_group_source.testing.world import Process, World
 
@@ -20,13 +20,13 @@ class OrdinaryMember:
         self.reader = Reader(name, name)
         self._world, self._group, self._truth = world, group, truth
         truth.reads_as(name, self.reader)
-        self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, None)
+        self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
         self._busy = False
         self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
 
     def start(self) -> None:
-        self._client.start()
+        self._client.subscribe(frozenset(self._group.topics))
         self._later(100, self._loop)
 
     def end(self) -> None:
@@ -48,32 +48,42 @@ class OrdinaryMember:
 
         self._when_free(commit)
 
-    def assigned(self, tps: Tps, generation: int) -> None:
-        del generation
+    def rebalance(self, op: Op) -> None:
+        op.begin()
+        match op.kind:
+            case Kind.ASSIGN:
+                self._assigned(op)
+            case Kind.REVOKE:
+                self._revoked(op)
+            case Kind.LOST:
+                self._world.note(f"{self.process.name} lost {_names(op.tps)}")
+                for tp in op.tps:
+                    self._at.pop(tp, None)
+                op.done()
 
+    def _assigned(self, op: Op) -> None:
         def positions(found: dict[TopicPartition, Entry | None]) -> None:
             for tp, entry in found.items():
                 if tp in self._client.owned and tp not in self._at:
                     self._at[tp] = self._truth.books[tp].start if entry is None else entry.offset
 
-        self._world.note(f"{self.process.name} has {_names(tps)} in addition")
+        self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
+        op.done()
         # What was committed by a transaction may still be on its way: a plain read, as any consumer may do.
-        if tps:
-            self.process.call("main", lambda reply: self._group.read(tps, False, reply), positions)
+        if op.tps:
+            self.process.call("main", lambda reply: self._group.read(sorted(op.tps), False, reply), positions)
 
-    def revoked(self, tps: Tps, done: Callable[[], None]) -> None:
+    def _revoked(self, op: Op) -> None:
         def release() -> None:
-            for tp in tps:
+            for tp in op.tps:
                 self._at.pop(tp, None)
-            done()
+            op.done()
 
-        self._world.note(f"{self.process.name} gives back {_names(tps)}")
-        self._when_free(lambda: self._commit({tp: self._at[tp] for tp in tps if tp in self._at}, release))
+        self._world.note(f"{self.process.name} gives back {_names(op.tps)}")
+        self._when_free(lambda: self._commit({tp: self._at[tp] for tp in sorted(op.tps) if tp in self._at}, release))
 
-    def lost(self, tps: Tps) -> None:
-        self._world.note(f"{self.process.name} lost {_names(tps)}")
-        for tp in tps:
-            self._at.pop(tp, None)
+    def renamed(self) -> None:
+        """It asks nobody but the library."""
 
     def dead(self, code: Code) -> None:
         del code
@@ -113,12 +123,15 @@ class OrdinaryMember:
 
         def answer(code: Code) -> None:
             if code in (Code.OK, Code.UNKNOWN_MEMBER):
-                then()  # thrown out: the library tells later
+                self._client.refused(code)  # thrown out: the library tells later
+                then()
             else:
                 now = {tp: at for tp, at in offsets.items() if self._at.get(tp) == at}
                 self._later(200, lambda: self._commit(now, then))
 
-        self._client.commit(offsets, Entry(0, None, self.process.name, 0), answer)
+        member, generation = self._client.member, self._client.generation
+        entries = {tp: Entry(offset, None, self.process.name, 0) for tp, offset in offsets.items()}
+        self.process.call("main", lambda reply: reply(self._group.commit(member, generation, entries)), answer)
 
     def _later(self, delay_ms: int, do: Callable[[], None]) -> None:
         self.process.later("main", delay_ms, do)

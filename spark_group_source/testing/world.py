@@ -1,26 +1,34 @@
-"""Simulated time, processes that crash or freeze, and a network that delays, loses and repeats.
+"""Simulated time, processes with threads that crash or freeze, and a network that delays, loses and repeats.
 
-Runs in: tests. Deliberately absent: real threads, clocks and randomness other than the seed's; what happens is decided
-by the seed alone, so a failure can be run again. Kafka (``kafka_group``) and what the processes do (``spark_driver``).
+Runs in: tests. A simulated thread is a greenlet: what it runs is ordinary blocking code, and whatever blocks switches
+to the one loop of the :class:`World`, which goes on with whoever is due next. So there is one order of all that
+happens, decided by the seed alone, and a failure can be run again. Deliberately absent: real threads, clocks and
+randomness other than the seed's; Kafka (``cluster``), and the primitives that threads wait on (``runtime``).
 """
 
 import heapq
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TypeVar
+
+from greenlet import GreenletExit, getcurrent, greenlet
 
 REQUEST_TIMEOUT_MS = 700
 """After this a request without an answer is sent again."""
 STORY_LINES_MAX = 10_000
+PREEMPTED_MS_MAX = 30
+"""The longest that a thread stands still because others run, where it may be preempted."""
 
 R = TypeVar("R")
 Do = Callable[[], None]
 
 
 class World:
-    """The scheduler: one heap of things to do, one source of randomness, one story."""
+    """The scheduler: one heap of things to do, one source of randomness, one story. Used from one real thread."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -28,43 +36,102 @@ class World:
         self.loss = 0.0  # share of requests or answers that get lost
         self.delay_ms_max = 15
         self.down_until_ms = 0  # no broker answers before this
+        self.preempt = 0.0  # chance that a thread is preempted where it takes a lock or puts into a queue
         self.steps = 0
+        self.current: Thread | None = None  # the thread that runs; None in the loop itself
+        self.hub = getcurrent()
+        self.inert = False  # while dead greenlets are unwound: nothing they do has an effect
+        self.processes: list[Process] = []
+        self._failure: BaseException | None = None
+        self._doomed: list[Process] = []
         self._heap: list[tuple[int, int, Do]] = []
         self._order = itertools.count()
         self._story: deque[tuple[int, str | Callable[[], str]]] = deque(maxlen=STORY_LINES_MAX)
 
     def at(self, delay_ms: int, do: Do) -> None:
-        heapq.heappush(self._heap, (self.now_ms + delay_ms, next(self._order), do))
+        if not self.inert:
+            heapq.heappush(self._heap, (self.now_ms + delay_ms, next(self._order), do))
 
     def run_until(self, end_ms: int, *, stop: Callable[[], bool] | None = None) -> bool:
-        """Do everything up to ``end_ms``; True when ``stop`` held before."""
-        while self._heap and self._heap[0][0] <= end_ms:
-            if stop is not None and stop():
+        """Do everything up to ``end_ms``; True when ``stop`` held before.
+
+        Raises:
+            BaseException: the first one that :meth:`fail` was told of, or that something in the loop raised.
+        """
+        heap = self._heap
+        while heap and heap[0][0] <= end_ms:
+            if stop is not None and heap[0][0] != self.now_ms and stop():
                 return True
-            self.now_ms, _, do = heapq.heappop(self._heap)
+            self.now_ms, _, do = heapq.heappop(heap)
             self.steps += 1
             do()
-        self.now_ms = end_ms
+            if self._doomed:
+                self._bury()
+            if self._failure is not None:
+                raise self._failure
+        self.now_ms = max(self.now_ms, end_ms)
         return stop is not None and stop()
+
+    def others_due(self) -> bool:
+        """Whether anything else is due at this very instant."""
+        return bool(self._heap) and self._heap[0][0] <= self.now_ms
 
     def between(self, low_ms: int, high_ms: int) -> int:
         return low_ms + int(self.random.random() * (high_ms + 1 - low_ms))
 
     def chance(self, share: float) -> bool:
-        return self.random.random() < share
+        return share > 0 and self.random.random() < share
 
     def note(self, text: str | Callable[[], str]) -> None:
         """A line of the story; a function makes its text only if the story is told."""
-        self._story.append((self.now_ms, text))
+        if not self.inert:
+            self._story.append((self.now_ms, text))
 
     def story(self) -> str:
         return "\n".join(f"{ms:>7} {text if isinstance(text, str) else text()}" for ms, text in self._story)
+
+    def fail(self, error: BaseException) -> None:
+        """End the history with this error, whatever the code that runs now does with an exception."""
+        if self._failure is None and not self.inert:
+            self._failure = error
+
+    def close(self) -> None:
+        """The end of a history, in whatever way: no greenlet is left to be unwound by the garbage collector."""
+        for process in self.processes:
+            process.alive = False
+        self._doomed = self.processes
+        self._bury()
+        self._heap.clear()
+
+    def doom(self, process: "Process") -> None:
+        """Unwind a dead process's threads, at once or as soon as the loop runs again."""
+        self._doomed.append(process)
+        if self.current is None:
+            self._bury()
+        elif self.current.process is process:
+            self.hub.switch()  # never comes back but to be unwound
+
+    def _bury(self) -> None:
+        """Unwind dead threads. Their ``finally`` blocks run, and find primitives that only raise GreenletExit."""
+        silent = logging.root.manager.disable
+        self.inert = True
+        logging.disable()
+        try:
+            while self._doomed:
+                for thread in self._doomed.pop().threads:
+                    self.current = thread
+                    thread.unwind()
+        finally:
+            self.current, self.inert = None, False
+            logging.disable(silent)
 
 
 class Process:
     """Something that can be killed, or stopped and continued (SIGSTOP, SIGCONT).
 
     What is due while it is stopped happens when it goes on: in order for each of its threads, in any order among them.
+    A thread is a greenlet (:meth:`spawn`), or just a name under which callbacks are put in order (:meth:`later`), such
+    as a library's own thread.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -72,14 +139,27 @@ class Process:
         self.name = name
         self.alive = True
         self.frozen = False
+        self.orphaned = False
         self.thawed_at_ms = 0
+        self.cut_off_until_ms = 0  # no broker is reached from here before this
+        self.threads: list[Thread] = []
         self._due: dict[str, list[Do]] = {}
+        world.processes.append(self)
+
+    def spawn(self, name: str, run: Do) -> "Thread":
+        """Start a thread; an exception that leaves ``run`` ends the history."""
+        thread = Thread(self, f"{name}~{len(self.threads)}", run)
+        if self.alive:
+            self.threads.append(thread)
+            self.later(thread.name, 0, thread.begin)
+        return thread
 
     def later(self, thread: str, delay_ms: int, do: Do) -> None:
         """Do something on one of its threads."""
-        self.world.at(delay_ms, lambda: self._run(thread, do))
+        self.world.at(delay_ms, partial(self.run, thread, do))
 
-    def _run(self, thread: str, do: Do) -> None:
+    def run(self, thread: str, do: Do) -> None:
+        """Do it now, or once the process goes on."""
         if not self.alive:
             return
         if self.frozen or thread in self._due:
@@ -87,31 +167,40 @@ class Process:
         else:
             do()
 
-    def kill(self) -> None:
-        self.world.note(f"{self.name}: killed")
-        self.alive = False
+    def cut_off(self) -> bool:
+        """Whether no broker is reached at the moment."""
+        return self.world.now_ms < max(self.world.down_until_ms, self.cut_off_until_ms)
+
+    def kill(self, how: str = "killed") -> None:
+        """Ends now, without another step of any of its threads. Called on one of these, it does not return."""
+        if self.alive:
+            self.world.note(f"{self.name}: {how}")
+            self.alive = False
+            self._due.clear()
+            self.world.doom(self)
 
     def freeze(self) -> None:
+        """Stops now, also the very thread that calls this."""
         self.world.note(f"{self.name}: frozen")
         self.frozen = True
+        if self.world.current is not None and self.world.current.process is self:
+            self.world.current.block(0)
 
     def thaw(self) -> None:
         self.world.note(f"{self.name}: goes on")
         self.frozen, self.thawed_at_ms = False, self.world.now_ms
         for thread in list(self._due):
-            self.world.at(self.world.between(0, 40), lambda thread=thread: self._catch_up(thread))  # type: ignore[misc]
+            self.world.at(self.world.between(0, 40), partial(self._catch_up, thread))
 
     def _catch_up(self, thread: str) -> None:
-        if self.frozen:
+        if self.frozen or not self.alive:
             return
         due = self._due.get(thread, [])
         if not due:
             self._due.pop(thread, None)
             return
-        do = due.pop(0)
-        if self.alive:
-            do()
-            self.world.at(0, lambda: self._catch_up(thread))
+        due.pop(0)()
+        self.world.at(0, partial(self._catch_up, thread))
 
     def call(
         self,
@@ -130,14 +219,13 @@ class Process:
         world = self.world
 
         def attempt() -> None:
-            lost = world.chance(world.loss)
-            if lost:
+            if world.chance(world.loss):
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
                 world.at(world.between(1, world.delay_ms_max), serve)
 
         def serve() -> None:
-            if world.now_ms < world.down_until_ms:
+            if self.cut_off():
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
                 ask(reply)
@@ -146,6 +234,128 @@ class Process:
             if repeat and world.chance(world.loss):
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
-                self.later(thread, world.between(1, world.delay_ms_max), lambda: answer(result))
+                self.later(thread, world.between(1, world.delay_ms_max), partial(answer, result))
 
         attempt()
+
+
+class Thread:
+    """One simulated thread. Everything but :meth:`wake` and :meth:`join` is called on it, or by the loop."""
+
+    def __init__(self, process: Process, name: str, run: Do) -> None:
+        self.process, self.name = process, name
+        self.ended = False
+        self._world = process.world
+        self._run = run
+        self._greenlet = greenlet(self._main, parent=self._world.hub)
+        self._turn = 0  # counts what it waited for, so that what comes late wakes nobody
+        self._woken = False
+        self._idle: tuple[int, int] | None = None
+        self._joiners: list[Thread] = []
+
+    def begin(self) -> None:
+        self._go(self._turn, woken=True)
+
+    def block(self, timeout_ms: int | None) -> bool:
+        """Wait until :meth:`wake`, or for ``timeout_ms``; whether it was woken.
+
+        Raises:
+            GreenletExit: the process is dead.
+        """
+        if not self.process.alive:
+            raise GreenletExit
+        if timeout_ms is not None:
+            self._world.at(timeout_ms, partial(self._time_is_up, self._turn))
+        self._world.hub.switch()
+        if not self.process.alive:
+            raise GreenletExit
+        return self._woken
+
+    def block_idle(self, step_ms: int, longest_ms: int) -> bool:
+        """Wait as a loop would that looks around every ``step_ms``, without the turns in which it would find nothing:
+        until :meth:`wake`, or :meth:`stir` and the end of the step, but not for more than ``longest_ms``."""
+        self._idle = (self._world.now_ms, step_ms)
+        try:
+            return self.block(max(step_ms, longest_ms))
+        finally:
+            self._idle = None
+
+    def wake(self) -> None:
+        """End its waiting. Anyone may call it who knows that it waits."""
+        self.process.later(self.name, 0, partial(self._go, self._turn, woken=True))
+
+    def stir(self) -> None:
+        """There is something for it to find when it looks around the next time."""
+        if self._idle is not None:
+            since_ms, step_ms = self._idle
+            left_ms = -(self._world.now_ms - since_ms) % step_ms
+            self._world.at(left_ms, partial(self._time_is_up, self._turn))
+
+    def may_be_preempted(self) -> None:
+        """Others run first, now and then: those that are due at this instant, or even those due a little later."""
+        world = self._world
+        if world.preempt and world.random.random() < world.preempt:
+            delay_ms = 0 if world.random.random() < 0.7 else world.between(1, PREEMPTED_MS_MAX)
+            if delay_ms or world.others_due():
+                self.block(delay_ms)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        me = the_thread(self._world)
+        deadline_ms = None if timeout_s is None else self._world.now_ms + to_ms(timeout_s)
+        while not self.ended and (deadline_ms is None or self._world.now_ms < deadline_ms):
+            self._joiners.append(me)
+            me.block(None if deadline_ms is None else deadline_ms - self._world.now_ms)
+
+    def is_alive(self) -> bool:
+        return not self.ended
+
+    def unwind(self) -> None:
+        """Let go of everything on its stack. Only for dead processes."""
+        self._turn += 1
+        try:
+            self._greenlet.throw(GreenletExit)
+        except BaseException:  # noqa: BLE001 - nobody is left to hear of it
+            pass
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except GreenletExit:
+            pass
+        except BaseException as exc:  # noqa: BLE001 - the loop raises it
+            self._world.fail(exc)
+        self.ended = True
+        for thread in self._joiners:
+            thread.wake()
+
+    def _time_is_up(self, turn: int) -> None:
+        if turn == self._turn:
+            self.process.run(self.name, partial(self._go, turn, woken=False))
+
+    def _go(self, turn: int, *, woken: bool) -> None:
+        if turn == self._turn and not self.ended:
+            self._turn += 1
+            self._woken = woken
+            self._world.current = self
+            self._greenlet.switch()
+            self._world.current = None
+
+
+def the_thread(world: World) -> Thread:
+    """The thread that runs now.
+
+    Raises:
+        GreenletExit: its process is dead.
+        RuntimeError: none runs: what the loop itself does cannot wait.
+    """
+    me = world.current
+    if me is None:
+        raise RuntimeError("only a simulated thread can wait")
+    if not me.process.alive:
+        raise GreenletExit
+    return me
+
+
+def to_ms(seconds: float) -> int:
+    """Whole milliseconds, rounded up: a wait is never shorter than asked for. Negative is 0."""
+    return max(0, -int(-seconds * 1000 // 1))

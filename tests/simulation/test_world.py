@@ -1,0 +1,217 @@
+"""The simulated world alone: threads take turns, wait, are preempted, stand still and die."""
+
+import logging
+import queue
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from spark_group_source.testing.runtime import SimulatedRuntime
+from spark_group_source.testing.world import Process, World
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(1)
+    yield world
+    world.close()
+
+
+def end_with(error: BaseException) -> None:
+    raise error
+
+
+def start(process: Process, name: str, run: Callable[[], None]) -> None:
+    SimulatedRuntime(process).spawn(name, run, died=end_with)
+
+
+def test_threads_wait_in_simulated_time(world: World) -> None:
+    process = Process(world, "p")
+    runtime = SimulatedRuntime(process)
+    orders, answer, seen = runtime.queue(2), runtime.future(), []
+
+    def worker() -> None:
+        seen.append((orders.get(timeout=5), world.now_ms))
+        seen.append((orders.get(timeout=5), world.now_ms))
+        answer.set_result(seen)
+        with pytest.raises(queue.Empty):
+            orders.get(timeout=0.25)
+        seen.append(("none", world.now_ms))
+
+    def boss() -> None:
+        orders.put_nowait("one")
+        runtime.pause(0.1)
+        orders.put_nowait("two")
+        with pytest.raises(TimeoutError):
+            runtime.future().result(timeout=0.01)
+        assert answer.result(timeout=1) is seen
+
+    start(process, "worker", worker)
+    start(process, "boss", boss)
+    world.run_until(10_000)
+    assert seen == [("one", 0), ("two", 100), ("none", 350)]
+    assert world.now_ms == 10_000
+
+
+def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> None:
+    process = Process(world, "p")
+    runtime = SimulatedRuntime(process)
+    changed = runtime.condition()
+    log: list[object] = []
+
+    def waits() -> None:
+        with changed, changed:
+            log.append(changed.wait(1))
+            log.append(changed.wait(1))
+            log.append(world.now_ms)
+
+    def holds() -> None:
+        runtime.pause(0.5)
+        with changed:
+            changed.notify_all()
+            runtime.pause(2)  # nobody else comes in meanwhile
+            log.append("out")
+
+    start(process, "waits", waits)
+    start(process, "holds", holds)
+    world.run_until(10_000)
+    assert log == ["out", True, False, 3_500]
+
+
+def test_seeds_decide_how_threads_interleave() -> None:
+    def order(seed: int) -> str:
+        world = World(seed)
+        world.preempt = 0.3
+        process = Process(world, "p")
+        lock, log = SimulatedRuntime(process).condition(), []
+
+        def run(name: str) -> None:
+            for _ in range(5):
+                with lock:
+                    log.append(name)
+
+        for name in "ab":
+            start(process, name, lambda name=name: run(name))  # type: ignore[misc]
+        world.run_until(10_000)
+        world.close()
+        return "".join(log)
+
+    orders = [order(seed) for seed in range(30)]
+    assert len(set(orders)) > 10
+    assert orders == [order(seed) for seed in range(30)]
+
+
+def test_what_is_due_while_a_process_is_frozen_happens_when_it_goes_on(world: World) -> None:
+    process = Process(world, "p")
+    runtime = SimulatedRuntime(process)
+    log: list[int] = []
+
+    def run() -> None:
+        for _ in range(3):
+            runtime.pause(0.1)
+            log.append(world.now_ms)
+
+    start(process, "t", run)
+    world.at(150, process.freeze)
+    world.at(5_000, process.thaw)
+    world.run_until(10_000)
+    assert log[0] == 100
+    assert 5_000 <= log[1] <= 5_040 and log[2] == log[1] + 100
+
+
+def test_a_frozen_thread_of_its_own_process_stops_where_it_is(world: World) -> None:
+    process = Process(world, "p")
+    log: list[int] = []
+
+    def run() -> None:
+        process.freeze()
+        log.append(world.now_ms)
+
+    start(process, "t", run)
+    world.at(700, process.thaw)
+    world.run_until(1_000)
+    assert len(log) == 1 and log[0] >= 700
+
+
+@pytest.mark.parametrize("where", ["by another", "by itself", "by the loop"])
+def test_a_killed_process_does_nothing_more(
+    world: World, where: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process, other = Process(world, "p"), Process(world, "q")
+    runtime = SimulatedRuntime(process)
+    orders, changed, log = runtime.queue(9), runtime.condition(), []
+
+    def run() -> None:
+        try:
+            with changed:
+                if where == "by itself":
+                    process.kill()
+                changed.wait(60)
+            log.append("woken")
+        except:
+            logging.getLogger("product").error("died")
+            log.append("unwound")  # plain Python is not stopped, but nothing that it asks for happens
+            with changed:
+                log.append("never")
+            raise
+        finally:
+            orders.put_nowait("never")
+
+    def waits() -> None:
+        orders.get(timeout=100)
+        log.append("never")
+
+    start(process, "run", run)
+    start(process, "waits", waits)
+    if where == "by another":
+        start(other, "kills", process.kill)
+    elif where == "by the loop":
+        world.at(0, process.kill)
+    world.run_until(200_000)
+    assert log == ["unwound"]
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
+    assert "p: killed" in world.story()
+
+
+def test_what_leaves_a_thread_ends_the_history_or_goes_to_who_asked_for_it(world: World) -> None:
+    process = Process(world, "p")
+    told: list[BaseException] = []
+    runtime = SimulatedRuntime(process)
+    runtime.spawn("t", lambda: end_with(ValueError("x")), died=told.append)
+    runtime.spawn("t", lambda: end_with(SystemExit()), died=told.append)
+    world.run_until(10)
+    assert [str(error) for error in told] == ["x"]
+    process.spawn("t", lambda: end_with(ValueError("y")))
+    with pytest.raises(ValueError, match="y"):
+        world.run_until(20)
+
+
+def test_a_thread_that_cannot_be_started_is_told(world: World) -> None:
+    runtime = SimulatedRuntime(Process(world, "p"))
+    runtime.threads_left = 0
+    told: list[BaseException] = []
+    thread = runtime.spawn("t", lambda: None, died=told.append)
+    assert not thread.is_alive() and len(told) == 1
+
+
+def test_who_looks_around_now_and_then_sees_an_order_at_its_next_look(world: World) -> None:
+    process = Process(world, "p")
+    runtime = SimulatedRuntime(process)
+    orders, seen = runtime.queue(9), []
+
+    def run() -> None:
+        me = world.current
+        assert me is not None
+        while orders.empty():
+            me.block_idle(100, 2_000)
+            try:
+                seen.append((orders.get_nowait(), world.now_ms))
+            except queue.Empty:
+                seen.append(("nothing", world.now_ms))
+
+    start(process, "run", run)
+    for at_ms in (2_050, 4_320):
+        world.at(at_ms, lambda: start(process, "puts", lambda: orders.put_nowait("order")))
+    world.run_until(5_000)
+    assert seen == [("nothing", 2_000), ("order", 2_100), ("nothing", 4_100), ("order", 4_400)]
