@@ -330,25 +330,35 @@ class GroupMachine:
 
     def _pump(self) -> None:
         if (due := self.positions.due()) and self._echo.may_order(self._out.now_ms):
-            ours = self.positions.ours
-            out = self._echo.waiting_slots
-            share = {tp: at for tp in due if (at := ours[tp].position) is not None and ours[tp].slot not in out}
-            if share:
-                slots = {tp: ours[tp].slot for tp in share}
-                self._echo.ordered(share, slots.values())
-                self._out.order(
-                    ev.Echo(
-                        offsets=share,
-                        slots=slots,
-                        stream=self.stream,
-                        seq=self.seq,
-                        epoch=self.positions.epoch,
-                        followed=frozenset(tp for tp in share if ours[tp].followed),
-                    )
-                )
+            self._order_echo(due)
         self._slots.release_what_may_go(seq=self.seq)
         if self._lookup_at_ms is None and (ask := self.positions.ask()):
             self._out.order(ev.FetchCommitted(partitions=ask))
+
+    def _order_echo(self, due: set[TopicPartition]) -> None:
+        offsets: dict[TopicPartition, int] = {}
+        slots: dict[TopicPartition, int] = {}
+        followed = []
+        ours, out = self.positions.ours, self._echo.waiting_slots
+        for tp in due:
+            partition = ours[tp]
+            if partition.slot in out or partition.position is None:
+                continue
+            offsets[tp], slots[tp] = partition.position, partition.slot
+            if partition.followed:
+                followed.append(tp)
+        if offsets:
+            self._echo.ordered(offsets, slots.values())
+            self._out.order(
+                ev.Echo(
+                    offsets=offsets,
+                    slots=slots,
+                    stream=self.stream,
+                    seq=self.seq,
+                    epoch=self.positions.epoch,
+                    followed=frozenset(followed),
+                )
+            )
 
     def _must_wait(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka wants back has to stay for now."""

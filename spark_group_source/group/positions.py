@@ -20,6 +20,9 @@ from spark_group_source.model import TopicPartition
 UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
 """Ours, but where it stands is not known yet."""
 
+COUNTED = UNKNOWN | {PartitionState.TAKING}
+"""How many of ours are in one of these says whether a batch can be planned."""
+
 Ranges = Mapping[TopicPartition, tuple[int, int]]
 
 
@@ -94,14 +97,15 @@ class Positions:
 
     def planned(self, ranges: Ranges) -> str | None:
         """A batch that was cut from :meth:`plannable` is in flight. Returns what is wrong with it, if anything is."""
+        ready, ours = PartitionState.READY, self.ours
+        planned = PARTITIONS[ready, ev.Planned]  # looked up once: a batch can have 100,000 partitions
         for tp, (start, end) in ranges.items():
-            partition = self.ours.get(tp)
-            if partition is None or partition.state is not PartitionState.READY or partition.position != start:
+            partition = ours.get(tp)
+            if partition is None or partition.state is not ready or partition.position != start:
                 at = "another member" if partition is None else partition.position
                 return f"{tp}[{start},{end}) is planned, but the partition is at {at}"
             if start < end:
-                partition.until = end
-                self._move(tp, partition, ev.Planned)
+                partition.until, partition.state = end, planned
         self._in_flight = ranges
         return None
 
@@ -112,14 +116,19 @@ class Positions:
     def durable(self, *, seq: int) -> None:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
         ranges, self._in_flight = self._in_flight, {}
+        planned, everything, due = PartitionState.PLANNED, self.all, self._due
+        ready = PARTITIONS[planned, ev.Durable]
         for tp, (start, end) in ranges.items():
-            partition = self.all.get(tp)
+            partition = everything.get(tp)
             if partition is None:
-                partition = self.all[tp] = Partition()
-            if partition.state is PartitionState.PLANNED:
-                self._move(tp, partition, ev.TheirCommit if partition.theirs else ev.Durable)
-                partition.followed = False
-                self._stand(tp, partition, partition.until)
+                partition = everything[tp] = Partition()
+            if partition.state is planned:
+                partition.position, partition.followed = partition.until, False
+                if partition.theirs:
+                    self._move(tp, partition, ev.TheirCommit)
+                else:
+                    partition.state = ready
+                due.add(tp)  # it moved on, and Kafka cannot know yet
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
                 partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
@@ -242,6 +251,7 @@ class Positions:
 
     def echoed(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Kafka shows these offsets under our name."""
+        taking, due = PartitionState.TAKING, self._due
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is None or partition.state in UNKNOWN:
@@ -249,9 +259,11 @@ class Positions:
             partition.committed = at
             if partition.position == at:
                 partition.theirs = False
-                if partition.state is PartitionState.TAKING:
+                due.discard(tp)
+                if partition.state is taking:
                     self._move(tp, partition, ev.EchoDone)
-            self._account(tp, partition)
+            else:
+                self._account(tp, partition)
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
@@ -337,13 +349,13 @@ class Positions:
         if after is None:
             raise NotInTable(f"{tp}: {cause.__name__} in state {before.value}")
         partition.state = after
-        if before is after:
+        if before not in COUNTED and after not in COUNTED:
             return
         self._unknown += (after in UNKNOWN) - (before in UNKNOWN)
         self._taking += (after is PartitionState.TAKING) - (before is PartitionState.TAKING)
         if after is PartitionState.CAME:
             self._came.add(tp)
-        elif before is PartitionState.CAME:
+        else:
             self._came.discard(tp)
 
 

@@ -2,8 +2,8 @@
 
 ``python -m tests.bench planning [--repeat N]``
 
-No Kafka and no Spark: the group machine, the fair cut and the offset JSON alone, on one core. CPU time, the best of
-some runs, so that the figures mean the same on a busy machine.
+No Kafka and no Spark: the group machine, the planner and the offset JSON alone, on one core. CPU time, the best of some
+runs, so that the figures mean the same on a busy machine.
 """
 
 import argparse
@@ -14,10 +14,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.group import admission
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.plan import Planner
+from spark_group_source.group.rules import Rules
 from spark_group_source.model import TopicPartition
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -32,7 +33,7 @@ CHURN = 0.01
 """Share of the members that join, leave or fail in a second."""
 GROUP, STREAM = "bench", "9f2c"
 T = TypeVar("T")
-STEPS = ("durable", "plannable", "cut", "offset", "planned", "json")
+STEPS = ("durable", "plan", "planned", "json")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,14 +78,15 @@ def main(arguments: Sequence[str]) -> int:
 def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     """Milliseconds of each step from "the batch is durable" to the text of the next offset, the best of ``repeat``."""
     machine = running(partitions, slots)
-    start = plan(machine, 0)[0]
+    planner = Planner(Rules(group=GROUP, max_offsets=partitions * 20))
+    start = plan(machine, planner)[0]
     best = dict.fromkeys((*STEPS, "dict"), float("inf"))
-    for seq in range(1, repeat + 1):
+    for _ in range(repeat):
         spent, orders = measure(lambda start=start: machine.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
         for echo in orders:
             if isinstance(echo, ev.Echo):
                 machine.handle(ev.EchoDone(offsets=echo.offsets), now_ms=0)
-        start, parts = plan(machine, seq)
+        start, parts = plan(machine, planner)
         for step, ms in {"durable": spent, **parts}.items():
             best[step] = min(best[step], ms)
     return best
@@ -92,40 +94,27 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
 
 def running(partitions: int, slots: int) -> GroupMachine:
     """A run whose slots have equal shares of the partitions, all of them at 100."""
-    machine = GroupMachine(group=GROUP, slots=slots, hold_budget_ms=240_000, founding_budget_ms=300_000)
+    machine = GroupMachine(Rules(group=GROUP, slots=slots))
     machine.handle(ev.Born(stream=STREAM, known={"orders": partitions}, topics=("orders",)), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
     for slot in range(slots):
         share = tuple(everything[slot::slots])
         machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
     found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in everything}
-    machine.handle(ev.CommittedRead(offsets=found), now_ms=0)
-    assert machine.founded or not partitions
+    machine.handle(ev.CommittedRead(offsets=found, asked=tuple(found)), now_ms=0)
+    assert machine.gathered or not partitions
     return machine
 
 
-def plan(machine: GroupMachine, seq: int) -> tuple[StreamOffset, dict[str, float]]:
-    """Plan a batch that reads some of every partition's backlog, as the coordinator does."""
+def plan(machine: GroupMachine, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
+    """Plan a batch that reads some of every partition's backlog, as a run does."""
     parts: dict[str, float] = {}
-    parts["plannable"], positions = measure(machine.plannable)
-    backlogs = {tp: (at, at + 10 + tp.partition % 90) for tp, at in positions.items()}
-    limit = len(backlogs) * 20
-    parts["cut"], (until, turn) = measure(lambda: admission.cut(backlogs, limit, None))
-
-    def offset() -> StreamOffset:
-        return StreamOffset(
-            group=GROUP,
-            stream=STREAM,
-            seq=seq,
-            topic_ids={"orders": "x"},
-            known=machine.known(),
-            ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            followed=frozenset(tp for tp in machine.foreign() if tp in until),
-            owed={tp: at for tp, at in machine.owed().items() if tp not in until},
-            turn=turn,
-        )
-
-    parts["offset"], planned = measure(offset)
+    positions = machine.plannable()
+    ends = {tp: at + 10 + tp.partition % 90 for tp, at in positions.items()}
+    parts["plan"], planned = measure(
+        lambda: planner.cut(machine, ends, {"orders": "x"}, first=False, unlimited=False, now_ms=0)
+    )
+    assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
     parts["planned"], _ = measure(lambda: machine.handle(ev.Planned(offset=planned), now_ms=0))
     parts["json"], _ = measure(planned.to_json)
@@ -180,7 +169,8 @@ def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
             mine = (TopicPartition("orders", order.slot),)
             return ev.Assigned(slot=order.slot, client=order.client, partitions=mine, generation=2)
         case ev.FetchCommitted():
-            return ev.CommittedRead(offsets={tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions})
+            found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions}
+            return ev.CommittedRead(offsets=found, asked=order.partitions)
         case ev.Echo():
             return ev.EchoDone(offsets=order.offsets)
         case _:
