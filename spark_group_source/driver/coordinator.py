@@ -230,7 +230,6 @@ class Coordinator:
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._runtime.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
-        self._publish()
         self._publisher.close()
 
     def _until_deadline_s(self) -> float | None:

@@ -117,9 +117,17 @@ class Slots:
         if slot.state is not SlotState.ASKING:
             return None
         self._move(slot, ev.ReplacedUnknown)
-        since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
-        if event.final or self._out.now_ms - since_ms >= self._rules.founding_budget_ms:
+        if event.final:
             return self.replaced(f"the place of slot {slot.number} was taken, and {event.reason}")
+        since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
+        waited_ms = self._out.now_ms - since_ms
+        if waited_ms >= self._rules.founding_budget_ms:
+            return RebalanceTimeout(
+                f"the place of slot {slot.number} in group {self._rules.group!r} was taken, and for {waited_ms} ms "
+                f"nobody could say by whom; the last answer: {event.reason}",
+                group=self._rules.group,
+                waited_ms=waited_ms,
+            )
         self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)
         slot.failures += 1
         return None

@@ -98,7 +98,7 @@ class Publisher:
         self._asked = self._path.with_suffix(DRAIN)
         self._drained = self._broken = False
         self._waits: int | None = None
-        self.close()  # what a process of the same number left
+        self._remove()  # what a process of the same number left
 
     @property
     def drain_asked(self) -> bool:
@@ -117,7 +117,7 @@ class Publisher:
         return self._waits if self._waits == before else None
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
-        if (statistics, drained) == (self._last, self._drained) or self._broken:
+        if self._broken or (statistics, drained) == (self._last, self._drained):
             return
         if self._last is None or statistics.rebalances != self._last.rebalances:
             log.info(
@@ -142,7 +142,11 @@ class Publisher:
             log.warning("statistics cannot be written to %s: %s", self._path, exc)
 
     def close(self) -> None:
-        """Remove what this run, or one that had this process number before, left."""
+        """Remove what this run left; nothing is written after that."""
+        self._broken = True
+        self._remove()
+
+    def _remove(self) -> None:
         stream = self._last.stream if self._last is not None else ""
         for path in (self._path, self._asked, *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else [])):
             with contextlib.suppress(OSError):
