@@ -218,6 +218,10 @@ class RunHarness:
     def call(self, event: ev.Event) -> StreamOffset:
         """Do what the run says until it has an answer."""
         self.feed(event)
+        return self.go_on()
+
+    def go_on(self) -> StreamOffset:
+        """The rest of a call."""
         for _ in range(STEPS_MAX):
             match step := self.step():
                 case ev.Answer():
@@ -237,6 +241,19 @@ class RunHarness:
         self._carry_out(commands)
         self.steps.append(step)
         return step
+
+    def begin(self, event: ev.Event, until: RunState) -> None:
+        """Begin a call, and leave it in the middle, when the run is in this state."""
+        self.feed(event)
+        for _ in range(STEPS_MAX):
+            if self.state() is until:
+                return
+            step = self.step()
+            if isinstance(step, ev.Wait):
+                self._wait(step.until_ms)
+            elif self.state() is not until:
+                self.feed(self.answer(step))
+        raise AssertionError(f"{until.value} was not reached, but {self.state().value}")
 
     # --- events -----------------------------------------------------------------------------------------------------
 
