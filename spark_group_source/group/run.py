@@ -298,7 +298,7 @@ class Run:
         budget_ms = self.rules.founding_budget_ms
         waited_ms = self._now_ms - self._since_ms
         if waited_ms >= budget_ms:
-            self._fail(self._timeout("gave an assignment", waited_ms))
+            self._fail(self._timeout("given an assignment", waited_ms))
             return None
         patience_ms = min(PATIENCE_MS, budget_ms)
         if waited_ms >= patience_ms and not self._told_waiting:
@@ -393,7 +393,7 @@ class Run:
                 self._unsettled_since_ms = self._now_ms
             waited_ms = self._now_ms - self._unsettled_since_ms
             if waited_ms >= self.rules.founding_budget_ms:
-                self._fail(self._timeout("came to rest, so that nothing to read could be believed,", waited_ms))
+                self._fail(self._timeout("come to rest, so that nothing to read could be believed,", waited_ms))
             else:
                 self._move(ev.Unsettled)
 
@@ -444,10 +444,11 @@ class Run:
         until_ms = self._since_ms + at_most_ms
         return ev.Wait(until_ms=until_ms) if self._now_ms < until_ms else None
 
-    def _timeout(self, did: str, waited_ms: int) -> RebalanceTimeout:
+    def _timeout(self, done: str, waited_ms: int) -> RebalanceTimeout:
+        slots = ", ".join(sorted(set(self.machine.statistics().slots)))
         return RebalanceTimeout(
-            f"group {self.rules.group!r} has not {did} within {waited_ms / 1000:.0f} s, for all {self.rules.slots} "
-            f"members of this query. `spark-group describe` shows who is in the group. The last events:\n"
+            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s, for all {self.rules.slots} "
+            f"members of this query ({slots}). `spark-group describe` shows who is in the group. The last events:\n"
             f"{self.machine.story()}",
             group=self.rules.group,
             waited_ms=waited_ms,

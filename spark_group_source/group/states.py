@@ -174,7 +174,7 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.PLANNED, ev.Durable): PartitionState.READY,
     (PartitionState.PLANNED, ev.TheirCommit): PartitionState.TAKING,
     **{(state, ev.ResetSeen): PartitionState.CAME for state in _OURS},
-    **{(state, ev.Release): PartitionState.AWAY for state in _OURS},
+    **{(state, ev.Release): PartitionState.AWAY for state in _OURS if state is not PartitionState.PLANNED},
     **{(state, ev.Lost): PartitionState.AWAY for state in _OURS},
 }
 

@@ -4,7 +4,7 @@ import pytest
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.model import EARLIEST, LATEST, StartAt
+from spark_group_source.model import EARLIEST, LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 

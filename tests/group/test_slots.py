@@ -167,7 +167,7 @@ def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> N
     old = {"slot": 0, "client": 1}
     group.settled(A)
     group.failed()
-    late: list[ev.Event] = [
+    late: list[ev.MachineEvent] = [
         ev.Assigned(**old, partitions=(A,)),
         ev.Revoking(**old, partitions=(A,), eager=False),
         ev.Lost(**old, partitions=(A,)),
