@@ -22,6 +22,7 @@ from kafka_words import ADMIN_S, Record
 from spark_group_source.driver.coordinator import Coordinator
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.kafka import Runtime
 from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
@@ -194,14 +195,12 @@ class Engine:
     Args:
         options: as a user writes them.
         log: the offsets that earlier runs planned, as the checkpoint has them; all of them durable.
+        runtime: another clock or other clients than the real ones.
     """
 
-    def __init__(
-        self, options: Mapping[str, str], log: Sequence[str] = (), *, clock_ms: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, options: Mapping[str, str], log: Sequence[str] = (), *, runtime: Runtime | None = None) -> None:
         self.options = Options.parse(dict(options))
-        clock = {} if clock_ms is None else {"clock_ms": clock_ms}
-        self.coordinator = Coordinator(self.options, **clock)
+        self.coordinator = Coordinator(self.options, runtime=runtime)
         self.log = list(log)
         self.rows: list[Seen] = []
 

@@ -224,7 +224,7 @@ class Member:
                 order = self._orders.get(timeout=HOLD_CHECK_S)
             except Empty:
                 order = None
-            why: GroupError | None = self._stood_still()
+            why = self._stood_still()
             if isinstance(order, ev.Release):
                 break
             if order is not None:

@@ -306,7 +306,8 @@ class Run:
             self._say(
                 f"group {self.rules.group} has not given an assignment to all {self.rules.slots} members after "
                 f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member may be in "
-                "a long batch",
+                "a long batch. A query that has two loads of this group, as a self-join of one load() has, waits for "
+                "itself: give each side a load() with a group of its own",
                 warn=True,
             )
         if self._now_ms - max(self._looked_around_ms, self._since_ms) >= SIBLINGS_EVERY_MS:

@@ -97,7 +97,7 @@ def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(
             assert found["hold_max_ms"] >= 500 and found["hold_max_ms"] >= found["hold_last_ms"] >= 0
             assert found["lost"] == found["overruns"] == found["maybe_twice"] == found["commits_failed"] == 0
             assert found["commits"] >= 1
-            assert 0 < found["drain_last_ms"] <= found["drain_max_ms"]
+            assert 0 < found["echo_last_ms"] <= found["echo_max_ms"]
             shown = CliRunner().invoke(
                 app,
                 ["describe", "--group", group_id, "--bootstrap-servers", broker.bootstrap_servers, "--json"],

@@ -274,8 +274,8 @@ def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_re
         )  # knows no old coordinator
         await_committed(fresh, group_id, [name])
         measured(
-            f"{strategy}: {run.statistics['commits_failed']} commits failed, the longest drain took "
-            f"{run.statistics['drain_max_ms']} ms"
+            f"{strategy}: {run.statistics['commits_failed']} commits failed, the longest echo took "
+            f"{run.statistics['echo_max_ms']} ms"
         )
         assert run.statistics["maybe_twice"] == 0
     await_until(lambda: _in_sync(cluster_admin), 60, what="all replicas in sync")

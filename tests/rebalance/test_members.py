@@ -138,7 +138,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
         assert sorted(again.records) == sorted(
             [(name, 0, o) for o in range(3, 10)] + [(name, 1, o) for o in range(5, 10)]
         )
-        assert again.planned[0].moved == frozenset(back), "the batch says that its start was moved"
+        assert again.planned[0].followed == frozenset(back), "the batch says that its start was moved"
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)

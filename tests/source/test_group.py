@@ -2,7 +2,6 @@
 
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,8 @@ from streams import (
 
 from spark_group_source import drain
 from spark_group_source.errors import CommitFailed, Fenced, GroupError
-from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter
+from spark_group_source.group.names import note_text
+from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter, Runtime
 from spark_group_source.kafka.committer import memberless
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -46,6 +46,7 @@ pytestmark = pytest.mark.spark
 
 Committed = Callable[[str], Offsets]
 Shares = Sequence[tuple[Identity, Mapping[TopicPartition, int]]]
+Notes = Mapping[TopicPartition, str]
 
 
 @pytest.fixture
@@ -121,10 +122,10 @@ def refused_commits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     real, broken = OffsetCommitter.commit, threading.Event()
     broken.set()
 
-    def commit(self: OffsetCommitter, shares: Shares, note: str) -> None:
+    def commit(self: OffsetCommitter, shares: Shares, notes: Notes) -> None:
         if broken.is_set():
             raise CommitFailed("the coordinator is moving")
-        real(self, shares, note)
+        real(self, shares, notes)
 
     monkeypatch.setattr(OffsetCommitter, "commit", commit)
     return broken
@@ -167,7 +168,7 @@ def test_a_drain_is_not_done_before_kafka_has_the_offsets(
     name = topic()
     produce(name, numbered(0, 3))
     broken = refused_commits(monkeypatch)
-    monkeypatch.setattr("spark_group_source.driver.coordinator.ECHO_S_MAX", 0.5)
+    monkeypatch.setattr("spark_group_source.group.run.ECHO_MS_MAX", 500)
     with Engine(options(subscribe=name)) as engine:
         engine.step()
         with pytest.raises(GroupError, match="did not end its batch within 0 s"):
@@ -198,7 +199,7 @@ def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
     def refuse(self: OffsetCommitter) -> None:
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
 
-    monkeypatch.setattr(OffsetCommitter, "_ready", refuse)
+    monkeypatch.setattr(OffsetCommitter, "_own", refuse)
     with Engine(options(protocol, subscribe=name, groupMembers=2)) as engine:
         engine.run()
         await_until(lambda: committed(group_id) == end_offsets(name), what="the first offsets")
@@ -221,10 +222,10 @@ def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
     name = topic()
     real, slow, sent = OffsetCommitter.commit, threading.Event(), []
 
-    def commit(self: OffsetCommitter, shares: Shares, note: str) -> None:
+    def commit(self: OffsetCommitter, shares: Shares, notes: Notes) -> None:
         sent.append({tp: offset for _, offsets in shares for tp, offset in offsets.items()})
         slow.wait(30)
-        real(self, shares, note)
+        real(self, shares, notes)
 
     monkeypatch.setattr(OffsetCommitter, "commit", commit)
     with Engine(options(subscribe=name)) as engine:
@@ -412,13 +413,13 @@ def test_B51_a_commit_of_the_old_driver_is_refused_by_the_broker(
 ) -> None:
     tp = TopicPartition(topic(), 0)
     settings: dict[str, Any] = Engine(options(protocol, subscribe=tp.topic)).options.producer_settings()
-    old = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s")
-    nobody = memberless(settings, group_id)
-    old.commit([(nobody, {tp: 3})], "spark-group:s:1")
-    new = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s")
-    new.commit([(nobody, {tp: 5})], "spark-group:s:2")
+    old = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s", runtime=Runtime())
+    nobody = memberless(settings, group_id, runtime=Runtime())
+    old.commit([(nobody, {tp: 3})], {tp: note_text("s", 1)})
+    new = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s", runtime=Runtime())
+    new.commit([(nobody, {tp: 5})], {tp: note_text("s", 2)})
     with pytest.raises(Fenced):
-        old.commit([(nobody, {tp: 4})], "spark-group:s:2")
+        old.commit([(nobody, {tp: 4})], {tp: note_text("s", 2)})
     assert committed(group_id) == {tp: 5}
 
 
@@ -436,16 +437,17 @@ def test_G6_a_commit_in_the_name_of_a_member_that_is_out_is_refused_by_the_broke
         identity = engine.coordinator._members[0].identity
         assert identity is not None and identity.generation > 0
         settings: dict[str, Any] = engine.options.producer_settings()
-        committer = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.other")
-        committer.commit([(identity, {tp: 5})], "spark-group:s:1")
+        transactional_id = f"{group_id}.other"
+        committer = OffsetCommitter(settings, group=group_id, transactional_id=transactional_id, runtime=Runtime())
+        committer.commit([(identity, {tp: 5})], {tp: note_text("s", 1)})
         older = identity._replace(metadata=_of_generation(identity.metadata, identity.generation - 1))
         with pytest.raises(MemberStale) as stale:
-            committer.commit([(identity, {tp: 5}), (older, {tp: 3})], "spark-group:s:1")
+            committer.commit([(identity, {tp: 5}), (older, {tp: 3})], {tp: note_text("s", 1)})
         assert (stale.value.thrown_out, stale.value.share) == (False, 1)
-        engine.coordinator._end_members(leave=True, deadline_s=time.monotonic() + 10)
+        engine.close()
     if protocol == "classic":  # a static member of KIP-848 keeps its place
         with pytest.raises(MemberStale) as out:
-            committer.commit([(identity, {tp: 3})], "spark-group:s:2")
+            committer.commit([(identity, {tp: 3})], {tp: note_text("s", 2)})
         assert out.value.thrown_out
     assert committed(group_id) == {tp: 5}
 

@@ -317,7 +317,7 @@ def test_B55_an_operators_reset_while_it_was_stopped_is_followed(
     set_committed(admin, group_id, name, {0: 3})
     assert values_of(one.run()) == ["6", "8"]
     last = max(planned(one.checkpoint).items())[1]
-    assert last.moved == {TopicPartition(name, 0)}  # the sink is told that this start is not its own
+    assert last.followed == {TopicPartition(name, 0)}  # the sink is told that this start is not its own
     assert committed(group_id) == {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
 
 

@@ -26,6 +26,7 @@ from streams import (
 
 from spark_group_source import GroupListener, Statistics
 from spark_group_source.group.offsets import parse
+from spark_group_source.kafka import Runtime
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -79,16 +80,25 @@ def test_B17_the_limit_is_shared_fairly_and_goes_on_after_a_restart(
     assert len({(row.partition, row.offset) for row in first.rows + second.rows}) == 113
 
 
+class LaterRuntime(Runtime):
+    """The real one, at a later hour when the test says so."""
+
+    later_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.later_ms
+
+
 def test_B19_small_additions_wait_for_the_minimum_or_the_delay_but_not_the_first_batch(
     broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
 ) -> None:
     name = topic()
-    now_ms = [1_000_000]
+    runtime = LaterRuntime()
     options = options_of(
         broker.bootstrap_servers, group_id, subscribe=name, minOffsetsPerTrigger=15, maxTriggerDelay="1h"
     )
     produce(name, numbered(0, 2))
-    with Engine(options, clock_ms=lambda: now_ms[0]) as engine:
+    with Engine(options, runtime=runtime) as engine:
         engine.step()
         assert values_of(engine.rows) == texts(0, 2)
         produce(name, numbered(3, 7))
@@ -98,7 +108,7 @@ def test_B19_small_additions_wait_for_the_minimum_or_the_delay_but_not_the_first
         assert values_of(engine.rows) == texts(0, 17)
         produce(name, numbered(18, 18))
         assert engine.step() is None
-        now_ms[0] += 3_600_000
+        runtime.later_ms = 3_600_000
         engine.step()
         assert values_of(engine.rows) == texts(0, 18)
 
