@@ -14,6 +14,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from spark_group_source.testing.fake_library import Library, refusal
 from spark_group_source.testing.kafka_group import Code
 from spark_group_source.testing.misfortune import Ask
+from spark_group_source.testing.transactions import TRANSACTION_MS
 from spark_group_source.testing.wire import Partly, Reply
 from spark_group_source.testing.world import Process, to_ms
 
@@ -34,6 +35,7 @@ class FakeProducer:
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "producer")
         self._id: str = settings["transactional.id"]
+        self._transaction_ms = int(settings.get("transaction.timeout.ms", TRANSACTION_MS))
         self._epoch = 0
         self._state = "Init"
         self._unanswered = ""  # the call to make again
@@ -74,7 +76,7 @@ class FakeProducer:
             if not cluster.transactions_allowed:
                 reply(refusal(DENIED, "Failed to add offsets to transaction", fatal=True))
                 return
-            code = transactions.add(self._id, epoch, group)
+            code = transactions.add(self._id, epoch, group, timeout_ms=self._transaction_ms)
             if code is Code.CONCURRENT:
                 self._library.world.at(RETRY_MS, lambda: add(reply))
             else:

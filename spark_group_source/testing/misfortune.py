@@ -5,7 +5,7 @@ the application does not see it. Deliberately absent: brokers that cannot be rea
 ``Process.cut_off_until_ms``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -60,6 +60,15 @@ REFUSALS: Final[Mapping[Ask, Sequence[int]]] = {
 }
 """Errors that the application sees of each question, and that pass. The library repeats what is not in it by itself."""
 
+LIES: Final[Mapping[Ask, Sequence[int]]] = {
+    Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.ALTER: (KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.ADD: (KafkaError._TIMED_OUT,),
+    Ask.SEND: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.END: (KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
+}
+"""Errors of what was done all the same; other questions change nothing."""
+
 PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
     Ask.OFFSETS: (
@@ -76,6 +85,9 @@ PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.ALTER: (KafkaError.UNKNOWN_TOPIC_OR_PART,),
 }
 """Errors of one topic or partition in an answer that is otherwise good."""
+
+
+_ONLY: Final[Mapping[Luck, Container[Ask]]] = {Luck.PARTLY: PARTIAL, Luck.LIED: LIES}
 
 
 @dataclass
@@ -98,12 +110,15 @@ class Misfortune:
         at = world.random.random()
         for luck, share in zip(Luck, shares, strict=True):
             if at < share:
-                return None if luck is Luck.PARTLY and ask not in PARTIAL else luck
+                return None if ask not in _ONLY.get(luck, Ask) else luck
             at -= share
         return None
 
     def refusal(self, world: World, ask: Ask) -> int:
         return world.random.choice(REFUSALS[ask])
+
+    def lie(self, world: World, ask: Ask) -> int:
+        return world.random.choice(LIES[ask])
 
     def partial(self, world: World, ask: Ask) -> int:
         """The error of one part of an answer; 0 for a part that is good."""

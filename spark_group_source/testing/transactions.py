@@ -14,7 +14,7 @@ from spark_group_source.testing.world import World
 MARKER_MS_MAX = 60
 """From "the transaction is committed" until a plain read shows it."""
 TRANSACTION_MS = 60_000
-"""transaction.timeout.ms: after it the coordinator aborts what nobody ends."""
+"""transaction.timeout.ms unless set: after it the coordinator aborts what nobody ends."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Transactions:
         found.committed = None
         return Code.OK, found.epoch
 
-    def add(self, id_: str, epoch: int, group: Group) -> Code:
-        """The transaction will hold offsets of this group."""
+    def add(self, id_: str, epoch: int, group: Group, *, timeout_ms: int = TRANSACTION_MS) -> Code:
+        """The transaction will hold offsets of this group. Nobody may take longer to end it than ``timeout_ms``."""
         if (code := self._check(id_, epoch)) is not Code.OK:
             return code
         found = self._known[id_]
@@ -55,7 +55,7 @@ class Transactions:
         if not found.open:
             found.open, found.number = True, found.number + 1
             number = found.number
-            self._world.at(TRANSACTION_MS, lambda: self._expire(id_, number))
+            self._world.at(timeout_ms, lambda: self._expire(id_, number))
         return Code.OK
 
     def send(

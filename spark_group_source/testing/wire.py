@@ -93,7 +93,7 @@ class Question:
 
         def reply(answer: Any) -> None:
             if luck is Luck.LIED and not isinstance(answer, KafkaError):
-                answer = self._error(self._misfortune.refusal(world, self._ask))
+                answer = self._error(self._misfortune.lie(world, self._ask))
             elif luck is Luck.PARTLY:
                 answer = Partly(answer)
             elif luck is Luck.LATE:
