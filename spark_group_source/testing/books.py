@@ -31,6 +31,7 @@ class Reader:
     number: int = 0  # later runs of a party have higher ones
     counted: Callable[[], int] | None = None  # offsets that it says may be read twice; None for ordinary consumers
     alive: bool = True
+    closing: bool = False  # its members are being closed
     began_ms: int = 0
     ended_ms: int = 0
     blame: list[list["Loss"]] = field(default_factory=list)  # for each offset that was, its losses that explain it

@@ -79,6 +79,8 @@ class Invariants:
 
     def released(self, tps: Tps, client: Client) -> None:
         """Given back in order: what it read must be committed, and a plain read must show it."""
+        if self._readers[client.process.name].closing:
+            return  # the consumer of a query that is stopped: as far as the group knows, nothing has changed
         for tp in tps:
             book = self.books[tp]
             holding = book.holders.get(client.name)
@@ -179,7 +181,7 @@ class Invariants:
         """These offsets took effect: rows in a table, or whatever an ordinary consumer does.
 
         Args:
-            again: the sink writes a batch again that is run again.
+            again: the sink had written this very batch before.
             table: the table with a ledger whose rows they are.
         """
         for tp, (start, end) in ranges.items():
@@ -203,6 +205,9 @@ class Invariants:
                 self.processed += 1
                 if book.times[at] == 1:
                     book.first[at] = reader
+                elif again:
+                    self.twice += 1
+                    self.causes[Cause.REPLAY] += 1
                 else:
                     self._excuse(tp, offset, reader, book.first[at])
             while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:

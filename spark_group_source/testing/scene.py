@@ -17,7 +17,7 @@ from spark_group_source.testing.sinks import Idempotent, Plain, Table
 from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun
 from spark_group_source.testing.world import World
 
-PRODUCE_EVERY_MS = 150
+PRODUCE_EVERY_MS = 400
 WATCH_EVERY_MS = 1_000
 HOLD_SLACK_MS = 1_500
 """Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
@@ -69,7 +69,7 @@ class Scene:
             options |= {"kafka.group.protocol": "classic", "kafka.session.timeout.ms": str(SESSION_MS)}
         if self.protocol == "cooperative":
             options["kafka.partition.assignment.strategy"] = "cooperative-sticky"
-        if (most := random.choice([None, 20, 5])) is not None:
+        if (most := random.choice([None, 50, 15])) is not None:
             options["maxOffsetsPerTrigger"] = str(most)
         habits = Habits(
             options,

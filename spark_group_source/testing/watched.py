@@ -46,6 +46,7 @@ class WatchedRun(Run):
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
+        self._reader.closing |= isinstance(event, ev.Closing)
         before, overruns = (self.machine.held(), self.overruns) if tick else (set(), 0)
         commands = super().handle(event, now_ms=now_ms)
         if commands or not tick:
