@@ -70,7 +70,7 @@ class WatchedRun(Run):
 
     def _inspect(self, commands: list[ev.Command]) -> None:
         if self.machine.stream and self._reader.party != self.machine.stream:
-            self._reader.party = self.machine.stream
+            self._reader.party, self._reader.known = self.machine.stream, self.machine.known()
         try:
             self.machine.check()
         except InvariantBroken as exc:
