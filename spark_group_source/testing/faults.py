@@ -119,12 +119,11 @@ class Faults:
 
     def _drain(self) -> bool:
         """An operator lets the query end its batch, and stops it then."""
-        query = self.world.random.choice(self.scene.queries)
-        if query.drain or not query.runs[-1].healthy:
+        if (run := self._run()) is None or run.publisher.drain:
             return False
-        query.drain = True
-        self.world.note(f"{query.name}: asked to drain")
-        self.world.at(self.world.between(3_000, 15_000), lambda: self.scene.end_drain(query) if query.drain else None)
+        run.publisher.drain = True
+        self.world.note(f"{run.process.name}: asked to drain")
+        self.world.at(self.world.between(3_000, 15_000), run.stop)
         return True
 
     def _change_trigger(self) -> bool:

@@ -176,11 +176,6 @@ class Scene:
         if (log := self.cluster.log(tp)) is not None:
             log.held = None
 
-    def end_drain(self, query: Query) -> None:
-        """Who asked the query to drain stops it, and starts it again."""
-        query.drain = False
-        query.runs[-1].stop()
-
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def calm(self) -> None:
@@ -194,8 +189,9 @@ class Scene:
         self.group.on_topics_changed()
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
-            if query.drain:
-                self.end_drain(query)
+            for run in query.runs:
+                if run.publisher.drain:
+                    run.stop()
         processes = [run.process for query in self.queries for run in query.runs]
         for tp in self.partitions():
             self.release(tp)
