@@ -176,9 +176,9 @@ class Invariants:
             book.flight[reader] = (start, end)
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
 
-    def replaying(self, reader: Reader, ranges: Ranges) -> None:
+    def replaying(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
-        for tp, (start, end) in ranges.items():
+        for tp, (start, end) in offset.ranges.items() if offset.epoch >= self._reset else ():
             book = self.books[tp]
             if start < end:
                 book.flight[reader] = (start, end)
@@ -281,16 +281,22 @@ class Invariants:
         void = parse_note(new.note).epoch > 0
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
+        back = old is not None and at < old.offset
+        if void or back:
+            book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
+        if void:
+            book.flight.clear()
         if at > book.whole:
             self._nobodys(tp, at)
-        elif old is not None and at < old.offset:
+        elif back:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
             kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
-            reached = max([at, *book.reached.values()])
-            book.losses.append(Loss(operator, 0, Cause.OPERATOR, reached))
             book.nobodys = min(book.nobodys, at)
+            # Nor does a table with a ledger take again what it has: it refuses that, or leaves it out.
+            rows = set[int]().union(*book.rows.values()) if not void else set[int]()
             for i in range(max(0, at - book.start), len(book.times)):
-                if not any(start <= book.start + i < end for start, end in kept):
+                offset = book.start + i
+                if offset not in rows and not any(start <= offset < end for start, end in kept):
                     book.times[i] = 0
             book.whole = min(book.whole, at)
             _advance(book)

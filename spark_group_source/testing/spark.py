@@ -218,7 +218,7 @@ class SparkRun:
             start = parse(log.offsets[last])
             if last not in log.commits:
                 self.reader.party = start.stream
-                self._truth.replaying(self.reader, start.ranges)
+                self._truth.replaying(self.reader, start)
                 self._batch(last, start)
         while (number := self._trigger(start)) is not None:
             start = parse(log.offsets[number])
