@@ -65,7 +65,7 @@ class Book:
 
     start: int
     end: int
-    stale: int = 0  # up to here a former topic of this name was read: its commits may still come
+    stale: int = -1  # up to here a former topic of this name was read: its plans and commits may still come
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)
     whole: int = 0  # everything below was processed, or is nobody's
