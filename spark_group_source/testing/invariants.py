@@ -46,6 +46,7 @@ class Invariants:
 
     def gone(self, tp: TopicPartition, first: int) -> None:
         """Retention took the records below ``first``: who did not read them need not."""
+        self.books[tp].firsts.add(first)
         self._nobodys(tp, first)
 
     def shrunk(self, tp: TopicPartition, end: int) -> None:
@@ -299,7 +300,7 @@ class Invariants:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
-        if old is not None and new.offset < old.offset:
+        if old is not None and new.offset < old.offset and old.offset > book.stale:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
@@ -329,14 +330,14 @@ class Invariants:
         elif back:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
             kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
-            book.nobodys = min(book.nobodys, at)
+            book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
             # Nor does a table with a ledger take again what it has: it refuses that, or leaves it out.
             rows = set[int]().union(*book.rows.values()) if not void else set[int]()
             for i in range(max(0, at - book.start), len(book.times)):
                 offset = book.start + i
                 if offset not in rows and not any(start <= offset < end for start, end in kept):
                     book.times[i] = 0
-            book.whole = min(book.whole, at)
+            book.whole = max(book.nobodys, min(book.whole, at))
             _advance(book)
 
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
@@ -384,12 +385,14 @@ class Invariants:
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
+        if start in book.firsts and start >= (last or 0):
+            return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
         before = [entry for at_ms, entry in book.commits if at_ms < since_ms]
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
         if anyone and not before:
-            return start in (book.start, book.nobodys) or start in [entry.offset for entry in seen]
+            return start in (book.start, book.nobodys) or start in book.firsts or start in [entry.offset for entry in seen]
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
     def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:

@@ -67,7 +67,8 @@ class OrdinaryMember:
         def positions(found: dict[TopicPartition, Entry | None]) -> None:
             for tp, entry in found.items():
                 if tp in self._client.owned and tp not in self._at:
-                    self._at[tp] = 0 if entry is None else entry.offset
+                    log = self._cluster.log(tp)
+                    self._at[tp] = entry.offset if entry is not None else 0 if log is None else log.first
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
         op.done()
