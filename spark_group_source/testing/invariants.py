@@ -69,7 +69,7 @@ class Invariants:
     def made_again(self, tp: TopicPartition) -> None:
         """As far as the former topic was read, whose records are meant is not judged."""
         stale = self._former.get(tp, -1)
-        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale)
+        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
         if stale >= 0:
             book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
 
@@ -136,7 +136,7 @@ class Invariants:
     def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
         for tp in self._there(tps):
             if client.name in self.books[tp].holders:
-                self._close(tp, client.name, Cause.TOLD)
+                self._close(tp, client.name, Cause.DEAD if self._readers[client.process.name].closing else Cause.TOLD)
 
     def overran(self, tp: TopicPartition, reader: Reader) -> None:
         """The hold used up its budget: it goes without a commit."""
@@ -300,7 +300,8 @@ class Invariants:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
-        if old is not None and new.offset < old.offset and old.offset > book.stale:
+        anew = old is not None and (old.offset <= book.stale or (book.again and new.offset in (book.start, *book.firsts)))
+        if old is not None and new.offset < old.offset and not anew:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
@@ -385,6 +386,11 @@ class Invariants:
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
+        if book.again and reader.party not in book.begun and start in (book.start, *book.firsts):
+            # A stream that knew the former topic begins anew, whoever committed what since.
+            book.begun.add(reader.party)
+            book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, max([start, *book.reached.values()])))
+            return True
         if start in book.firsts and start >= (last or 0):
             return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 from spark_group_source.errors import DataLoss, Fenced, LedgerConflict, SourceError, TopicMissing
+from spark_group_source.group.names import transactional_id
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
@@ -168,8 +169,9 @@ class Scene:
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may only be shut out by an older one that had not begun when it started."""
-        if not run.late:
+        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by the
+        coordinator, if a transaction of its stream was not ended in a minute."""
+        if not run.late and transactional_id(GROUP, run.reader.party) not in self.cluster.transactions.expired:
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
 
     # --- what goes on -----------------------------------------------------------------------------------------------
