@@ -178,9 +178,7 @@ class Worker:
         match work:
             case ev.FetchCommitted():
                 self._commits.settle()
-                found = self._offsets.read(work.partitions)
-                offsets = {tp: _committed(at) for tp, at in found.items()}
-                self._handle(ev.CommittedRead(offsets=offsets, asked=work.partitions))
+                self._handle(self._committed_read(work))
             case ev.ResolveStarts():
                 committed = self._options.isolation_level == "read_committed"
                 starts = self._admin.starts(work.starts, committed=committed)
@@ -191,6 +189,12 @@ class Worker:
                 work.done.set_result(_is_replaced(self._commits.probe(-1, self._any_partition)))
             case commits.Order():
                 self._handle(self._commits.echo(work))
+
+    def _committed_read(self, order: ev.FetchCommitted) -> ev.CommittedRead:
+        found = {tp: _committed(at) for tp, at in self._offsets.read(order.partitions + order.beside).items()}
+        epoch = max((at.epoch for at in found.values() if at is not None), default=0)
+        offsets = {tp: found[tp] for tp in order.partitions if tp in found}
+        return ev.CommittedRead(offsets=offsets, asked=order.partitions, epoch=epoch if order.beside else None)
 
     def _on_failure(self, work: _Work, exc: SourceError) -> None:
         if isinstance(exc, Fenced):

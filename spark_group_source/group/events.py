@@ -166,10 +166,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedRead:
-    """The group's committed offsets; None where there is none. What was asked and is not in it was not answered."""
+    """The group's committed offsets; None where there is none. What was asked and is not in it was not answered.
+
+    ``epoch``: the newest reset that any of the group's notes tells of; None if only what was asked was looked at.
+    """
 
     offsets: Mapping[TopicPartition, Committed | None]
     asked: tuple[TopicPartition, ...] = ()
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,9 +377,13 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchCommitted:
-    """Read the group's committed offsets, stable ones only (KIP-447)."""
+    """Read the group's committed offsets, stable ones only (KIP-447).
+
+    ``beside``: partitions that are read for their notes alone, which may tell of a reset.
+    """
 
     partitions: tuple[TopicPartition, ...]
+    beside: tuple[TopicPartition, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

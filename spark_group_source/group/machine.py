@@ -45,6 +45,7 @@ class GroupMachine:
         self._slots = Slots(rules, self.positions, self._counters, self._out, self._must_wait)
         self._echo = EchoSchedule()
         self._known: Mapping[str, int] = {}
+        self._knows_resets = False  # of the time before the partitions came that it has
         self._lookup_failures = 0
         self._lookup_at_ms: int | None = None
         self._story = Story()
@@ -240,7 +241,8 @@ class GroupMachine:
     # --- lookups ----------------------------------------------------------------------------------------------------
 
     def _committed_read(self, event: ev.CommittedRead) -> None:
-        epoch = max((at.epoch for at in event.offsets.values() if at is not None), default=0)
+        self._knows_resets |= event.epoch is not None
+        epoch = max([at.epoch for at in event.offsets.values() if at is not None] + [event.epoch or 0])
         if epoch > self.positions.epoch:
             self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
             self.positions.reset_seen(epoch)
@@ -332,8 +334,10 @@ class GroupMachine:
         if (due := self.positions.due()) and self._echo.may_order(self._out.now_ms):
             self._order_echo(due)
         self._slots.release_what_may_go(seq=self.seq)
+        if not self.positions.ours:
+            self._knows_resets = False
         if self._lookup_at_ms is None and (ask := self.positions.ask()):
-            self._out.order(ev.FetchCommitted(partitions=ask))
+            self._out.order(ev.FetchCommitted(partitions=ask, beside=self._beside(ask)))
 
     def _order_echo(self, due: set[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
@@ -359,6 +363,15 @@ class GroupMachine:
                     followed=frozenset(followed),
                 )
             )
+
+    def _beside(self, asked: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
+        """A group is reset while nobody is in it, and only what it ever committed tells of it. So who comes back asks
+        for all that it knows of; who has had a partition all the time cannot have missed one."""
+        if self._knows_resets:
+            return ()
+        known = (TopicPartition(topic, p) for topic, count in self._known.items() for p in range(count))
+        mine = set(asked)
+        return tuple(tp for tp in dict.fromkeys([*known, *self.positions.all]) if tp not in mine)
 
     def _must_wait(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka wants back has to stay for now."""
