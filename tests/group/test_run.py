@@ -7,7 +7,8 @@ import pytest
 from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken, OptionError, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.run import (
+from spark_group_source.group.states import RunState
+from spark_group_source.group.steps import (
     ECHO_MS_MAX,
     IDLE_LOAD_MAX,
     IDLE_PAUSES_MS,
@@ -16,7 +17,6 @@ from spark_group_source.group.run import (
     SIBLINGS_EVERY_MS,
     STOP_ECHO_MS_MAX,
 )
-from spark_group_source.group.states import RunState
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import (
