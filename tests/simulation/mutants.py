@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "never-takes",
         P,
-        "partition.committed, partition.theirs,",
-        "partition.committed, _,",
+        "partition.committed, partition.theirs, partition.followed = at, True",
+        "partition.committed, partition.theirs, partition.followed = at, False",
         "what others committed is committed under our name before it is read",
     ),
     Mutant(
@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "keeps-memories-over-a-reset",
         P,
-        "partition.position, partition.as_of, partition.pending = None, -1, None",
+        "partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0",
         "pass",
         "what we remember of before a reset is void",
     ),
