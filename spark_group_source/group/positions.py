@@ -124,6 +124,8 @@ class Positions:
                 partition = everything[tp] = Partition()
             if partition.state is planned:
                 partition.position, partition.followed = partition.until, False
+                if partition.committed == partition.position:
+                    partition.committed = None  # a late answer said so, of a commit that was overtaken
                 if partition.theirs:
                     self._move(tp, partition, ev.TheirCommit)
                 else:
