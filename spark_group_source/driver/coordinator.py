@@ -115,7 +115,7 @@ class Coordinator:
     def close(self) -> None:
         """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
         stream = self._run.machine.stream
-        self._call(ev.Stopping(durable=runs.durable_seq(stream) if stream else -1))
+        self._call(ev.Stopping(durable=self._publisher.durable_seq(stream) if stream else -1))
         self._end(leave=False)
 
     # --- one call ---------------------------------------------------------------------------------------------------

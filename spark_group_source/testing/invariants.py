@@ -7,80 +7,20 @@ process that lives to hear of it must have counted them. Deliberately absent: ho
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterable, Mapping
 
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.testing.books import Book, Cause, Holding, Loss, Reader
 from spark_group_source.testing.kafka_client import Client, Tps
 from spark_group_source.testing.kafka_group import Entry
 from spark_group_source.testing.world import World
 
+Ranges = Mapping[TopicPartition, tuple[int, int]]
+
 
 class Violation(AssertionError):
     """A rule did not hold. The message names the rule."""
-
-
-class Cause(Enum):
-    """Why records may be processed twice."""
-
-    TOLD = "lost, and told so"  # the process must have counted these
-    OVERRUN = "held beyond the budget"  # and these
-    UNTOLD = "lost while holding a revocation"  # the library does not say
-    DEAD = "killed or replaced"
-
-
-@dataclass(slots=True, eq=False)
-class Reader:
-    """One run of a process. ``party`` is what survives it: a stream, or the run itself for an ordinary consumer."""
-
-    name: str
-    party: str
-    number: int = 0  # later runs of a party have higher ones
-    counted: Callable[[], int] | None = None  # offsets that it says may be read twice; None for ordinary consumers
-    alive: bool = True
-    began_ms: int = 0
-    ended_ms: int = 0
-    blame: list[list["Loss"]] = field(default_factory=list)  # for each offset that was, its losses that explain it
-
-
-@dataclass(slots=True)
-class Holding:
-    """A consumer that has a partition, or believes so."""
-
-    reader: Reader
-    since_ms: int
-    begin: int  # where it goes on reading, at the earliest
-    until: int | None = None  # end of what it processed since, without a gap
-    loss: "Loss | None" = None  # somebody else has it meanwhile
-
-
-@dataclass(slots=True)
-class Loss:
-    """Offsets from ``base`` on, up to what its reader read, may be processed by somebody else too."""
-
-    reader: Reader
-    base: int
-    cause: Cause
-    end: int | None = None  # None: its reader goes on, not knowing
-
-
-@dataclass
-class Books:
-    """Everything about one partition."""
-
-    start: int
-    end: int
-    times: list[int] = field(default_factory=list)  # by offset, from ``start``
-    first: list[Reader] = field(default_factory=list)
-    whole: int = 0  # everything below was processed
-    holders: dict[str, Holding] = field(default_factory=dict)
-    losses: list[Loss] = field(default_factory=list)
-    reached: dict[str, int] = field(default_factory=dict)  # by party: end of what it planned or processed
-    chain: dict[str, int] = field(default_factory=dict)  # by party: where its next range starts
-    away: set[str] = field(default_factory=set)  # parties that somebody else followed, or committed after
-    commits: list[tuple[int, Entry]] = field(default_factory=list)
-    flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
 
 
 class Invariants:
@@ -89,13 +29,13 @@ class Invariants:
     def __init__(self, world: World) -> None:
         self._world = world
         self._readers: dict[str, Reader] = {}
-        self.books: dict[TopicPartition, Books] = {}
+        self.books: dict[TopicPartition, Book] = {}
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
 
     def add_partition(self, tp: TopicPartition, start: int) -> None:
-        self.books[tp] = Books(start, start, whole=start)
+        self.books[tp] = Book(start, start, whole=start)
 
     def produce(self, tp: TopicPartition, count: int) -> None:
         self.books[tp].end += count
@@ -157,14 +97,14 @@ class Invariants:
             if client.name in self.books[tp].holders:
                 self._close(tp, client.name, Cause.TOLD)
 
-    def overran(self, tp: TopicPartition, client: Client) -> None:
+    def overran(self, tp: TopicPartition, reader: Reader) -> None:
         """The hold used up its budget: it goes without a commit."""
         book = self.books[tp]
-        holding = book.holders.get(client.name)
-        if holding is not None and holding.loss is None:
-            holding.loss = Loss(holding.reader, self._committed(tp), Cause.OVERRUN)
-            book.losses.append(holding.loss)
-            self._close(tp, client.name, Cause.OVERRUN)
+        for name, holding in list(book.holders.items()):
+            if holding.reader is reader and holding.loss is None:
+                holding.loss = Loss(reader, self._committed(tp), Cause.OVERRUN)
+                book.losses.append(holding.loss)
+                self._close(tp, name, Cause.OVERRUN)
 
     def ended(self, reader: Reader) -> None:
         """A process is gone; its consumers still have their partitions as far as the group knows."""
@@ -196,14 +136,14 @@ class Invariants:
 
     # --- what is read -----------------------------------------------------------------------------------------------
 
-    def intends(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+    def intends(self, reader: Reader, ranges: Ranges) -> None:
         """A batch is on its way: a loss from now on is a loss of this too."""
         for tp, (_, end) in ranges.items():
             self.books[tp].reached[reader.party] = max(end, self.books[tp].reached.get(reader.party, end))
 
-    def planned(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+    def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is fixed: its ranges follow the last ones, or what somebody else committed since."""
-        for tp, (start, end) in ranges.items():
+        for tp, (start, end) in offset.ranges.items():
             book = self.books[tp]
             last = book.chain.get(reader.party)
             if start != last and not self._may_start(tp, reader, start, last):
@@ -224,7 +164,7 @@ class Invariants:
             book.flight[reader] = (start, end)
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
 
-    def replaying(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+    def replaying(self, reader: Reader, ranges: Ranges) -> None:
         """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
         for tp, (start, end) in ranges.items():
             book = self.books[tp]
@@ -235,8 +175,13 @@ class Invariants:
                 if reader.party in book.away and done > start:
                     book.losses.append(Loss(reader, start, Cause.DEAD, done))
 
-    def processed_by(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
-        """These offsets took effect: rows in a table, or whatever an ordinary consumer does."""
+    def processed_by(self, reader: Reader, ranges: Ranges, *, again: bool = False, table: str = "") -> None:
+        """These offsets took effect: rows in a table, or whatever an ordinary consumer does.
+
+        Args:
+            again: the sink writes a batch again that is run again.
+            table: the table with a ledger whose rows they are.
+        """
         for tp, (start, end) in ranges.items():
             if start == end:
                 continue
@@ -263,7 +208,7 @@ class Invariants:
             while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
                 book.whole += 1
 
-    def durable(self, reader: Reader, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+    def durable(self, reader: Reader, ranges: Ranges) -> None:
         """A batch that a former run of this reader's stream had written already is not in flight any more."""
         for tp, (_, end) in ranges.items():
             book = self.books[tp]
@@ -351,7 +296,9 @@ class Invariants:
 
     def _break(self, rule: str) -> None:
         self._world.note(f"VIOLATION: {rule}")
-        raise Violation(rule)
+        error = Violation(rule)
+        self._world.fail(error)
+        raise error
 
 
 def _continues(reader: Reader, former: Reader) -> bool:

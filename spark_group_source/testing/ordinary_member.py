@@ -6,7 +6,9 @@ Runs in: tests. It promises "at least once", as ordinary consumers do. Deliberat
 from collections.abc import Callable
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.invariants import Invariants, Reader
+from spark_group_source.testing.books import Reader
+from spark_group_source.testing.cluster import Cluster
+from spark_group_source.testing.invariants import Invariants
 from spark_group_source.testing.kafka_client import Kind, Op, Tps, make_client
 from spark_group_source.testing.kafka_group import Code, Entry, Group
 from spark_group_source.testing.world import Process, World
@@ -15,10 +17,10 @@ from spark_group_source.testing.world import Process, World
 class OrdinaryMember:
     """A consumer that is not ours: it processes, commits, and gives back at once."""
 
-    def __init__(self, world: World, group: Group, truth: Invariants, *, name: str) -> None:
+    def __init__(self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str) -> None:
         self.process = Process(world, name)
         self.reader = Reader(name, name)
-        self._world, self._group, self._truth = world, group, truth
+        self._world, self._cluster, self._group, self._truth = world, cluster, group, truth
         truth.reads_as(name, self.reader)
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
@@ -26,7 +28,7 @@ class OrdinaryMember:
         self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
 
     def start(self) -> None:
-        self._client.subscribe(frozenset(self._group.topics))
+        self._client.subscribe(frozenset(self._cluster.topics))
         self._later(100, self._loop)
 
     def end(self) -> None:

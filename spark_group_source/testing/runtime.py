@@ -124,11 +124,12 @@ class Condition:
         depth = self._depth
         self._free()
         self._waiting.append(me)
-        woken = me.block(None if timeout is None else to_ms(timeout))
-        if me in self._waiting:
-            self._waiting.remove(me)
-        self._take(me, depth)
-        return woken
+        try:
+            return me.block(None if timeout is None else to_ms(timeout))
+        finally:
+            if me in self._waiting:
+                self._waiting.remove(me)
+            self._take(me, depth)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         deadline_ms = None if timeout is None else self._world.now_ms + to_ms(timeout)
@@ -149,9 +150,15 @@ class Condition:
     def _take(self, me: Thread, depth: int) -> None:
         while self._owner is not None:
             self._entering.append(me)
-            me.block(None)
-            if me in self._entering:
-                self._entering.remove(me)
+            try:
+                me.block(None)
+            except BaseException:
+                if me not in self._entering and self._owner is None:
+                    self._free()  # it was this one's turn
+                raise
+            finally:
+                if me in self._entering:
+                    self._entering.remove(me)
         self._owner, self._depth = me, depth
 
     def _free(self) -> None:
@@ -190,9 +197,11 @@ class Queue:
             if left_ms is not None and left_ms <= 0:
                 raise queue.Empty
             self._getting.append(me)
-            me.block(left_ms)
-            if me in self._getting:
-                self._getting.remove(me)
+            try:
+                me.block(left_ms)
+            finally:
+                if me in self._getting:
+                    self._getting.remove(me)
         return self._items.popleft()
 
     def get_nowait(self) -> Any:
@@ -247,9 +256,11 @@ class Future:
             if left_ms is not None and left_ms <= 0:
                 raise TimeoutError
             self._waiting.append(me)
-            me.block(left_ms)
-            if me in self._waiting:
-                self._waiting.remove(me)
+            try:
+                me.block(left_ms)
+            finally:
+                if me in self._waiting:
+                    self._waiting.remove(me)
 
     def _settle(self, result: Any, error: BaseException | None) -> None:
         if self._world.inert:

@@ -251,6 +251,7 @@ class Thread:
         self._turn = 0  # counts what it waited for, so that what comes late wakes nobody
         self._woken = False
         self._idle: tuple[int, int] | None = None
+        self._interrupt: BaseException | None = None
         self._joiners: list[Thread] = []
 
     def begin(self) -> None:
@@ -269,6 +270,9 @@ class Thread:
         self._world.hub.switch()
         if not self.process.alive:
             raise GreenletExit
+        if self._interrupt is not None:
+            error, self._interrupt = self._interrupt, None
+            raise error
         return self._woken
 
     def block_idle(self, step_ms: int, longest_ms: int) -> bool:
@@ -290,6 +294,12 @@ class Thread:
             since_ms, step_ms = self._idle
             left_ms = -(self._world.now_ms - since_ms) % step_ms
             self._world.at(left_ms, partial(self._time_is_up, self._turn))
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise this where it waits, as a handler of a signal does that comes meanwhile."""
+        if not self.ended:
+            self._interrupt = error
+            self.wake()
 
     def may_be_preempted(self) -> None:
         """Others run first, now and then: those that are due at this instant, or even those due a little later."""

@@ -1,0 +1,150 @@
+"""What goes wrong in a history: one fault after the other, of a kind and at a time that the seed draws.
+
+Runs in: tests. Deliberately absent: the world without them (``scene``), and how questions to the brokers fail one by
+one (``misfortune``).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from spark_group_source.testing.ordinary_member import OrdinaryMember
+from spark_group_source.testing.scene import Scene
+from spark_group_source.testing.spark import Query, SparkRun
+
+PAUSE_MS = (500, 9_000)
+"""Between two faults."""
+FROZEN_MS = (200, 3_000, 9_000, 14_000)
+"""Shorter and longer than a session."""
+OTHERS_MAX = 3
+PARTITIONS_MAX = 12
+
+
+class Faults:
+    """The faults of one history. ``happened``: how often each kind did."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.world = scene, scene.world
+        self.happened: dict[str, int] = {}
+        self._kinds: list[Callable[[], bool]] = [
+            self._kill_driver,
+            self._freeze_driver,
+            self._replace_driver,
+            self._stop_driver,
+            self._slow_sink,
+            self._kill_other,
+            self._freeze_other,
+            self._leave_other,
+            self._add_other,
+            self._add_other,
+            self._lose_broker,
+            self._grow_topic,
+        ]
+
+    def begin(self) -> None:
+        if self.scene.is_calm:
+            return
+        fault = self.world.random.choice(self._kinds)
+        if fault():
+            name = fault.__name__.strip("_")
+            self.happened[name] = self.happened.get(name, 0) + 1
+        self.world.at(self.world.between(*PAUSE_MS), self.begin)
+
+    def end(self) -> None:
+        """No new ones; what has its own end takes it."""
+
+    # --- queries ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> SparkRun | None:
+        run = self.world.random.choice(self.scene.queries).runs[-1]
+        return run if run.healthy else None
+
+    def _kill_driver(self) -> bool:
+        if (run := self._run()) is None:
+            return False
+        run.kill()
+        return True
+
+    def _stop_driver(self) -> bool:
+        if (run := self._run()) is None:
+            return False
+        run.stop()
+        return True
+
+    def _freeze_driver(self) -> bool:
+        if (run := self._run()) is None:
+            return False
+        self._freeze(run.process.freeze, run.process.thaw)
+        return True
+
+    def _replace_driver(self) -> bool:
+        """Taken for dead, it is started again elsewhere; then the first one goes on: a zombie."""
+        if (run := self._run()) is None:
+            return False
+        query: Query = run.query
+        self._freeze(run.process.freeze, run.process.thaw)
+        start: Callable[[], None] = lambda: self.scene.start(query) if query.runs[-1] is run else None  # noqa: E731
+        self.world.at(self.world.between(10, 4_000), start)
+        return True
+
+    def _freeze(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
+        freeze()
+        self.world.at(self.world.random.choice(FROZEN_MS) + self.world.between(0, 2_000), thaw)
+
+    def _slow_sink(self) -> bool:
+        """The sink takes longer than a revocation may be held, for a while."""
+        query = self.world.random.choice(self.scene.queries)
+        usual = query.habits
+        query.habits = replace(usual, sink_ms_max=20_000)
+
+        def usual_again() -> None:
+            if not self.scene.is_calm:
+                query.habits = replace(query.habits, sink_ms_max=usual.sink_ms_max)
+
+        self.world.at(15_000, usual_again)
+        return True
+
+    # --- ordinary consumers -----------------------------------------------------------------------------------------
+
+    def _other(self) -> OrdinaryMember | None:
+        living = [other for other in self.scene.others if other.process.alive and not other.process.frozen]
+        return self.world.random.choice(living) if living else None
+
+    def _add_other(self) -> bool:
+        if sum(other.process.alive for other in self.scene.others) >= OTHERS_MAX:
+            return False
+        self.scene.start_other()
+        return True
+
+    def _kill_other(self) -> bool:
+        if (other := self._other()) is None:
+            return False
+        other.end()
+        return True
+
+    def _freeze_other(self) -> bool:
+        if (other := self._other()) is None:
+            return False
+        self._freeze(other.process.freeze, other.process.thaw)
+        return True
+
+    def _leave_other(self) -> bool:
+        if (other := self._other()) is None:
+            return False
+        other.leave()
+        return True
+
+    # --- the cluster ------------------------------------------------------------------------------------------------
+
+    def _lose_broker(self) -> bool:
+        """No broker for a while; the next coordinator starts every session anew."""
+        self.scene.cluster.unreachable(self.world.random.choice([300, 2_000, 6_000]))
+        return True
+
+    def _grow_topic(self) -> bool:
+        scene = self.scene
+        if len(scene.partitions()) >= PARTITIONS_MAX or not scene.cluster.topics:
+            return False
+        topic = self.world.random.choice(sorted(scene.cluster.topics))
+        for tp in scene.cluster.grow(topic):
+            scene.truth.add_partition(tp, 0)
+        return True

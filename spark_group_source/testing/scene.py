@@ -1,0 +1,182 @@
+"""Who takes part in a history, and what they are like: topics, queries with their sinks, ordinary consumers.
+
+Runs in: tests. All of it is drawn by the seed. Deliberately absent: what goes wrong (``faults``), and what must hold
+(``invariants``).
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from spark_group_source.errors import Fenced, SourceError
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.cluster import Cluster
+from spark_group_source.testing.invariants import Invariants, Violation
+from spark_group_source.testing.kafka_group import REBALANCE_MS, SESSION_MS, Group
+from spark_group_source.testing.ordinary_member import OrdinaryMember
+from spark_group_source.testing.sinks import Idempotent, Plain, Table
+from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun
+from spark_group_source.testing.world import World
+
+PRODUCE_EVERY_MS = 150
+WATCH_EVERY_MS = 1_000
+HOLD_SLACK_MS = 1_500
+"""Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
+CALL_MS_MAX = 60_000
+"""The longest that a call of Spark's may take while the brokers answer and the process runs."""
+START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
+"""When a query that ended is started again, at once or after more than a session."""
+
+
+class Scene:
+    """One history's cast."""
+
+    def __init__(self, world: World, cluster: Cluster, truth: Invariants, protocol: str) -> None:
+        self.world, self.cluster, self.truth, self.protocol = world, cluster, truth, protocol
+        random = world.random
+        self.producing = True
+        self.is_calm = False
+        self.ends: Counter[str] = Counter()
+        for topic, most in (("orders", 5), ("payments", 3)):
+            cluster.create(topic, random.randint(1, most))
+        for tp in cluster.partitions():
+            log = cluster.log(tp)
+            assert log is not None
+            log.first = log.end = random.choice([0, 0, 7])
+            truth.add_partition(tp, log.first)
+        self.group: Group = cluster.group(GROUP)
+        cluster.transactions_allowed = random.random() < 0.7
+        world.loss = random.choice([0.0, 0.0, 0.02, 0.1])
+        world.delay_ms_max = random.choice([5, 15, 80])
+        world.preempt = random.choice([0.0, 0.02, 0.1])
+        self.tables: list[Table] = []
+        self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
+        self.others: list[OrdinaryMember] = []
+
+    # --- the cast ---------------------------------------------------------------------------------------------------
+
+    def _query(self, name: str) -> Query:
+        random = self.world.random
+        options = {
+            "kafka.bootstrap.servers": "kafka:9092",
+            "kafka.group.id": GROUP,
+            "subscribe": ",".join(sorted(self.cluster.topics)),
+            "groupMembers": str(random.randint(1, 3)),
+            "kafka.max.poll.interval.ms": str(REBALANCE_MS),
+        }
+        if self.protocol == "consumer":
+            options["kafka.group.protocol"] = "consumer"
+        else:
+            options |= {"kafka.group.protocol": "classic", "kafka.session.timeout.ms": str(SESSION_MS)}
+        if self.protocol == "cooperative":
+            options["kafka.partition.assignment.strategy"] = "cooperative-sticky"
+        if (most := random.choice([None, 20, 5])) is not None:
+            options["maxOffsetsPerTrigger"] = str(most)
+        habits = Habits(
+            options,
+            sink_ms_max=random.choice([50, 800, 3_000]),
+            crash=random.choice([0.0, 0.0, 0.01, 0.04]),
+        )
+        return Query(name, habits, self._sink(name), Checkpoint(f"query-{name}"))
+
+    def _sink(self, name: str) -> Sink:
+        kind = self.world.random.choice(["table", "table", "idempotent", "plain"])
+        if kind == "plain":
+            return Plain(self.truth)
+        if kind == "idempotent":
+            return Idempotent(self.truth)
+        if not self.tables or self.world.random.random() < 0.5:
+            self.tables.append(Table(self.world, self.truth, f"table-{name}", GROUP))
+        return self.tables[-1]
+
+    def begin(self) -> None:
+        for query in self.queries:
+            self.start(query)
+        for _ in range(self.world.random.choice([0, 1, 1, 2])):
+            self.start_other()
+        self._produce()
+        self._watch()
+
+    def start(self, query: Query) -> None:
+        run = SparkRun(self.world, self.cluster, self.truth, query, on_end=self._on_end)
+        query.runs.append(run)
+        run.start()
+
+    def start_other(self) -> None:
+        other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=f"other{len(self.others) + 1}")
+        self.others.append(other)
+        other.start()
+
+    def _on_end(self, run: SparkRun, error: BaseException | None) -> None:
+        """Whoever runs the queries starts one again that ended."""
+        self.ends["ended" if error is None else type(error).__name__] += 1
+        if run is not run.query.runs[-1]:
+            return
+        if isinstance(error, Fenced) and self.cluster.transactions_allowed:
+            self._judge_fenced(run, error)
+        query = run.query
+        delay_ms = self.world.random.choice(START_AGAIN_MS)
+        self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
+
+    def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
+        """The newest run of a query may only be shut out by an older one that had not begun when it started."""
+        if not run.late:
+            raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
+
+    # --- what goes on -----------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        if not self.producing:
+            return
+        random = self.world.random
+        if tps := self.cluster.partitions():
+            tp = random.choice(tps)
+            count = random.randint(1, 6)
+            self.cluster.produce(tp, count)
+            self.truth.produce(tp, count)
+        self.world.at(self.world.between(1, PRODUCE_EVERY_MS), self._produce)
+
+    def _watch(self) -> None:
+        """Nothing waits for longer than it may."""
+        now = self.world.now_ms
+        for query in self.queries:
+            for run in query.runs:
+                if not run.healthy or run.watched is None:
+                    continue
+                since_ms = run.calling_since_ms
+                trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
+                if since_ms is not None and now - max(since_ms, trouble_ms) > CALL_MS_MAX:
+                    raise self._violation(f"{run.process.name}: {run.calling} takes longer than {CALL_MS_MAX} ms")
+                held_ms = run.watched.longest_hold_ms(now)
+                if held_ms > run.watched.rules.hold_budget_ms + HOLD_SLACK_MS and now - trouble_ms > HOLD_SLACK_MS:
+                    raise self._violation(f"{run.process.name} holds a revocation for {held_ms} ms")
+        self.world.at(WATCH_EVERY_MS, self._watch)
+
+    def _violation(self, rule: str) -> Violation:
+        self.world.note(f"VIOLATION: {rule}")
+        return Violation(rule)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def calm(self) -> None:
+        world = self.world
+        world.note("--- calm ---")
+        self.is_calm = True
+        world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
+        # A static member that was replaced between "this partition moves" and its own rejoin never gives it back: under
+        # the cooperative protocol that partition has no owner until the next rebalance, here as in a real Kafka.
+        self.group.on_topics_changed()
+        for query in self.queries:
+            query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
+        processes = [run.process for query in self.queries for run in query.runs]
+        for process in [*processes, *(other.process for other in self.others)]:
+            if process.alive and process.frozen:
+                process.thaw()
+
+    def at_rest(self) -> bool:
+        return self.truth.finished()
+
+    def finish(self) -> None:
+        self.truth.finish()
+
+    def partitions(self) -> list[TopicPartition]:
+        return self.cluster.partitions()
