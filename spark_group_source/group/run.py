@@ -298,7 +298,7 @@ class Run:
         budget_ms = self.rules.founding_budget_ms
         waited_ms = self._now_ms - self._since_ms
         if waited_ms >= budget_ms:
-            self._fail(self._timeout("gave an assignment", waited_ms))
+            self._fail(self._timeout("given an assignment", waited_ms))
             return None
         patience_ms = min(PATIENCE_MS, budget_ms)
         if waited_ms >= patience_ms and not self._told_waiting:
@@ -394,7 +394,7 @@ class Run:
                 self._unsettled_since_ms = self._now_ms
             waited_ms = self._now_ms - self._unsettled_since_ms
             if waited_ms >= self.rules.founding_budget_ms:
-                self._fail(self._timeout("came to rest, so that nothing to read could be believed,", waited_ms))
+                self._fail(self._timeout('come to rest, so that "nothing to read" could be believed,', waited_ms))
             else:
                 self._move(ev.Unsettled)
 
