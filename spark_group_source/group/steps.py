@@ -223,7 +223,7 @@ class Steps:
                 self._unsettled_since_ms = self._now_ms
             waited_ms = self._now_ms - self._unsettled_since_ms
             if waited_ms >= self.rules.founding_budget_ms:
-                self._fail(self._timeout("come to rest, so that nothing to read could be believed,", waited_ms))
+                self._fail(self._timeout('come to rest, so that "nothing to read" could be believed,', waited_ms))
             else:
                 self._move(ev.Unsettled)
 
