@@ -1,5 +1,6 @@
 """Write what the code knows into the documents, and draw their picture: ``python -m tests.render``."""
 
+import inspect
 import re
 import sys
 from collections.abc import Mapping
@@ -50,12 +51,21 @@ BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
 
 def blocks() -> dict[Path, dict[str, str]]:
     """What stands between ``<!-- name -->`` and ``<!-- /name -->`` of each document."""
-    rows = dict(zip((name for name, _, _ in DRAWN), states.render_markdown().strip().split("\n\n"), strict=True))
     return {
         README: {"options": options.render_markdown(TEN)},
         OPTIONS: {"options": options.render_markdown()},
-        ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows[name]}\n" for name, kind, table in DRAWN},
+        ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
+
+
+def rows(kind: type[Enum], table: Table) -> str:
+    """One row a state: what it means, as its comment says, and what leads out of it."""
+    lines = ["| state | means | leaves by |", "|---|---|---|"]
+    meanings = dict(re.findall(r"^    (\w+) = \".*?\"  # (.*)$", inspect.getsource(kind), re.MULTILINE))
+    for state in kind:
+        exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
+        lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'nothing'} |")
+    return "\n".join(lines) + "\n"
 
 
 def diagram(kind: type[Enum], table: Table) -> str:
