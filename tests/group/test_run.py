@@ -373,7 +373,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
     assert FOUNDING_BUDGET_MS <= waited_ms(run) <= FOUNDING_BUDGET_MS + 1_000
-    assert "has not come to rest, so that nothing to read could be believed" in str(failure.value)
+    assert 'has not come to rest, so that "nothing to read" could be believed' in str(failure.value)
     assert len(run.took(ev.Describe)) <= FOUNDING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 

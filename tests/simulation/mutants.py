@@ -1,7 +1,7 @@
 """One-line breaks of the code that ships: the simulation must notice every one of them.
 
 ``python -m tests.simulation.mutants NAME [PROTOCOL SEED ...]`` plays histories with one line broken, and exits 1 at the
-first that fails. The line is replaced in the source as it is loaded, so it is the shipped module that runs, in a process
+first that fails. The line is replaced as its source is loaded: it is the shipped module that runs, in a process
 of its own; nothing on the disk changes.
 """
 
@@ -49,10 +49,10 @@ class _Loader(importlib.abc.SourceLoader):
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
 
-    def get_filename(self, fullname: str) -> str:  # noqa: ARG002 - Python's signature
+    def get_filename(self, fullname: str) -> str:
         return str(PACKAGE / self._mutant.file)
 
-    def get_data(self, path: str | bytes) -> bytes:  # noqa: ARG002 - Python's signature
+    def get_data(self, path: str | bytes) -> bytes:
         return self._mutant.source().encode()
 
     def path_stats(self, path: str) -> dict[str, float]:
