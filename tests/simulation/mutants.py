@@ -195,7 +195,7 @@ MUTANTS = [
     ),
     Mutant(
         "takes-silence-for-an-answer",
-        M,
+        "group/lookups.py",
         "left = tuple(tp for tp in asked if tp not in offsets)",
         "left = ()",
         "an answer that leaves something out is no answer for it",
