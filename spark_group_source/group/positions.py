@@ -9,7 +9,7 @@ when it is not. A batch that became durable while a partition's position was not
 is *pending*: it is applied to whatever the answer says, as if the answer had come first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass
 
 from spark_group_source.group import events as ev
@@ -65,7 +65,7 @@ class Positions:
         self.all: dict[TopicPartition, Partition] = {}
         self.ours: dict[TopicPartition, Partition] = {}
         self._in_flight: Ranges = {}
-        self._due: set[TopicPartition] = set()  # ours, with a known position that Kafka is owed
+        self._due: dict[TopicPartition, None] = {}  # ours, with a known position that Kafka is owed; in order
         self._came: set[TopicPartition] = set()  # in CAME
         self._unknown = 0  # how many of ours are in a state of UNKNOWN
         self._taking = 0  # and in TAKING
@@ -89,7 +89,7 @@ class Positions:
         if partition.state not in UNKNOWN:
             partition.as_of = as_of
         self._move(tp, partition, cause)
-        self._due.discard(tp)
+        self._due.pop(tp, None)
         del self.ours[tp]
         partition.slot, partition.until, partition.theirs, partition.uncounted = -1, 0, False, 0
 
@@ -130,7 +130,7 @@ class Positions:
                     self._move(tp, partition, ev.TheirCommit)
                 else:
                     partition.state = ready
-                due.add(tp)  # it moved on, and Kafka cannot know yet
+                due[tp] = None  # it moved on, and Kafka cannot know yet
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
                 partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
@@ -241,15 +241,15 @@ class Positions:
             self.all[tp] = Partition(questions=questions)
         for tp, partition in self.ours.items():
             self._move(tp, partition, ev.ResetSeen)
-            self._due.discard(tp)
+            self._due.pop(tp, None)
             partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
 
     # --- the echo ---------------------------------------------------------------------------------------------------
 
-    def due(self) -> set[TopicPartition]:
+    def due(self) -> KeysView[TopicPartition]:
         """Ours, whose position Kafka is owed."""
-        return self._due
+        return self._due.keys()
 
     def echoed(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Kafka shows these offsets under our name."""
@@ -261,7 +261,7 @@ class Positions:
             partition.committed = at
             if partition.position == at:
                 partition.theirs = False
-                due.discard(tp)
+                due.pop(tp, None)
                 if partition.state is taking:
                     self._move(tp, partition, ev.EchoDone)
             else:
@@ -341,9 +341,9 @@ class Positions:
 
     def _account(self, tp: TopicPartition, partition: Partition) -> None:
         if partition.owed:
-            self._due.add(tp)
+            self._due[tp] = None
         else:
-            self._due.discard(tp)
+            self._due.pop(tp, None)
 
     def _move(self, tp: TopicPartition, partition: Partition, cause: type) -> None:
         before = partition.state

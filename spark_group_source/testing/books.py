@@ -3,7 +3,7 @@
 Runs in: tests. Deliberately absent: the rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,6 +31,8 @@ class Reader:
     number: int = 0  # later runs of a party have higher ones
     counted: Callable[[], int] | None = None  # offsets that it says may be read twice; None for ordinary consumers
     alive: bool = True
+    closing: bool = False  # its members are being closed
+    known: Mapping[str, int] = field(default_factory=dict)  # partitions of each topic when its stream began
     began_ms: int = 0
     ended_ms: int = 0
     blame: list[list["Loss"]] = field(default_factory=list)  # for each offset that was, its losses that explain it
@@ -66,7 +68,8 @@ class Book:
     stale: int = 0  # up to here a former topic of this name was read: its commits may still come
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)
-    whole: int = 0  # everything below was processed, or is nobody's to process
+    whole: int = 0  # everything below was processed, or is nobody's
+    nobodys: int = 0  # everything below may be left out: it came before the start, was skipped on purpose, or is gone
     holders: dict[str, Holding] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     reached: dict[str, int] = field(default_factory=dict)  # by party: end of what it planned or processed

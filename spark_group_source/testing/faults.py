@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from spark_group_source.testing.ordinary_member import OrdinaryMember
-from spark_group_source.testing.scene import Scene
+from spark_group_source.testing.scene import TRIGGERS, Scene
 from spark_group_source.testing.spark import Query, SparkRun
 
 PAUSE_MS = (500, 9_000)
 """Between two faults."""
 FROZEN_MS = (200, 3_000, 9_000, 14_000)
 """Shorter and longer than a session."""
+OUTAGES_MS = (300, 2_000, 2_000, 6_000, 6_000, 16_000, 45_000)
+"""Up to longer than every time-out."""
 OTHERS_MAX = 3
 PARTITIONS_MAX = 12
 
@@ -37,7 +39,11 @@ class Faults:
             self._add_other,
             self._add_other,
             self._lose_broker,
+            self._cut_off,
+            self._drain,
+            self._change_trigger,
             self._grow_topic,
+            self._hold_records,
         ]
 
     def begin(self) -> None:
@@ -103,6 +109,30 @@ class Faults:
         self.world.at(15_000, usual_again)
         return True
 
+    def _cut_off(self) -> bool:
+        """One driver reaches no broker, while all others do."""
+        if (run := self._run()) is None:
+            return False
+        run.process.cut_off_until_ms = self.world.now_ms + self.world.random.choice(OUTAGES_MS)
+        self.world.note(f"{run.process.name}: cut off until {run.process.cut_off_until_ms}")
+        return True
+
+    def _drain(self) -> bool:
+        """An operator lets the query end its batch, and stops it then."""
+        query = self.world.random.choice(self.scene.queries)
+        if query.drain or not query.runs[-1].healthy:
+            return False
+        query.drain = True
+        self.world.note(f"{query.name}: asked to drain")
+        self.world.at(self.world.between(3_000, 15_000), lambda: self.scene.end_drain(query) if query.drain else None)
+        return True
+
+    def _change_trigger(self) -> bool:
+        """From its next start the query is run in another way."""
+        query = self.world.random.choice(self.scene.queries)
+        query.habits = replace(query.habits, trigger=self.world.random.choice(TRIGGERS))
+        return True
+
     # --- ordinary consumers -----------------------------------------------------------------------------------------
 
     def _other(self) -> OrdinaryMember | None:
@@ -137,7 +167,7 @@ class Faults:
 
     def _lose_broker(self) -> bool:
         """No broker for a while; the next coordinator starts every session anew."""
-        self.scene.cluster.unreachable(self.world.random.choice([300, 2_000, 6_000]))
+        self.scene.cluster.unreachable(self.world.random.choice(OUTAGES_MS))
         return True
 
     def _grow_topic(self) -> bool:
@@ -147,4 +177,18 @@ class Faults:
         topic = self.world.random.choice(sorted(scene.cluster.topics))
         for tp in scene.cluster.grow(topic):
             scene.truth.add_partition(tp, 0)
+        return True
+
+    def _hold_records(self) -> bool:
+        """A producer's transaction stays open: under read_committed nothing behind its beginning is read."""
+        scene = self.scene
+        tps = scene.partitions()
+        if not tps:
+            return False
+        tp = self.world.random.choice(tps)
+        log = scene.cluster.log(tp)
+        if log is None or log.held is not None:
+            return False
+        log.held = log.end
+        self.world.at(self.world.between(500, 20_000), lambda: scene.release(tp))
         return True

@@ -30,6 +30,7 @@ class Invariants:
         self._world = world
         self._readers: dict[str, Reader] = {}
         self.books: dict[TopicPartition, Book] = {}
+        self.starts_at_the_end = False  # startingOffsets=latest
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
@@ -79,6 +80,11 @@ class Invariants:
 
     def released(self, tps: Tps, client: Client) -> None:
         """Given back in order: what it read must be committed, and a plain read must show it."""
+        if self._readers[client.process.name].closing:
+            return  # the consumer of a query that is stopped: as far as the group knows, nothing has changed
+        if client.leaving:
+            self.told(tps, client)  # it gave up its membership itself, because it was thrown out or replaced
+            return
         for tp in tps:
             book = self.books[tp]
             holding = book.holders.get(client.name)
@@ -146,6 +152,8 @@ class Invariants:
         for tp, (start, end) in offset.ranges.items():
             book = self.books[tp]
             last = book.chain.get(reader.party)
+            if last is None and not book.commits and self._may_skip(tp, reader):
+                self._nobodys(tp, min(start, book.end))
             if start != last and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
@@ -179,7 +187,7 @@ class Invariants:
         """These offsets took effect: rows in a table, or whatever an ordinary consumer does.
 
         Args:
-            again: the sink writes a batch again that is run again.
+            again: the sink had written this very batch before.
             table: the table with a ledger whose rows they are.
         """
         for tp, (start, end) in ranges.items():
@@ -203,10 +211,12 @@ class Invariants:
                 self.processed += 1
                 if book.times[at] == 1:
                     book.first[at] = reader
+                elif again:
+                    self.twice += 1
+                    self.causes[Cause.REPLAY] += 1
                 else:
                     self._excuse(tp, offset, reader, book.first[at])
-            while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
-                book.whole += 1
+            _advance(book)
 
     def durable(self, reader: Reader, ranges: Ranges) -> None:
         """A batch that a former run of this reader's stream had written already is not in flight any more."""
@@ -235,10 +245,12 @@ class Invariants:
     def committed(self, tp: TopicPartition, old: Entry | None, new: Entry) -> None:
         book = self.books[tp]
         self._world.note(lambda: f"group: {tp} is committed at {new.offset} by {new.by}")
+        writer = self._readers[new.by]
+        if old is None and self._may_skip(tp, writer):
+            self._nobodys(tp, min(new.offset, book.end))
         if new.offset > book.whole:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
-        writer = self._readers[new.by]
         book.away |= book.chain.keys() - {writer.party}
         if old is not None and new.offset < old.offset:
             if writer.counted is not None:
@@ -283,8 +295,20 @@ class Invariants:
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
         if anyone and not before:
-            return start == book.start or start in [entry.offset for entry in seen]
+            return start in (book.start, book.nobodys) or start in [entry.offset for entry in seen]
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
+
+    def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
+        """Whether this stream may begin at the end: under ``latest``, where nobody began before, and not on partitions
+        that were added since the stream began."""
+        known = reader.known.get(tp.topic, 0)
+        return self.starts_at_the_end and tp.partition < known and not self.books[tp].chain
+
+    def _nobodys(self, tp: TopicPartition, until: int) -> None:
+        """Records below this are nobody's to process."""
+        book = self.books[tp]
+        book.nobodys = max(book.nobodys, until)
+        _advance(book)
 
     def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
         parties = {reader.party for reader in readers}
@@ -294,11 +318,21 @@ class Invariants:
         start, end = self.books[tp].flight[reader]
         return self._committed(tp) < end and start < end
 
+    def require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._break(otherwise)
+
     def _break(self, rule: str) -> None:
         self._world.note(f"VIOLATION: {rule}")
         error = Violation(rule)
         self._world.fail(error)
         raise error
+
+
+def _advance(book: Book) -> None:
+    book.whole = max(book.whole, book.nobodys)
+    while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
+        book.whole += 1
 
 
 def _continues(reader: Reader, former: Reader) -> bool:

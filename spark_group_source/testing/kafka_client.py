@@ -121,13 +121,18 @@ class Client:
         self.calling: Op | None = None  # the application is asked, and has not answered
         self.closed = False
         self._listener, self._group = listener, group
-        self._leaving = False
+        self._leaving = self._closing = False
         self._heard_ms = process.world.now_ms
 
     @property
     def holding(self) -> bool:
         """Whether the application was asked to give back, and has not yet."""
         return self.calling is not None and self.calling.kind is Kind.REVOKE
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the application has unsubscribed, or closes."""
+        return self._leaving or self._closing
 
     def subscribe(self, topics: frozenset[str]) -> None:
         """Join, or go on with other topics."""
@@ -142,6 +147,7 @@ class Client:
 
     def give_all_back(self) -> None:
         """Before :meth:`close`, if the application is not being asked for anything."""
+        self._closing = True
         if self.owned and self.calling is None and not self.closed:
             self._ask(Kind.REVOKE, self.owned, lambda: None)
 

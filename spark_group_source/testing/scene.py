@@ -12,12 +12,16 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
 from spark_group_source.testing.kafka_group import REBALANCE_MS, SESSION_MS, Group
+from spark_group_source.testing.misfortune import Misfortune
 from spark_group_source.testing.ordinary_member import OrdinaryMember
 from spark_group_source.testing.sinks import Idempotent, Plain, Table
-from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun
+from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun, Trigger
 from spark_group_source.testing.world import World
 
-PRODUCE_EVERY_MS = 150
+PRODUCE_EVERY_MS = 400
+SHARES = (0.0, 0.002, 0.02)
+"""Of all questions to the brokers, that one kind of misfortune meets."""
+TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
 WATCH_EVERY_MS = 1_000
 HOLD_SLACK_MS = 1_500
 """Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
@@ -48,6 +52,11 @@ class Scene:
         world.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         world.delay_ms_max = random.choice([5, 15, 80])
         world.preempt = random.choice([0.0, 0.02, 0.1])
+        self._starting = random.choice(["earliest", "earliest", "latest"])
+        self._isolation = random.choice(["read_committed", "read_uncommitted"])
+        truth.starts_at_the_end = self._starting == "latest"
+        if random.random() < 0.6:
+            cluster.misfortune = Misfortune(*(random.choice(SHARES) for _ in range(6)))
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         self.others: list[OrdinaryMember] = []
@@ -59,20 +68,27 @@ class Scene:
         options = {
             "kafka.bootstrap.servers": "kafka:9092",
             "kafka.group.id": GROUP,
-            "subscribe": ",".join(sorted(self.cluster.topics)),
+            "startingOffsets": self._starting,
+            "kafka.isolation.level": self._isolation,
+            "leaveOnStop": random.choice(["auto", "auto", "always", "never"]),
             "groupMembers": str(random.randint(1, 3)),
             "kafka.max.poll.interval.ms": str(REBALANCE_MS),
         }
+        if random.random() < 0.8:
+            options["subscribe"] = ",".join(sorted(self.cluster.topics))
+        else:
+            options["subscribePattern"] = "orders|payments"
         if self.protocol == "consumer":
             options["kafka.group.protocol"] = "consumer"
         else:
             options |= {"kafka.group.protocol": "classic", "kafka.session.timeout.ms": str(SESSION_MS)}
         if self.protocol == "cooperative":
             options["kafka.partition.assignment.strategy"] = "cooperative-sticky"
-        if (most := random.choice([None, 20, 5])) is not None:
+        if (most := random.choice([None, 50, 15])) is not None:
             options["maxOffsetsPerTrigger"] = str(most)
         habits = Habits(
             options,
+            trigger=random.choice(TRIGGERS),
             sink_ms_max=random.choice([50, 800, 3_000]),
             crash=random.choice([0.0, 0.0, 0.01, 0.04]),
         )
@@ -155,6 +171,16 @@ class Scene:
         self.world.note(f"VIOLATION: {rule}")
         return Violation(rule)
 
+    def release(self, tp: TopicPartition) -> None:
+        """The open transaction of records ends."""
+        if (log := self.cluster.log(tp)) is not None:
+            log.held = None
+
+    def end_drain(self, query: Query) -> None:
+        """Who asked the query to drain stops it, and starts it again."""
+        query.drain = False
+        query.runs[-1].stop()
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def calm(self) -> None:
@@ -162,12 +188,17 @@ class Scene:
         world.note("--- calm ---")
         self.is_calm = True
         world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
+        self.cluster.misfortune = Misfortune()
         # A static member that was replaced between "this partition moves" and its own rejoin never gives it back: under
         # the cooperative protocol that partition has no owner until the next rebalance, here as in a real Kafka.
         self.group.on_topics_changed()
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
+            if query.drain:
+                self.end_drain(query)
         processes = [run.process for query in self.queries for run in query.runs]
+        for tp in self.partitions():
+            self.release(tp)
         for process in [*processes, *(other.process for other in self.others)]:
             if process.alive and process.frozen:
                 process.thaw()

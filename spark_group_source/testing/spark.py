@@ -242,11 +242,18 @@ class SparkRun:
         self._step(5, 60)
         if number != start.seq + 1 or number in log.offsets:
             raise ConcurrentUpdate(f"another run wrote batch {number}")
+        self._only_what_is_stable(end)
         log.offsets[number] = end.to_json()
         self._truth.planned(self.reader, end)
         if not start.is_initial:
             self._call("commit()", lambda: coordinator.commit(start))
         return number
+
+    def _only_what_is_stable(self, planned: StreamOffset) -> None:
+        for tp, start, end in planned.batch():
+            log = self.cluster.log(tp)
+            if self.options.isolation_level == "read_committed" and log is not None and log.held is not None:
+                self._truth.require(end <= log.held, f"{self.process.name} plans {tp}[{start},{end}) beyond {log.held}")
 
     def _batch(self, number: int, offset: StreamOffset) -> None:
         coordinator = self._coordinator

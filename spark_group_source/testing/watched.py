@@ -46,6 +46,7 @@ class WatchedRun(Run):
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
+        self._reader.closing |= isinstance(event, ev.Closing)
         before, overruns = (self.machine.held(), self.overruns) if tick else (set(), 0)
         commands = super().handle(event, now_ms=now_ms)
         if commands or not tick:
@@ -69,7 +70,7 @@ class WatchedRun(Run):
 
     def _inspect(self, commands: list[ev.Command]) -> None:
         if self.machine.stream and self._reader.party != self.machine.stream:
-            self._reader.party = self.machine.stream
+            self._reader.party, self._reader.known = self.machine.stream, self.machine.known()
         try:
             self.machine.check()
         except InvariantBroken as exc:
