@@ -28,7 +28,6 @@ MODULE_LINES_MAX = 400
 LONG = {
     "group.events": "every event, command and step: a list of values without behaviour",
     "local.broker": "one real broker, from its files to its end, in one place",
-    "testing.spark_driver": "a whole driver in miniature",
 }
 """Modules that may be longer, and why."""
 
