@@ -12,7 +12,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.testing.harness import GROUP, STREAM, RunHarness, only, tps
 
 STAYS, LEAVES = tps("orders", 0, 1)
-LOOK_MS, ECHO_MS, REBALANCE_MS = 70, 220, 130
+LOOK_MS, ECHO_MS, REBALANCE_MS = 70, 220, 180
 """How long the brokers take to say where the logs end, to commit and show it, to give a free partition away."""
 REVOKED_MS, SINK_MS, DURABLE_MS, READ_MS, END_MS = 430, 800, 1050, 1800, 2000
 """When Kafka asks for a partition, the sink begins to commit batch 7 and has it, batch 8 ends, and the picture."""
@@ -67,12 +67,12 @@ def film() -> Times:
 
 # --- drawing --------------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, TOP, ROW, BAR = 960, 530, 140, 48, 66, 30
+WIDTH, HEIGHT, LEFT, TOP, ROW, BAR = 960, 530, 146, 48, 66, 30
 ROWS = ("Spark", "coordinator", "slot 0", "Kafka", "another member")
 STYLE = """
-text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
-.name { font-weight: 600 } .small { font-size: 12.5px; fill: #59636e } .mid { text-anchor: middle }
-.end { text-anchor: end } .n { font-size: 13px; font-weight: 700; fill: #ffffff; text-anchor: middle }
+text { font: 15px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.name { font-weight: 600 } .small { font-size: 14px; fill: #59636e } .mid { text-anchor: middle }
+.end { text-anchor: end } .n { font-size: 14px; font-weight: 700; fill: #ffffff; text-anchor: middle }
 .page { fill: #ffffff; stroke: #d0d7de } .line { stroke: #d0d7de } .dot { fill: #0969da }
 .go { stroke: #0969da; stroke-width: 1.8; fill: none } .tip { fill: #0969da }
 .call { fill: #eaeef2; stroke: #8c959f } .read { fill: #ddf4ff; stroke: #54aeff }
@@ -147,7 +147,7 @@ def draw(at: Times) -> str:
         _bar("call", "Kafka", 0, shown, f"{goes} is slot 0's, committed offset {old}"),
         _bar("sink", "Kafka", shown, at.given, f"committed {new}"),
         _bar("other", "Kafka", at.given, END_MS, f"{goes} is the other's"),
-        _bar("other", "another member", at.given, END_MS, f"reads {goes} from {new} on"),
+        _bar("other", "another member", at.given, END_MS, f"reads {goes} from {new}"),
         _arrow(at.plan, "coordinator", at.plan, "Spark"),
         _arrow(at.echo, "Spark", at.echo, "coordinator"),
         _arrow(at.echo, "coordinator", shown, "Kafka"),

@@ -174,11 +174,7 @@ class GroupMachine:
         )
 
     def check(self) -> None:
-        """State the invariants. Costs a walk over everything: for tests and for the story of a failure.
-
-        Raises:
-            InvariantBroken: one of them does not hold.
-        """
+        """State the invariants, or raise InvariantBroken. Walks over everything: for tests, and for a failure."""
         if self.phase is Phase.CLOSED:
             return  # events are ignored: what it knew then is not kept true
         self._require((self.plan is not None) == (self.phase is Phase.PLANNED), "a plan without its phase")

@@ -216,7 +216,7 @@ def test_a_replay_after_the_ledger_was_set_back_by_hand_is_skipped(query: Query,
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 2}, reason="replay")
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     assert rows(table) == records(0, 5)
-    query.run(query.sink(table), 1, offset(1, one(2, 4), moved=[("orders", 0)]))
+    query.run(query.sink(table), 1, offset(1, one(2, 4), followed=[("orders", 0)]))
     assert Counter(rows(table)) == Counter(records(0, 5) + records(2, 4)), "what the operator asked for"
 
 
@@ -300,7 +300,7 @@ def test_a_rewind_by_someone_else_is_refused_and_the_table_stays(query: Query, t
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     with pytest.raises(LedgerConflict, match=r"orders-0: Kafka says 3, the table holds up to 10.*--to-ledger"):
-        query.run(sink, 1, offset(1, one(3, end), moved=[("orders", 0)]))
+        query.run(sink, 1, offset(1, one(3, end), followed=[("orders", 0)]))
     assert len(commits(table)) == 2
     assert rows(table) == records(0, 10)
 
@@ -309,7 +309,7 @@ def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, tabl
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="on purpose")
-    query.run(sink, 1, offset(1, one(3, 5), moved=[("orders", 0)]))
+    query.run(sink, 1, offset(1, one(3, 5), followed=[("orders", 0)]))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 5))
     assert next_offsets(table) == {("orders", 0): 5}
 
@@ -317,7 +317,7 @@ def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, tabl
 def test_what_another_member_had_in_between_is_no_error(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
-    query.run(sink, 1, offset(1, one(50, 60), moved=[("orders", 0)]))
+    query.run(sink, 1, offset(1, one(50, 60), followed=[("orders", 0)]))
     assert next_offsets(table) == {("orders", 0): 60}
 
 
@@ -362,19 +362,19 @@ def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     assert actions(commit, "txn")[0]["version"] == 1
     assert next_offsets(table) == {("orders", 0): 3}
     assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
-    query.run(query.sink(table), 2, offset(2, one(3, 12), moved=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
     assert next_offsets(table) == {("orders", 0): 12}
 
 
 def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Query, table: Path) -> None:
-    sink, refused = query.sink(table), offset(1, one(3, 7), moved=[("orders", 0)])
+    sink, refused = query.sink(table), offset(1, one(3, 7), followed=[("orders", 0)])
     query.run(sink, 0, offset(0, one(0, 10)))
     with pytest.raises(LedgerConflict, match="with the same checkpoint"):
         query.run(sink, 1, refused)
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", epoch=1)
     query.run(query.sink(table), 1, refused)
-    query.run(query.sink(table), 2, offset(2, one(10, 12), moved=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], epoch=1))
     assert rows(table) == records(0, 12)
 
 
@@ -406,7 +406,7 @@ def test_a_stream_that_does_not_hear_of_a_reset_is_stopped_at_its_second_batch(q
         query.run(sink, 2, offset(2, one(9, 12)))
     set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=2)
     query.run(sink, 2, offset(2, one(9, 12)))
-    query.run(sink, 3, offset(3, one(5, 14), moved=[("orders", 0)], epoch=2))
+    query.run(sink, 3, offset(3, one(5, 14), followed=[("orders", 0)], epoch=2))
     assert rows(table) == records(0, 14)
 
 
