@@ -176,13 +176,15 @@ class Run(Steps):
         self._move(ev.Stopping)
 
     def _siblings_seen(self, event: ev.SiblingsSeen) -> None:
-        if event.waiting is not None and self.state is RunState.GATHERING:
+        before, self._sibling = self._sibling, event.waiting
+        seen_twice = before is not None and before == event.waiting
+        if seen_twice and self.state in (RunState.GATHERING, RunState.SETTLING):
             self._fail(
                 OptionError(
                     f"this query reads group {self.rules.group!r} by two loads (the other one is process "
                     f"{event.waiting}), as a self-join of one load() does: they are two streams that share the group's "
-                    "partitions, and each would wait for the other's batch. Give each side a load() with a group of "
-                    "its own",
+                    "partitions, so that each has a part of the records, or waits for the other one's batch. Give each "
+                    "side a load() with a group of its own",
                     group=self.rules.group,
                 )
             )

@@ -22,7 +22,8 @@ SETTLE_MS_MAX = 10_000
 PATIENCE_MS = 10_000
 """How long an assignment may take before the log says why that can be."""
 SIBLINGS_EVERY_MS = 3_000
-"""While it waits: how often to look whether another stream of this very query waits for it."""
+"""How often to look whether another stream of this very query waits for this one. It does if it is seen twice; once it
+may be the reader of a query that was just stopped."""
 ECHO_MS_MAX = 60_000
 """How long a run that ends or drains waits for its offsets to be committed."""
 STOP_ECHO_MS_MAX = 4_000
@@ -52,7 +53,8 @@ class Steps:
         self._since_ms = 0  # in this state
         self._unsettled_since_ms: int | None = None
         self._told_waiting = False
-        self._looked_around_ms = 0
+        self._looked_around_ms = -1
+        self._sibling: int | None = None
         self._seen: ev.GroupSeen | None = None
         self._describe_at_ms = 0
         self._settled = False
@@ -155,6 +157,8 @@ class Steps:
         if not (self._is_first or self._bounded):
             self._move(ev.Settled)
             return None
+        if self._is_first and (step := self._look_around()) is not None:
+            return step
         if self._seen is None:
             early = self._now_ms < self._describe_at_ms
             return ev.Wait(until_ms=self._describe_at_ms) if early else ev.Describe()
@@ -163,6 +167,16 @@ class Steps:
         if self._settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
             self._move(ev.Settled)
         return None
+
+    def _look_around(self) -> ev.Step | None:
+        """Where members keep their partitions through a rebalance, two streams of one query need not wait for each
+        other: each would read a part of the records, and nobody would know."""
+        never = self._looked_around_ms < self._since_ms
+        again_at_ms = self._looked_around_ms + SIBLINGS_EVERY_MS
+        if never or (self._sibling is not None and self._now_ms >= again_at_ms):
+            self._looked_around_ms = self._now_ms
+            return ev.LookForSiblings()
+        return None if self._sibling is None else ev.Wait(until_ms=again_at_ms)
 
     def _is_settled(self, seen: ev.GroupSeen) -> bool:
         ours = {names.client_id(self.machine.stream, slot) for slot in range(self.rules.slots)}

@@ -471,7 +471,24 @@ def test_two_loads_of_one_group_in_one_query_end_with_what_to_do_instead() -> No
     run.sibling = 4711
     with pytest.raises(OptionError, match=r"two loads \(the other one is process 4711\).*group of its own"):
         run.latest()
-    assert waited_ms(run) == SIBLINGS_EVERY_MS
+    assert waited_ms(run) == 2 * SIBLINGS_EVERY_MS
+
+
+def test_two_loads_that_need_not_wait_for_each_other_are_refused_all_the_same() -> None:
+    """Members that keep their partitions through a rebalance: each load would have a part of the records."""
+    run = RunHarness()
+    run.sibling = 4711
+    with pytest.raises(OptionError, match="each has a part of the records"):
+        run.latest()
+    assert SIBLINGS_EVERY_MS <= waited_ms(run) <= SIBLINGS_EVERY_MS + 10 * ANSWER_MS
+
+
+def test_the_reader_of_a_query_that_was_just_stopped_is_no_sibling() -> None:
+    run = RunHarness()
+    run.sibling = 4711
+    run.later(ev.SiblingsSeen(waiting=None), ms=SIBLINGS_EVERY_MS - 1)
+    run.latest()
+    assert run.state() is RunState.PLANNED
 
 
 def test_siblings_are_looked_for_now_and_then_and_only_while_waiting() -> None:
@@ -479,8 +496,9 @@ def test_siblings_are_looked_for_now_and_then_and_only_while_waiting() -> None:
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=10_000)
     run.latest()
-    assert len(run.took(ev.LookForSiblings)) == 3
-    run.feed(ev.SiblingsSeen(waiting=4711))
+    assert len(run.took(ev.LookForSiblings)) == 3 + 1
+    for _ in range(2):
+        run.feed(ev.SiblingsSeen(waiting=4711))
     assert run.state() is RunState.PLANNED
 
 
