@@ -205,7 +205,9 @@ class Positions:
             self._move(tp, partition, ev.CommittedRead)
         else:
             at = committed.offset
-            partition.committed, partition.theirs, partition.followed = at, True, committed.stream is None
+            partition.committed, partition.theirs = at, True
+            # Another stream that followed somebody says so: where that was back, it still is.
+            partition.followed = committed.stream is None or committed.followed
             start, end = partition.pending or self._in_flight.get(tp, (0, 0))
             inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
             if ours is not None and at != ours and not inside:

@@ -166,7 +166,8 @@ class Run(Steps):
         if self.state is RunState.STOPPING:
             return
         plan = self.machine.plan
-        if plan is not None and plan.seq == event.durable:
+        # What Spark never began to read it may have refused: then another run's batch has that number.
+        if plan is not None and plan.seq == event.durable and self.state is RunState.READING:
             self._machine(ev.Durable(offset=plan))
         elif plan is not None and self._unlimited:
             self._say(

@@ -7,6 +7,7 @@ one (``misfortune``).
 from collections.abc import Callable
 from dataclasses import replace
 
+from spark_group_source.testing.operators import Targets
 from spark_group_source.testing.ordinary_member import OrdinaryMember
 from spark_group_source.testing.scene import TRIGGERS, Scene
 from spark_group_source.testing.spark import Query, SparkRun
@@ -42,6 +43,8 @@ class Faults:
             self._cut_off,
             self._drain,
             self._change_trigger,
+            self._rewind,
+            self._reset,
             self._grow_topic,
             self._hold_records,
         ]
@@ -119,12 +122,11 @@ class Faults:
 
     def _drain(self) -> bool:
         """An operator lets the query end its batch, and stops it then."""
-        query = self.world.random.choice(self.scene.queries)
-        if query.drain or not query.runs[-1].healthy:
+        if (run := self._run()) is None or run.publisher.drain:
             return False
-        query.drain = True
-        self.world.note(f"{query.name}: asked to drain")
-        self.world.at(self.world.between(3_000, 15_000), lambda: self.scene.end_drain(query) if query.drain else None)
+        run.publisher.drain = True
+        self.world.note(f"{run.process.name}: asked to drain")
+        self.world.at(self.world.between(3_000, 15_000), run.stop)
         return True
 
     def _change_trigger(self) -> bool:
@@ -162,6 +164,35 @@ class Faults:
             return False
         other.leave()
         return True
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def _rewind(self) -> bool:
+        """By Kafka's own tool."""
+        operator = self.scene.operator
+        return operator.begin(lambda: operator.by_kafkas_tool(self._targets))
+
+    def _reset(self) -> bool:
+        """By spark-group reset, with all tables."""
+        operator, halfway = self.scene.operator, self.world.chance(0.15)
+
+        def act() -> None:
+            operator.by_reset(self._targets, self.scene.tables, halfway=halfway)
+            if self.world.chance(0.3):
+                operator.by_reset(self._targets, self.scene.tables)
+
+        return operator.begin(act)
+
+    def _targets(self, committed: Targets) -> Targets:
+        """Some partitions, mostly a little back."""
+        targets = {}
+        for tp, at in sorted(committed.items()):
+            log = self.scene.cluster.log(tp)
+            if log is None or self.world.chance(0.4):
+                continue
+            to = at - self.world.between(0, 30) if self.world.chance(0.8) else at + self.world.between(0, 5)
+            targets[tp] = min(max(to, log.first), log.end)
+        return targets
 
     # --- the cluster ------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ process that lives to hear of it must have counted them. Deliberately absent: ho
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from spark_group_source.group.names import parse_note
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.books import Book, Cause, Holding, Loss, Reader
@@ -31,6 +32,9 @@ class Invariants:
         self._readers: dict[str, Reader] = {}
         self.books: dict[TopicPartition, Book] = {}
         self.starts_at_the_end = False  # startingOffsets=latest
+        self.operator = ""  # the name of a process that may move the group
+        self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
+        self._reset = 0
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
@@ -172,9 +176,9 @@ class Invariants:
             book.flight[reader] = (start, end)
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
 
-    def replaying(self, reader: Reader, ranges: Ranges) -> None:
+    def replaying(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
-        for tp, (start, end) in ranges.items():
+        for tp, (start, end) in offset.ranges.items() if offset.epoch >= self._reset else ():
             book = self.books[tp]
             if start < end:
                 book.flight[reader] = (start, end)
@@ -202,6 +206,11 @@ class Invariants:
                 chained = start <= (holding.begin if holding.until is None else holding.until)
                 if holding.reader is reader and holding.loss is None and chained:
                     holding.until = end
+            if table:
+                rows = book.rows.setdefault(table, set())
+                if twice := sorted(rows.intersection(range(start, end))):
+                    self._break(f"{reader.name} writes {tp} offset {twice[0]} into {table} for the second time")
+                rows.update(range(start, end))
             missing = book.end - book.start - len(book.times)
             book.times += [0] * missing
             book.first += [reader] * missing
@@ -246,6 +255,9 @@ class Invariants:
         book = self.books[tp]
         self._world.note(lambda: f"group: {tp} is committed at {new.offset} by {new.by}")
         writer = self._readers[new.by]
+        if new.by == self.operator:
+            self._moved(tp, writer, old, new)
+            return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
         if new.offset > book.whole:
@@ -257,6 +269,43 @@ class Invariants:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
             book.losses.append(Loss(writer, new.offset, Cause.UNTOLD, old.offset))
+
+    def resets(self, epoch: int) -> None:
+        """``spark-group reset`` moves the group now: what was planned before is void."""
+        self._reset = epoch
+
+    def _moved(self, tp: TopicPartition, operator: Reader, old: Entry | None, new: Entry) -> None:
+        """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
+        from there on has to be processed once more."""
+        book, at = self.books[tp], new.offset
+        void = parse_note(new.note).epoch > 0
+        book.commits.append((self._world.now_ms, new))
+        book.away |= book.chain.keys()
+        back = old is not None and at < old.offset
+        if void or back:
+            book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
+        if void:
+            book.flight.clear()
+        if at > book.whole:
+            self._nobodys(tp, at)
+        elif back:
+            # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
+            kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
+            book.nobodys = min(book.nobodys, at)
+            # Nor does a table with a ledger take again what it has: it refuses that, or leaves it out.
+            rows = set[int]().union(*book.rows.values()) if not void else set[int]()
+            for i in range(max(0, at - book.start), len(book.times)):
+                offset = book.start + i
+                if offset not in rows and not any(start <= offset < end for start, end in kept):
+                    book.times[i] = 0
+            book.whole = min(book.whole, at)
+            _advance(book)
+
+    def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
+        """An operator moved a table's ledger: what stands behind that is to be written again."""
+        for tp, at in offsets.items():
+            if tp in self.books and table in self.books[tp].rows:
+                self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
 
     # --- at the end -------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ Runs in: tests. All of it is drawn by the seed. Deliberately absent: what goes w
 from collections import Counter
 from dataclasses import replace
 
-from spark_group_source.errors import Fenced, SourceError
+from spark_group_source.errors import Fenced, LedgerConflict, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
 from spark_group_source.testing.kafka_group import REBALANCE_MS, SESSION_MS, Group
 from spark_group_source.testing.misfortune import Misfortune
+from spark_group_source.testing.operators import Operator
 from spark_group_source.testing.ordinary_member import OrdinaryMember
 from spark_group_source.testing.sinks import Idempotent, Plain, Table
 from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun, Trigger
@@ -60,6 +61,9 @@ class Scene:
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         self.others: list[OrdinaryMember] = []
+        self.closed = False  # an operator wants nobody in the group
+        self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
+        truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
 
     # --- the cast ---------------------------------------------------------------------------------------------------
 
@@ -113,11 +117,31 @@ class Scene:
         self._watch()
 
     def start(self, query: Query) -> None:
+        if self.closed:
+            return
         run = SparkRun(self.world, self.cluster, self.truth, query, on_end=self._on_end)
         query.runs.append(run)
         run.start()
 
+    def _stop_all(self) -> None:
+        self.closed = True
+        for query in self.queries:
+            for run in query.runs:
+                if self.world.chance(0.5):
+                    run.stop()
+                elif not run.process.frozen:
+                    run.kill()
+        for other in self.others:
+            other.end()
+
+    def _start_all(self) -> None:
+        self.closed = False
+        for query in self.queries:
+            self.start(query)
+
     def start_other(self) -> None:
+        if self.closed:
+            return
         other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=f"other{len(self.others) + 1}")
         self.others.append(other)
         other.start()
@@ -130,6 +154,10 @@ class Scene:
         if isinstance(error, Fenced) and self.cluster.transactions_allowed:
             self._judge_fenced(run, error)
         query = run.query
+        if isinstance(error, LedgerConflict):
+            table = query.sink
+            assert isinstance(table, Table)
+            self.operator.begin(lambda: self.operator.settle(table, self.tables))
         delay_ms = self.world.random.choice(START_AGAIN_MS)
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
@@ -176,11 +204,6 @@ class Scene:
         if (log := self.cluster.log(tp)) is not None:
             log.held = None
 
-    def end_drain(self, query: Query) -> None:
-        """Who asked the query to drain stops it, and starts it again."""
-        query.drain = False
-        query.runs[-1].stop()
-
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def calm(self) -> None:
@@ -194,8 +217,9 @@ class Scene:
         self.group.on_topics_changed()
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
-            if query.drain:
-                self.end_drain(query)
+            for run in query.runs:
+                if run.publisher.drain:
+                    run.stop()
         processes = [run.process for query in self.queries for run in query.runs]
         for tp in self.partitions():
             self.release(tp)
@@ -204,7 +228,7 @@ class Scene:
                 process.thaw()
 
     def at_rest(self) -> bool:
-        return self.truth.finished()
+        return self.truth.finished() and not self.operator.busy
 
     def finish(self) -> None:
         self.truth.finish()

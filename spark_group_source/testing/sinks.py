@@ -131,6 +131,7 @@ class Table:
             epoch=epoch,
             void=old.void if epoch == old.epoch else {},
         )
+        self._truth.ledger_moved(self.name, offsets)
         self._world.note(lambda: f"table {self.name}: the ledger is set by reset {epoch}")
         self._now = replace(self._now, number=self._now.number + 1, ledger=after)
 

@@ -82,7 +82,6 @@ class Query:
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
     durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
-    drain: bool = False
 
 
 class ConcurrentUpdate(Exception):
@@ -94,11 +93,11 @@ class Publisher(runs.Publisher):
 
     def __init__(self, query: Query) -> None:
         self._query = query
-        self.drained = False
+        self.drain = self.drained = False
 
     @property
     def drain_asked(self) -> bool:
-        return self._query.drain
+        return self.drain
 
     def waiting_sibling(self) -> int | None:
         return None
@@ -219,7 +218,7 @@ class SparkRun:
             start = parse(log.offsets[last])
             if last not in log.commits:
                 self.reader.party = start.stream
-                self._truth.replaying(self.reader, start.ranges)
+                self._truth.replaying(self.reader, start)
                 self._batch(last, start)
         while (number := self._trigger(start)) is not None:
             start = parse(log.offsets[number])

@@ -69,7 +69,7 @@ class WatchedRun(Run):
         return step, commands
 
     def _inspect(self, commands: list[ev.Command]) -> None:
-        if self.machine.stream and self._reader.party != self.machine.stream:
+        if self.machine.stream and self._reader.known is not self.machine.known():
             self._reader.party, self._reader.known = self.machine.stream, self.machine.known()
         try:
             self.machine.check()
