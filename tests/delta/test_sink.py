@@ -28,6 +28,7 @@ from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.host import runs
 from spark_group_source.model import OffsetRange, TopicPartition
 
 if TYPE_CHECKING:
@@ -418,6 +419,27 @@ def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
     query.run(query.sink(table), 1, offset(1, one(5, 9)))
     assert rows(table) == records(0, 5)
     assert next_offsets(table) == {("orders", 0): 5}
+
+
+@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
+    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    (tmp_path / "runs").mkdir(mode=0o700)
+    sink = query.sink(table, tier=tier)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    assert (runs.durable_seq("s1"), runs.durable_seq("s2")) == (0, 4)
+    query.run(sink, 1, offset(1, one(5, 6)))
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
+    if tier == "transaction":
+        with pytest.raises(LedgerConflict):
+            query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
+        set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+        query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
+        query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
+        assert runs.durable_seq("s1") == 0
 
 
 # Idle
