@@ -256,7 +256,7 @@ class Invariants:
         self._world.note(lambda: f"group: {tp} is committed at {new.offset} by {new.by}")
         writer = self._readers[new.by]
         if new.by == self.operator:
-            self._moved(tp, writer, old, new)
+            self._moved(tp, writer, new)
             return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
@@ -274,20 +274,22 @@ class Invariants:
         """``spark-group reset`` moves the group now: what was planned before is void."""
         self._reset = epoch
 
-    def _moved(self, tp: TopicPartition, operator: Reader, old: Entry | None, new: Entry) -> None:
+    def _moved(self, tp: TopicPartition, operator: Reader, new: Entry) -> None:
         """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
         from there on has to be processed once more."""
-        book, at = self.books[tp], new.offset
-        void = parse_note(new.note).epoch > 0
+        book, at, note = self.books[tp], new.offset, parse_note(new.note)
+        void, meant = note.epoch > 0, note.stream is None  # a reset keeps the notes of what it does not move
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
-        back = old is not None and at < old.offset
+        back = meant and at < book.whole
         if void or back:
             book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
         if void:
             book.flight.clear()
-        if at > book.whole:
+        if meant and at > book.whole:
             self._nobodys(tp, at)
+        elif at > book.whole:
+            self._break(f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed")
         elif back:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
             kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]

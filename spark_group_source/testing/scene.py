@@ -127,9 +127,9 @@ class Scene:
         self.closed = True
         for query in self.queries:
             for run in query.runs:
-                if self.world.chance(0.5):
+                if run.process.frozen or self.world.chance(0.5):
                     run.stop()
-                elif not run.process.frozen:
+                else:
                     run.kill()
         for other in self.others:
             other.end()
