@@ -405,7 +405,7 @@ def test_the_ways_are_those_of_the_tables() -> None:
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
 
 
-@by_name(PHASES.keys() | SLOTS.keys() | PARTITIONS.keys())
+@by_name([*PHASES, *SLOTS, *PARTITIONS])
 def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
     *before, step = (PHASE_WAYS | SLOT_WAYS | PARTITION_WAYS)[row]
     for lead in before:
