@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of
-from kafka_words import await_served
+from kafka_words import await_served, produce_to
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
 from rebalance.conftest import Members, Options
@@ -134,8 +135,8 @@ class Churn:
     ``living``: topic -> the values that it holds, of those that are there now.
     """
 
-    def __init__(self, admin: AdminClient, produce: Produce, topic: TopicFactory, kept: str) -> None:
-        self.admin, self.produce, self.topic, self.kept = admin, produce, topic, kept
+    def __init__(self, admin: AdminClient, producer: Producer, topic: TopicFactory, kept: str) -> None:
+        self.admin, self.producer, self.topic, self.kept = admin, producer, topic, kept
         self.names = [f"{kept}.{n}" for n in range(3)]
         self.living: dict[str, list[str]] = {kept: []}
         self.partitions: dict[str, int] = {kept: 2}
@@ -165,21 +166,26 @@ class Churn:
             self.send(each)
 
     def send(self, name: str) -> None:
-        """Two records to every partition."""
+        """Two records to every partition, as soon as the producer knows them all."""
+        known = self.producer.list_topics
+        await_until(
+            lambda: len(known(name, timeout=ADMIN_S).topics[name].partitions) == self.partitions[name],
+            what=f"the producer's word of {name}",
+        )
         for p in range(self.partitions[name]):
             values = [f"{self._count + n}" for n in range(2)]
             self._count += 2
-            self.produce(name, values, partition=p)
+            produce_to(self.producer, name, values, partition=p)
             self.living[name] += values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_B42_a_query_lives_through_topics_that_come_and_go_and_come_again_and_grow(
-    strategy: str, admin: AdminClient, topic: TopicFactory, produce: Produce, options: Options
+    strategy: str, admin: AdminClient, topic: TopicFactory, producer: Producer, options: Options
 ) -> None:
     kept = topic(2)
-    churn, chance = Churn(admin, produce, topic, kept), random.Random(42)
+    churn, chance = Churn(admin, producer, topic, kept), random.Random(42)
     with Run(options(None, strategy, subscribePattern=f"{kept}([.].)?", failOnDataLoss=False)) as run:
         run.await_partitions(2)
         end_s = time.monotonic() + CHURN_S
