@@ -111,6 +111,20 @@ class Commits:
             return ev.ReplacedUnknown(slot=slot, reason=str(exc))
         return ev.ReplacedUnknown(slot=slot, reason="this run does not have its transactional id", final=self._denied)
 
+    def settle(self) -> None:
+        """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.
+
+        Raises:
+            Fenced: a newer driver commits for this stream.
+        """
+        try:
+            if self._committer is not None:
+                self._committer.settle()
+        except Fenced:
+            raise
+        except SourceError as exc:
+            log.info("a commit was not answered yet: %s", exc)
+
     def echo(self, order: Order) -> ev.EchoDone | ev.EchoFailed:
         """Commit and read back what the order says, without the shares of members that are not what they were.
 

@@ -177,6 +177,7 @@ class Worker:
         assert self._commits is not None
         match work:
             case ev.FetchCommitted():
+                self._commits.settle()
                 found = self._offsets.read(work.partitions)
                 offsets = {tp: _committed(at) for tp, at in found.items()}
                 self._handle(ev.CommittedRead(offsets=offsets, asked=work.partitions))

@@ -129,6 +129,18 @@ class OffsetCommitter:
         except KafkaException as exc:
             raise self._failure(exc.args[0], share=at) from exc
 
+    def settle(self) -> None:
+        """End what an unanswered commit left open: until then a stable read of the group's offsets waits for it.
+
+        Raises:
+            As :meth:`commit`.
+        """
+        try:
+            if self._producer is not None:
+                self._end()
+        except KafkaException as exc:
+            raise self._failure(exc.args[0]) from exc
+
     def _own(self) -> Any:
         if self._fenced is not None:
             raise KafkaException(self._fenced)

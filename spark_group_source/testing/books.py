@@ -65,7 +65,7 @@ class Book:
 
     start: int
     end: int
-    stale: int = 0  # up to here a former topic of this name was read: its commits may still come
+    stale: int = -1  # up to here a former topic of this name was read: its plans and commits may still come
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)
     whole: int = 0  # everything below was processed, or is nobody's
@@ -77,4 +77,8 @@ class Book:
     away: set[str] = field(default_factory=set)  # parties that somebody else followed, or committed after
     commits: list[tuple[int, Entry]] = field(default_factory=list)
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
+    again: bool = False  # its topic was deleted and made again
+    begun: set[str] = field(default_factory=set)  # parties that began at its beginning because of that
+    firsts: set[int] = field(default_factory=set)  # where its log ever began
+    moved: bool = False  # an operator moved it by Kafka's own tool
     rows: dict[str, set[int]] = field(default_factory=dict)  # by table with a ledger: the offsets that are in it

@@ -7,9 +7,11 @@ one (``misfortune``).
 from collections.abc import Callable
 from dataclasses import replace
 
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.cluster import Log
 from spark_group_source.testing.operators import Targets
 from spark_group_source.testing.ordinary_member import OrdinaryMember
-from spark_group_source.testing.scene import TRIGGERS, Scene
+from spark_group_source.testing.scene import SLOW_MS, TRIGGERS, Scene
 from spark_group_source.testing.spark import Query, SparkRun
 
 PAUSE_MS = (500, 9_000)
@@ -47,6 +49,10 @@ class Faults:
             self._reset,
             self._grow_topic,
             self._hold_records,
+            self._age_log,
+            self._shrink_log,
+            self._delete_topic,
+            self._new_topic,
         ]
 
     def begin(self) -> None:
@@ -206,7 +212,7 @@ class Faults:
         if len(scene.partitions()) >= PARTITIONS_MAX or not scene.cluster.topics:
             return False
         topic = self.world.random.choice(sorted(scene.cluster.topics))
-        for tp in scene.cluster.grow(topic):
+        for tp in scene.cluster.grow(topic, slow_ms=self.world.random.choice(SLOW_MS)):
             scene.truth.add_partition(tp, 0)
         return True
 
@@ -222,4 +228,55 @@ class Faults:
             return False
         log.held = log.end
         self.world.at(self.world.between(500, 20_000), lambda: scene.release(tp))
+        return True
+
+    def _log(self) -> tuple[TopicPartition, Log] | None:
+        tps = self.scene.partitions()
+        if not tps:
+            return None
+        tp = self.world.random.choice(tps)
+        log = self.scene.cluster.log(tp)
+        return None if log is None or log.first == log.end else (tp, log)
+
+    def _age_log(self) -> bool:
+        """Retention takes records, read or not."""
+        if (found := self._log()) is None:
+            return False
+        tp, log = found
+        self.scene.cluster.age(tp, self.world.between(log.first, log.end))
+        self.world.note(f"{tp} begins at {log.first} now")
+        self.scene.truth.gone(tp, log.first)
+        return True
+
+    def _shrink_log(self) -> bool:
+        """A leader was elected that does not have the last records."""
+        if (found := self._log()) is None:
+            return False
+        tp, log = found
+        self.scene.cluster.shrink(tp, log.end - self.world.between(1, 8))
+        self.world.note(f"{tp} ends at {log.end} now")
+        self.scene.truth.shrunk(tp, log.end)
+        return True
+
+    def _delete_topic(self) -> bool:
+        """Deleted, and after a while made again."""
+        scene = self.scene
+        if scene.deleted or self.world.chance(0.5):
+            return False
+        topic = self.world.random.choice(sorted(scene.cluster.topics))
+        scene.delete(topic)
+        self.world.at(self.world.random.choice([10, 1_500, 8_000]), lambda: scene.make_again(topic))
+        return True
+
+    def _new_topic(self) -> bool:
+        """One that a pattern matches."""
+        scene = self.scene
+        patterns = any("subscribePattern" in query.habits.options for query in scene.queries)
+        if not patterns or len(scene.partitions()) >= PARTITIONS_MAX:
+            return False
+        name = f"new{self.happened.get('new_topic', 0)}"
+        scene.cluster.create(name, self.world.random.randint(1, 2), slow_ms=self.world.random.choice(SLOW_MS))
+        for tp in scene.partitions():
+            if tp.topic == name:
+                scene.truth.add_partition(tp, 0)
         return True

@@ -35,12 +35,43 @@ class Invariants:
         self.operator = ""  # the name of a process that may move the group
         self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
         self._reset = 0
+        self._nobody = Reader("nobody", "nobody")
+        self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
 
     def add_partition(self, tp: TopicPartition, start: int) -> None:
         self.books[tp] = Book(start, start, whole=start)
+
+    def gone(self, tp: TopicPartition, first: int) -> None:
+        """Retention took the records below ``first``: who did not read them need not."""
+        self.books[tp].firsts.add(first)
+        self._nobodys(tp, first)
+
+    def shrunk(self, tp: TopicPartition, end: int) -> None:
+        """The log lost its end. What comes to these offsets now may be read, or be taken for what was read."""
+        book = self.books[tp]
+        former, book.end = book.end, end
+        self._grow(book, former)
+        for offset in range(end, former):
+            book.times[offset - book.start] = max(1, book.times[offset - book.start])
+        for rows in book.rows.values():
+            rows.difference_update(range(end, former))
+        book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
+        _advance(book)
+
+    def deleted(self, tp: TopicPartition) -> None:
+        """The topic is gone. One that is made under its name has other records at the same offsets."""
+        book = self.books.pop(tp)
+        self._former[tp] = max([book.end, book.whole, book.stale, *book.reached.values()])
+
+    def made_again(self, tp: TopicPartition) -> None:
+        """As far as the former topic was read, whose records are meant is not judged."""
+        stale = self._former.get(tp, -1)
+        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
+        if stale >= 0:
+            book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
 
     def produce(self, tp: TopicPartition, count: int) -> None:
         self.books[tp].end += count
@@ -54,7 +85,7 @@ class Invariants:
 
     def given(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
-        for tp in tps:
+        for tp in self._there(tps):
             book = self.books[tp]
             if not client.entitled(tp):
                 loss = Loss(reader, self._committed(tp), Cause.UNTOLD)
@@ -89,7 +120,7 @@ class Invariants:
         if client.leaving:
             self.told(tps, client)  # it gave up its membership itself, because it was thrown out or replaced
             return
-        for tp in tps:
+        for tp in self._there(tps):
             book = self.books[tp]
             holding = book.holders.get(client.name)
             if holding is None:
@@ -103,12 +134,14 @@ class Invariants:
             self._close(tp, client.name, Cause.UNTOLD)
 
     def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
-        for tp in tps:
+        for tp in self._there(tps):
             if client.name in self.books[tp].holders:
-                self._close(tp, client.name, Cause.TOLD)
+                self._close(tp, client.name, Cause.DEAD if self._readers[client.process.name].closing else Cause.TOLD)
 
     def overran(self, tp: TopicPartition, reader: Reader) -> None:
         """The hold used up its budget: it goes without a commit."""
+        if tp not in self.books:
+            return
         book = self.books[tp]
         for name, holding in list(book.holders.items()):
             if holding.reader is reader and holding.loss is None:
@@ -148,17 +181,17 @@ class Invariants:
 
     def intends(self, reader: Reader, ranges: Ranges) -> None:
         """A batch is on its way: a loss from now on is a loss of this too."""
-        for tp, (_, end) in ranges.items():
+        for tp, (_, end) in self._of(ranges):
             self.books[tp].reached[reader.party] = max(end, self.books[tp].reached.get(reader.party, end))
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is fixed: its ranges follow the last ones, or what somebody else committed since."""
-        for tp, (start, end) in offset.ranges.items():
+        for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
-            if start != last and not self._may_start(tp, reader, start, last):
+            if start != last and start > book.stale and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
             mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]
@@ -178,7 +211,7 @@ class Invariants:
 
     def replaying(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
-        for tp, (start, end) in offset.ranges.items() if offset.epoch >= self._reset else ():
+        for tp, (start, end) in self._of(offset.ranges) if offset.epoch >= self._reset else ():
             book = self.books[tp]
             if start < end:
                 book.flight[reader] = (start, end)
@@ -194,7 +227,7 @@ class Invariants:
             again: the sink had written this very batch before.
             table: the table with a ledger whose rows they are.
         """
-        for tp, (start, end) in ranges.items():
+        for tp, (start, end) in self._of(ranges):
             if start == end:
                 continue
             book = self.books[tp]
@@ -208,12 +241,10 @@ class Invariants:
                     holding.until = end
             if table:
                 rows = book.rows.setdefault(table, set())
-                if twice := sorted(rows.intersection(range(start, end))):
+                if twice := sorted(rows.intersection(range(max(start, book.stale), end))):
                     self._break(f"{reader.name} writes {tp} offset {twice[0]} into {table} for the second time")
                 rows.update(range(start, end))
-            missing = book.end - book.start - len(book.times)
-            book.times += [0] * missing
-            book.first += [reader] * missing
+            self._grow(book, book.end)
             for offset in range(start, end):
                 at = offset - book.start
                 book.times[at] += 1
@@ -229,12 +260,17 @@ class Invariants:
 
     def durable(self, reader: Reader, ranges: Ranges) -> None:
         """A batch that a former run of this reader's stream had written already is not in flight any more."""
-        for tp, (_, end) in ranges.items():
+        for tp, (_, end) in self._of(ranges):
             book = self.books[tp]
             book.flight.pop(reader, None)
             for holding in book.holders.values():
                 if holding.reader is reader and holding.loss is None and holding.until is not None:
                     holding.until = max(holding.until, end)
+
+    def _grow(self, book: Book, end: int) -> None:
+        missing = end - book.start - len(book.times)
+        book.times += [0] * missing
+        book.first += [self._nobody] * missing
 
     def _excuse(self, tp: TopicPartition, offset: int, second: Reader, first: Reader) -> None:
         book = self.books[tp]
@@ -264,7 +300,8 @@ class Invariants:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
-        if old is not None and new.offset < old.offset:
+        anew = old is not None and (old.offset <= book.stale or (book.again and new.offset in (book.start, *book.firsts)))
+        if old is not None and new.offset < old.offset and not anew:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
@@ -286,21 +323,22 @@ class Invariants:
             book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
         if void:
             book.flight.clear()
-        if meant and at > book.whole:
+        book.moved |= not void
+        if at > book.whole:
+            # What a reset does not move stands where the table does: that may take an earlier move back.
+            self.require(meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed")
             self._nobodys(tp, at)
-        elif at > book.whole:
-            self._break(f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed")
         elif back:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
             kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
-            book.nobodys = min(book.nobodys, at)
+            book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
             # Nor does a table with a ledger take again what it has: it refuses that, or leaves it out.
             rows = set[int]().union(*book.rows.values()) if not void else set[int]()
             for i in range(max(0, at - book.start), len(book.times)):
                 offset = book.start + i
                 if offset not in rows and not any(start <= offset < end for start, end in kept):
                     book.times[i] = 0
-            book.whole = min(book.whole, at)
+            book.whole = max(book.nobodys, min(book.whole, at))
             _advance(book)
 
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
@@ -312,14 +350,14 @@ class Invariants:
     # --- at the end -------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        return all(book.whole == book.end and self._committed(tp) == book.end for tp, book in self.books.items())
+        return all(book.whole >= book.end and self._committed(tp) >= book.end for tp, book in self.books.items())
 
     def finish(self) -> None:
         """Everything produced was processed and is committed; what was processed twice had been counted."""
         for tp, book in self.books.items():
-            if book.whole != book.end:
+            if book.whole < book.end:
                 self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
-            if self._committed(tp) != book.end:
+            if self._committed(tp) < book.end:
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
         for reader in self._readers.values():
             if reader.alive:
@@ -334,6 +372,13 @@ class Invariants:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
+    def _there(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
+        """Those whose topic is not deleted."""
+        return sorted(tp for tp in tps if tp in self.books)
+
+    def _of(self, ranges: Ranges) -> list[tuple[TopicPartition, tuple[int, int]]]:
+        return [(tp, bounds) for tp, bounds in ranges.items() if tp in self.books]
+
     def _committed(self, tp: TopicPartition) -> int:
         book = self.books[tp]
         return book.commits[-1][1].offset if book.commits else book.start
@@ -341,12 +386,19 @@ class Invariants:
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
+        if book.again and reader.party not in book.begun and start in (book.start, *book.firsts):
+            # A stream that knew the former topic begins anew, whoever committed what since.
+            book.begun.add(reader.party)
+            book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, max([start, *book.reached.values()])))
+            return True
+        if start in book.firsts and start >= (last or 0):
+            return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
         before = [entry for at_ms, entry in book.commits if at_ms < since_ms]
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
         if anyone and not before:
-            return start in (book.start, book.nobodys) or start in [entry.offset for entry in seen]
+            return start in (book.start, book.nobodys) or start in book.firsts or start in [entry.offset for entry in seen]
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
     def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
@@ -366,8 +418,10 @@ class Invariants:
         return any(loss.reader.party in parties for loss in self.books[tp].losses)
 
     def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
-        start, end = self.books[tp].flight[reader]
-        return self._committed(tp) < end and start < end
+        (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
+        if committed < start and self.books[tp].moved:
+            return False  # an operator wants it to be read again by whoever has it next
+        return committed < end and start < end
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:

@@ -67,7 +67,8 @@ class OrdinaryMember:
         def positions(found: dict[TopicPartition, Entry | None]) -> None:
             for tp, entry in found.items():
                 if tp in self._client.owned and tp not in self._at:
-                    self._at[tp] = self._truth.books[tp].start if entry is None else entry.offset
+                    log = self._cluster.log(tp)
+                    self._at[tp] = entry.offset if entry is not None else 0 if log is None else log.first
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
         op.done()
@@ -97,7 +98,11 @@ class OrdinaryMember:
             return
         ranges = {}
         for tp, at in sorted(self._at.items()):
-            end = min(self._truth.books[tp].end, at + self._world.between(1, 10))
+            log = self._cluster.log(tp)
+            if log is None:
+                continue
+            at = max(at, log.first)
+            end = min(log.end, at + self._world.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
         if ranges:
@@ -132,8 +137,13 @@ class OrdinaryMember:
                 self._later(200, lambda: self._commit(now, then))
 
         member, generation = self._client.member, self._client.generation
-        entries = {tp: Entry(offset, None, self.process.name, 0) for tp, offset in offsets.items()}
-        self.process.call("main", lambda reply: reply(self._group.commit(member, generation, entries)), answer)
+
+        def commit(reply: Callable[[Code], None]) -> None:
+            there = {tp: offset for tp, offset in offsets.items() if self._cluster.log(tp) is not None}
+            entries = {tp: Entry(offset, None, self.process.name, 0) for tp, offset in there.items()}
+            reply(self._group.commit(member, generation, entries))
+
+        self.process.call("main", commit, answer)
 
     def _later(self, delay_ms: int, do: Callable[[], None]) -> None:
         self.process.later("main", delay_ms, do)

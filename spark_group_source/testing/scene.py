@@ -7,7 +7,8 @@ Runs in: tests. All of it is drawn by the seed. Deliberately absent: what goes w
 from collections import Counter
 from dataclasses import replace
 
-from spark_group_source.errors import Fenced, LedgerConflict, SourceError
+from spark_group_source.errors import DataLoss, Fenced, LedgerConflict, SourceError, TopicMissing
+from spark_group_source.group.names import transactional_id
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
@@ -23,6 +24,8 @@ PRODUCE_EVERY_MS = 400
 SHARES = (0.0, 0.002, 0.02)
 """Of all questions to the brokers, that one kind of misfortune meets."""
 TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
+SLOW_MS = (0, 300, 2_500)
+"""Before metadata names something new, and then before a broker serves it."""
 WATCH_EVERY_MS = 1_000
 HOLD_SLACK_MS = 1_500
 """Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
@@ -61,6 +64,7 @@ class Scene:
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         self.others: list[OrdinaryMember] = []
+        self.deleted: set[str] = set()  # topics that will be made again
         self.closed = False  # an operator wants nobody in the group
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
@@ -73,6 +77,7 @@ class Scene:
             "kafka.bootstrap.servers": "kafka:9092",
             "kafka.group.id": GROUP,
             "startingOffsets": self._starting,
+            "failOnDataLoss": random.choice(["true", "false"]),
             "kafka.isolation.level": self._isolation,
             "leaveOnStop": random.choice(["auto", "auto", "always", "never"]),
             "groupMembers": str(random.randint(1, 3)),
@@ -81,7 +86,7 @@ class Scene:
         if random.random() < 0.8:
             options["subscribe"] = ",".join(sorted(self.cluster.topics))
         else:
-            options["subscribePattern"] = "orders|payments"
+            options["subscribePattern"] = "orders|payments|new.*"
         if self.protocol == "consumer":
             options["kafka.group.protocol"] = "consumer"
         else:
@@ -154,6 +159,8 @@ class Scene:
         if isinstance(error, Fenced) and self.cluster.transactions_allowed:
             self._judge_fenced(run, error)
         query = run.query
+        if isinstance(error, (DataLoss, TopicMissing)):
+            query.habits = replace(query.habits, options=query.habits.options | {"failOnDataLoss": "false"})
         if isinstance(error, LedgerConflict):
             table = query.sink
             assert isinstance(table, Table)
@@ -162,8 +169,9 @@ class Scene:
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may only be shut out by an older one that had not begun when it started."""
-        if not run.late:
+        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by the
+        coordinator, if a transaction of its stream was not ended in a minute."""
+        if not run.late and transactional_id(GROUP, run.reader.party) not in self.cluster.transactions.expired:
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
 
     # --- what goes on -----------------------------------------------------------------------------------------------
@@ -199,6 +207,25 @@ class Scene:
         self.world.note(f"VIOLATION: {rule}")
         return Violation(rule)
 
+    def delete(self, topic: str) -> None:
+        self.world.note(f"topic {topic} is deleted")
+        for tp in self.partitions():
+            if tp.topic == topic:
+                self.truth.deleted(tp)
+        self.cluster.delete(topic)
+        self.deleted.add(topic)
+
+    def make_again(self, topic: str) -> None:
+        if topic not in self.deleted:
+            return
+        self.world.note(f"topic {topic} is made again")
+        self.deleted.discard(topic)
+        slow_ms = 0 if self.is_calm else self.world.random.choice(SLOW_MS)
+        self.cluster.create(topic, self.world.random.randint(1, 4), slow_ms=slow_ms)
+        for tp in self.partitions():
+            if tp.topic == topic:
+                self.truth.made_again(tp)
+
     def release(self, tp: TopicPartition) -> None:
         """The open transaction of records ends."""
         if (log := self.cluster.log(tp)) is not None:
@@ -210,6 +237,8 @@ class Scene:
         world = self.world
         world.note("--- calm ---")
         self.is_calm = True
+        for topic in sorted(self.deleted):
+            self.make_again(topic)
         world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
         self.cluster.misfortune = Misfortune()
         # A static member that was replaced between "this partition moves" and its own rejoin never gives it back: under

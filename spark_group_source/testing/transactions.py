@@ -32,6 +32,7 @@ class Transactions:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.expired: set[str] = set()  # whose transaction was aborted because nobody ended it
         self._known: dict[str, _Transaction] = {}
 
     def init(self, id_: str) -> tuple[Code, int]:
@@ -106,6 +107,7 @@ class Transactions:
         found = self._known.get(id_)
         if found is not None and found.open and found.number == number:
             self._world.note(f"transactions: {id_} took too long")
+            self.expired.add(id_)
             found.epoch += 1
             self._end(id_, found, commit=False)
 

@@ -71,6 +71,7 @@ class WatchedRun(Run):
     def _inspect(self, commands: list[ev.Command]) -> None:
         if self.machine.stream and self._reader.known is not self.machine.known():
             self._reader.party, self._reader.known = self.machine.stream, self.machine.known()
+        self._reader.closing |= self.machine.phase is Phase.CLOSED  # nothing is counted any more
         try:
             self.machine.check()
         except InvariantBroken as exc:
