@@ -7,7 +7,7 @@ goes out as commands. After each event the joint rules (`_pump`) run in a fixed 
 revocations may go, which partitions need a position.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from spark_group_source.errors import InvariantBroken, SourceError
@@ -266,7 +266,7 @@ class GroupMachine:
         self._slots.release_what_may_go(seq=self.seq)
         self._lookups.order()
 
-    def _order_echo(self, due: set[TopicPartition]) -> None:
+    def _order_echo(self, due: Iterable[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
         followed = []

@@ -435,10 +435,10 @@ def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
     assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
     if tier == "transaction":
         with pytest.raises(LedgerConflict):
-            query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
+            query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
         set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
-        query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
-        query.run(sink, 2, offset(2, one(3, 9), moved=[("orders", 0)]))
+        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
         assert runs.durable_seq("s1") == 0
 
 

@@ -285,7 +285,7 @@ def _serve(options: dict[str, str], file: str, log: list[str], held: bool) -> No
         match line.strip():
             case "rest":
                 run.rest()
-                log.info("resting")
+                logging.getLogger(__name__).info("resting")
             case "hold":
                 run._gate.clear()
                 run._trigger.set()
