@@ -179,6 +179,9 @@ class MemberConsumer:
 
     def _assigned(self, consumer: Any, partitions: list[Any]) -> None:
         self.identify()
+        if self.identity is None and self._holder and consumer.assignment():
+            # Thrown out while it gave something back: it would join again with the rest, which may be another's by now.
+            self._failure = GroupError("thrown out of the group in a rebalance, with partitions in hand")
         if self._failure is not None:
             return
         if self.identity is not None:  # without one it was thrown out in a hold: who it was is what tells that later

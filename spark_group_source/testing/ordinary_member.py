@@ -101,7 +101,7 @@ class OrdinaryMember:
             log = self._cluster.log(tp)
             if log is None:
                 continue
-            at = max(at, log.first)
+            at = log.first if at > log.end and self._truth.books[tp].again else max(at, log.first)
             end = min(log.end, at + self._world.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
