@@ -1,22 +1,29 @@
 # Needs Python 3.11+ and Java 17+; everything else goes into .venv and the user's cache folder.
 #   make demo    a Kafka group read into a Delta table, from nothing, on this machine
-#   make test    the tests            make check   style and types
-#   make bench   the benchmarks       make soak    the long tests
-#   make clean   removes what the others made here
+#   make test    the tests            make unit    those of them that need neither Kafka nor Spark
+#   make check   style and types      make soak    the long tests
+#   make bench   the benchmarks       make clean   removes what the others made here
 
 VENV := .venv
 STAMP := .stamps/venv
 BIN := $(VENV)/bin
 export PYTHON
 
-.PHONY: demo test check bench soak clean tools
+# Processes that share the tests: most of a run is waiting, so one more than two cores. Tests that are named in ARGS run
+# in one, where -s and --pdb work.
+WORKERS ?= $(if $(ARGS),0,3)
+
+.PHONY: demo test unit check bench soak clean tools
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	@$(BIN)/python jobs/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+unit: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 -m "not jvm and not soak" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """What can go wrong, as a tree of classes.
 
-Runs in: every process. Deliberately absent: foreign exceptions (each is translated once, where it is met: Kafka's in
-``kafka.py``, Delta's in ``ledger.py``) and secrets.
+Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated once, where it is met:
+Kafka's in ``kafka.translation``, Delta's in ``delta.deltalog``) and secrets.
 
 ::
 
@@ -15,7 +15,7 @@ Runs in: every process. Deliberately absent: foreign exceptions (each is transla
     │   ├── ReadTimeout           a range was not read before its deadline (retriable)
     │   ├── RebalanceTimeout      the group gave no assignment in time (retriable)
     │   ├── CommitFailed          Kafka refused the group's offsets; the rows are safe (retriable)
-    │   ├── Fenced                another process took this member's or driver's place
+    │   ├── Fenced                a newer driver runs this stream
     │   ├── CheckpointMismatch    the checkpoint belongs to another group, or its offsets cannot be read
     │   └── LedgerConflict        the table's offsets and the batch contradict each other
     └── InvariantBroken      our bug: nothing was written; the message carries the last events
@@ -96,7 +96,7 @@ class CommitFailed(GroupError):
 
 
 class Fenced(GroupError):
-    """A newer process holds this member's instance id or this driver's transactional id. Do not retry: stop."""
+    """A newer process holds this driver's transactional id, or took a member's place for good. Do not retry: stop."""
 
 
 class CheckpointMismatch(GroupError):

@@ -75,7 +75,7 @@ class KafkaGroupDataSource(DataSource):
 
 
 class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader as Spark drives it; see ``coordinator`` for the life of a batch."""
+    """The reader as Spark drives it; ``driver.coordinator`` has the life of a batch."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -1,14 +1,17 @@
 """What tests share: a real Kafka, a Spark session with Delta, and short words for topics, records and offsets.
 
-Everything that starts a process is made once per run and on demand, so a test that needs neither costs nothing.
+Everything that starts a process is made once for each test worker and on demand, so a test that needs neither costs
+nothing. Whatever starts a JVM asks for the fixture ``jvm`` (or has a marker that says so): ``make unit`` leaves those
+tests out, and for all others there is no Java.
 """
 
+import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import Producer
@@ -47,7 +50,73 @@ __all__ = [
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers: else python3 of the PATH
 
+JVM_MARKERS = ("broker", "spark", "crash")
+"""Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
+
+LANES = {
+    "spark": ("tests/source/", "tests/delta/", "tests/cli/test_group.py", "tests/rebalance/test_spark.py"),
+    "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py"),
+    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_jobs.py", "tests/test_notebooks.py"),
+}
+"""Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. A test
+that is missing here works as well; it may start a second Spark."""
+
+NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
+"""JAVA_HOME of tests that start no JVM; the error of one that does shows it."""
+
 _numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a JVM, and let what takes long begin first: workers then end at about the same time."""
+    for item in items:
+        if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
+            item.add_marker("jvm")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each lane to one worker; the other tests one by one to whichever is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return next((lane for lane, files in LANES.items() if nodeid.startswith(files)), nodeid)
+
+    return Lanes(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that starts a JVM must say so: for the others there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("jvm") is None:
+            patch.setenv("JAVA_HOME", NO_JAVA)
+        return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every Spark that a test starts, in this process or another, begins in half the CPU time.
+
+    Its JVM leaves out the second compiler, which pays off after minutes only. Its Python processes import the installed
+    package: ``SPARK_HOME`` has no ``pyspark.zip``, whose modules each of them would compile anew.
+    """
+    found = importlib.util.find_spec("pyspark")
+    assert found is not None and found.origin is not None
+    home = tmp_path_factory.mktemp("spark-home")
+    for name in ("bin", "jars"):
+        (home / name).symlink_to(Path(found.origin).parent / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARK_HOME", str(home))
+        patch.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        yield
+
+
+@pytest.fixture(scope="session")
+def jvm() -> None:
+    """Asked for by every fixture and test that starts a JVM."""
 
 
 def _unique(request: pytest.FixtureRequest, kind: str) -> str:
@@ -56,9 +125,16 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def broker() -> Iterator[Broker]:
-    """One Kafka node for the whole run. A test that kills or pauses a node makes its own."""
+def broker(jvm: None) -> Iterator[Broker]:
+    """One Kafka node for all tests of this worker. A test that kills or pauses a node uses ``cluster``, or its own."""
     with Broker() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def cluster(jvm: None) -> Iterator[Broker]:
+    """Three Kafka nodes. A test may stop, kill and pause them, and leaves them as they were."""
+    with Broker(nodes=3) as started:
         yield started
 
 
@@ -117,7 +193,7 @@ def end_offsets(admin: AdminClient) -> Callable[[str], Offsets]:
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
+def spark(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
     """One local session with Delta for the whole run. Its JVM ends with this process: it reads our end of a pipe."""
     from pyspark.sql import SparkSession
 

@@ -1,25 +1,117 @@
-"""Write the tables that the code knows into the README: ``python -m tests.render``."""
+"""Write what the code knows into the documents, and draw their picture: ``python -m tests.render``."""
 
+import inspect
 import re
+import sys
+from collections.abc import Mapping
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spark_group_source.group import states
+from spark_group_source.group.states import PartitionState, Phase, RunState, SlotState
 from spark_group_source.options import table as options
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
+import picture
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
+OPTIONS = ROOT / "docs/options.md"
+PICTURE = ROOT / "docs/batch.svg"
+
+TEN = (
+    "kafka.bootstrap.servers",
+    "kafka.group.id",
+    "subscribe",
+    "startingOffsets",
+    "maxOffsetsPerTrigger",
+    "groupMembers",
+    "kafka.group.protocol",
+    "failOnDataLoss",
+    "leaveOnStop",
+    "kafka.*",
+)
+"""The options that the README shows."""
+
+Table = Mapping[Any, Enum]  # keys: a state of its own kind, and a cause
+DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
+    ("run", RunState, states.RUN),
+    ("stream", Phase, states.PHASES),
+    ("slot", SlotState, states.SLOTS),
+    ("partition", PartitionState, states.PARTITIONS),
+)
+BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
+    SlotState: ("has a consumer", (SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING)),
+}
+"""States that are drawn in a box of that name: what leads out of all of them is one arrow."""
 
 
-def _filled(table: str, found: re.Match[str]) -> str:
-    return f"{found[1]}{table}{found[2]}"
+def blocks() -> dict[Path, dict[str, str]]:
+    """What stands between ``<!-- name -->`` and ``<!-- /name -->`` of each document."""
+    return {
+        README: {"options": options.render_markdown(TEN)},
+        OPTIONS: {"options": options.render_markdown()},
+        ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
+    }
+
+
+def rows(kind: type[Enum], table: Table) -> str:
+    """One row a state: what it means, as its comment says, and what leads out of it."""
+    lines = ["| state | means | leaves by |", "|---|---|---|"]
+    meanings = dict(re.findall(r"^    (\w+) = \".*?\"  # (.*)$", inspect.getsource(kind), re.MULTILINE))
+    for state in kind:
+        exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
+        lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'nothing'} |")
+    return "\n".join(lines) + "\n"
+
+
+def diagram(kind: type[Enum], table: Table) -> str:
+    """The table as a picture that GitHub draws, without the changes that most states have."""
+    starts: dict[tuple[type, Enum], set[Enum]] = {}
+    for (at, cause), to in table.items():
+        if at is not to:
+            starts.setdefault((cause, to), set()).add(at)
+    box, inside = BOXES.get(kind, ("", ()))
+    arrows: dict[tuple[str, str], list[str]] = {}
+    left_out = []
+    for (cause, to), states_before in starts.items():
+        if len(states_before) * 2 > len(kind):
+            left_out.append(f"{cause.__name__} → `{to.value}`")
+            continue
+        out_of_box = bool(inside) and to not in inside and states_before >= set(inside)
+        befores = [at.value for at in kind if at in states_before - (set(inside) if out_of_box else set())]
+        for before in [*befores, *(["box"] if out_of_box else [])]:
+            arrows.setdefault((before, to.value), []).append(cause.__name__)
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(kind)).value}"]
+    if inside:
+        lines += [f'    state "{box}" as box {{', *(f"        {state.value}" for state in inside), "    }"]
+    lines += [f"    {before} --> {to}: {', '.join(causes)}" for (before, to), causes in arrows.items()]
+    same = "what leaves a state as it is"
+    most = f"{', '.join(left_out)}, which most states have; and {same}" if left_out else same
+    return "\n".join([*lines, "```", "", f"Not drawn: {most}.", ""])
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """The text with another content of one block."""
+    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    assert block.search(text), f"there is no block {name}"
+    return block.sub(partial(_between, content), text)
+
+
+def _between(content: str, found: re.Match[str]) -> str:
+    return f"{found[1]}{content}{found[2]}"
 
 
 def main() -> None:
-    text = README.read_text()
-    for name, table in (("options", options.render_markdown()), ("states", states.render_markdown())):
-        block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text = block.sub(partial(_filled, table), text)
-    README.write_text(text)
+    for path, contents in blocks().items():
+        text = path.read_text()
+        for name, content in contents.items():
+            text = filled(text, name, content)
+        path.write_text(text)
+    PICTURE.write_text(picture.draw(picture.film()))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def offset(
     *,
     group: str = "etl",
     stream: str = "s1",
-    moved: Sequence[tuple[str, int]] = (),
+    followed: Sequence[tuple[str, int]] = (),
     topic_id: str = "id-1",
     epoch: int = 0,
 ) -> StreamOffset:
@@ -45,7 +45,7 @@ def offset(
         known={topic: 1 for topic, _ in ranges},
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
         epoch=epoch,
-        followed=frozenset(TopicPartition(*tp) for tp in moved),
+        followed=frozenset(TopicPartition(*tp) for tp in followed),
     )
 
 

@@ -220,7 +220,12 @@ class Engine:
         return None if end is start else parse(end.to_json())
 
     def read(self, end: StreamOffset) -> list[Seen]:
-        batches = read_ranges(self.options.consumer_settings(), end.batch(), deadline_s=20)
+        batches = read_ranges(
+            self.options.consumer_settings(),
+            end.batch(),
+            fail_on_data_loss=self.options.fail_on_data_loss,
+            deadline_s=20,
+        )
         return [
             Seen(row["topic"], row["partition"], row["offset"], row["value"].decode())
             for batch in batches

@@ -1,4 +1,4 @@
-"""The architecture as tests: import walls, the README's tables, public names, "Runs in:" lines."""
+"""The architecture as tests: import walls, documents that say what the code is, public names, "Runs in:" lines."""
 
 import ast
 import importlib
@@ -8,16 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import picture
 import pytest
+import render
 
 import spark_group_source
 from spark_group_source import errors
-from spark_group_source.group import states
-from spark_group_source.options import table as options
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "spark_group_source"
 README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+README_LINES_MAX = 200
+GLOSSARY_TERMS_MAX = 20
+ARCHITECTURE_NAMES_MIN = 100
+"""Fewer names than this were found: the pattern does not match any more."""
+MODULE_LINES_MAX = 400
+LONG = {
+    "group.events": "every event, command and step: a list of values without behaviour",
+    "local.broker": "one real broker, from its files to its end, in one place",
+}
+"""Modules that may be longer, and why."""
 
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
 VALUES = {"model", "errors"}
@@ -141,12 +153,76 @@ def test_jobs_and_notebooks_use_public_names_only() -> None:
         assert ours(path) - public <= set(spark_group_source.__all__), path.name
 
 
-def test_the_readme_has_the_option_table_of_the_code() -> None:
-    assert options.render_markdown() in README.read_text(), "run: python -m tests.render"
+# --- the documents --------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_has_the_state_tables_of_the_code() -> None:
-    assert states.render_markdown() in README.read_text(), "run: python -m tests.render"
+@pytest.mark.parametrize("path", render.blocks(), ids=lambda path: path.name)
+def test_the_documents_have_what_the_code_knows(path: Path) -> None:
+    text = path.read_text()
+    for name, content in render.blocks()[path].items():
+        assert render.filled(text, name, content) == text, f"{name}: run python -m tests.render"
+
+
+def test_the_picture_shows_what_a_run_does() -> None:
+    assert render.PICTURE.read_text() == picture.draw(picture.film()), "run: python -m tests.render"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) < README_LINES_MAX
+
+
+def test_every_link_of_the_documents_leads_somewhere() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            name, _, heading = target.partition("#")
+            if name.startswith(("http:", "https:")):
+                continue
+            there = (path.parent / name).resolve() if name else path
+            assert there.exists(), f"{path.name}: {target}"
+            assert not heading or heading in headings(there.read_text()), f"{path.name}: {target}"
+
+
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub makes of headings."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+def test_the_architecture_names_only_what_is_there() -> None:
+    text = render.ARCHITECTURE.read_text()
+    named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
+    assert len(named) > ARCHITECTURE_NAMES_MIN
+    for file, name in named:
+        path = ROOT / file if file.startswith("tests/") else PACKAGE / file
+        assert path.exists(), file
+        assert not name or name in defined(path), f"{file}: {name}"
+
+
+def defined(path: Path) -> set[str]:
+    """The classes, functions and constants of a file, those of a class behind its name."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        for part in [node, *inner]:
+            before = f"{node.name}." if part is not node and isinstance(node, ast.ClassDef) else ""
+            if isinstance(part, ast.ClassDef | ast.FunctionDef):
+                found.add(before + part.name)
+            elif isinstance(part, ast.AnnAssign | ast.Assign):
+                targets = [part.target] if isinstance(part, ast.AnnAssign) else part.targets
+                found |= {before + target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_the_glossary_has_at_most_twenty_terms() -> None:
+    terms = re.findall(r"^\| ([\w ]+) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    assert terms
+    assert len(terms) == len(set(terms)) <= GLOSSARY_TERMS_MAX
+
+
+def test_no_module_is_too_long() -> None:
+    long = {name: count for name, path in modules() if (count := len(path.read_text().splitlines())) > MODULE_LINES_MAX}
+    assert long.keys() == LONG.keys(), "shorten it, or say here why it is long"
 
 
 def test_the_readme_names_no_command_that_is_not_there() -> None:

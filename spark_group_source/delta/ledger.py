@@ -277,7 +277,7 @@ class Mixed:
 class Write:
     """The batch is to be written without the rows in ``drop``, and with it the number of the batch and the ledgers.
 
-    ``rows``: False if none of its rows is wanted, so that they need not be read. ``moved``: whether a ledger says
+    ``rows``: False if none of its rows is wanted, so that they need not be read. ``changed``: whether a ledger says
     something new; if not, a batch that turns out to have no rows needs no commit. ``durable``: the offsets whose rows
     the table has then.
     """
@@ -285,7 +285,7 @@ class Write:
     drop: tuple[OffsetRange, ...]
     rows: bool
     ledgers: Mapping[str, Ledger]
-    moved: bool
+    changed: bool
     verdicts: tuple[Verdict, ...]
     durable: tuple[StreamOffset, ...]
 
@@ -333,7 +333,7 @@ def decide(
         drop=drop,
         rows=rows,
         ledgers=after,
-        moved=any(not ledger.same(ledgers[group]) for group, ledger in after.items()),
+        changed=any(not ledger.same(ledgers[group]) for group, ledger in after.items()),
         verdicts=tuple(verdicts),
         durable=tuple(offset for offset, verdict in zip(offsets, verdicts, strict=True) if not verdict.void),
     )

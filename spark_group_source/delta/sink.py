@@ -278,7 +278,7 @@ class _Attempt:
     def _write(self, txn: deltalog.Transaction, decision: Write) -> None:
         sink, planned = self.sink, self.planned
         written = self._files(txn, decision) if decision.rows else deltalog.NO_FILES
-        if not (written.actions or decision.drop or decision.moved):
+        if not (written.actions or decision.drop or decision.changed):
             log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
             return
         version = txn.commit(

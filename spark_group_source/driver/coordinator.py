@@ -200,7 +200,9 @@ class Coordinator:
 
     def _join(self, join: ev.Join) -> None:
         if not self._members and not self._ended:
-            self._worker.start(self._run.machine.stream)
+            stream, slots = self._run.machine.stream, self._options.group_members
+            log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
+            self._worker.start(stream)
         self._retire(join.slot)
         refresh_ms = str(int(topics_every_s(self._options) * 1000))
         member = Member(

@@ -1,6 +1,6 @@
 """One slot of the group: the thread that owns a consumer and does everything on it.
 
-Runs in: the stream reader (members at home). Deliberately absent: decisions; the thread reports what Kafka says, holds
+Runs in: the stream reader. Deliberately absent: decisions; the thread reports what Kafka says, holds
 a revocation until it is told to let go, and carries out orders. Nothing else ever touches the consumer: a commit on
 one thread while another polls never returns.
 """

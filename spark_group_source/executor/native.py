@@ -147,7 +147,7 @@ class NativeChunk:
 
 
 class NativeClient:
-    """A consumer made and used through ctypes; the methods are those of ``fetch.Client``.
+    """A consumer made and used through ctypes; the methods are those of ``ranges.Client``.
 
     Raises:
         ValueError: librdkafka refuses a setting; the text may hold its value.

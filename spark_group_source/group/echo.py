@@ -1,6 +1,6 @@
 """When the group's offsets are committed: one commit on its way at a time, pauses after failures, slots that are out.
 
-Runs in: the stream reader, tests. Deliberately absent: which offsets (``positions``), and committing them (``worker``).
+Runs in: the stream reader, tests. Deliberately absent: which offsets (``positions``), committing them (``driver``).
 """
 
 from collections.abc import Iterable, Mapping

@@ -54,14 +54,14 @@ class Lost(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFailed(MemberEvent):
-    """The consumer is dead; its slot can be founded again. Partitions that it had count as lost."""
+    """The consumer is dead; its slot joins again. Partitions that it had count as lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFenced(MemberEvent):
-    """A newer process holds the slot's instance id: this run is a zombie and must stop."""
+    """Another client holds the slot's instance id: of a newer driver, or of an older process that came back."""
 
     reason: str
 
@@ -96,7 +96,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The next batch was cut from :meth:`GroupMachine.plannable` and goes to Spark."""
+    """The next batch was cut by :class:`Planner` and goes to Spark."""
 
     offset: StreamOffset
 

@@ -7,17 +7,17 @@ goes out as commands. After each event the joint rules (`_pump`) run in a fixed 
 revocations may go, which partitions need a position.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from spark_group_source.errors import InvariantBroken, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.group import starts
 from spark_group_source.group.echo import EchoSchedule
+from spark_group_source.group.lookups import Lookups
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import UNKNOWN, NotInTable, Positions, adopted
-from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.rules import Rules
 from spark_group_source.group.slots import Slots
 from spark_group_source.group.states import PHASES, PartitionState, Phase
 from spark_group_source.group.statistics import Counters, Statistics
@@ -44,10 +44,7 @@ class GroupMachine:
         self._counters = Counters()
         self._slots = Slots(rules, self.positions, self._counters, self._out, self._must_wait)
         self._echo = EchoSchedule()
-        self._known: Mapping[str, int] = {}
-        self._knows_resets = False  # of the time before the partitions came that it has
-        self._lookup_failures = 0
-        self._lookup_at_ms: int | None = None
+        self._lookups = Lookups(rules, self.positions, self._out)
         self._story = Story()
 
     # --- the door in ------------------------------------------------------------------------------------------------
@@ -79,7 +76,7 @@ class GroupMachine:
                     self._echo.slot_is_back(event.slot)
             case ev.Born():
                 self._move_phase(ev.Born)
-                self.stream, self.seq, self._known = event.stream, -1, event.known
+                self.stream, self.seq, self._lookups.known = event.stream, -1, event.known
                 self._slots.join_all(self.stream, event.topics, static=self.static)
             case ev.Durable():
                 self._durable(event)
@@ -92,11 +89,11 @@ class GroupMachine:
             case ev.Broken():
                 self._end_with(event.error)
             case ev.CommittedRead():
-                self._committed_read(event)
+                self._lookups.committed_read(event, self.stream)
             case ev.StartsResolved():
-                self._starts_resolved(event)
+                self._end_with(self._lookups.starts_resolved(event))
             case ev.LookupFailed():
-                self._ask_later(event.partitions, event.reason)
+                self._lookups.ask_later(event.partitions, event.reason)
             case ev.EchoDone():
                 self._echo_done(event)
             case ev.EchoFailed():
@@ -136,7 +133,7 @@ class GroupMachine:
 
     def known(self) -> Mapping[str, int]:
         """How many partitions each topic had when the stream first saw it; topics that came later are not in it."""
-        return self._known
+        return self._lookups.known
 
     @property
     def gathered(self) -> bool:
@@ -156,8 +153,7 @@ class GroupMachine:
         """When :class:`Tick` is due; None while nothing waits for time."""
         if self.phase is Phase.CLOSED:
             return None
-        due = self._slots.deadlines_ms() + self._echo.deadlines_ms()
-        due += [] if self._lookup_at_ms is None else [self._lookup_at_ms]
+        due = self._slots.deadlines_ms() + self._echo.deadlines_ms() + self._lookups.deadlines_ms()
         return min(due, default=None)
 
     def story(self) -> str:
@@ -178,11 +174,7 @@ class GroupMachine:
         )
 
     def check(self) -> None:
-        """State the invariants. Costs a walk over everything: for tests and for the story of a failure.
-
-        Raises:
-            InvariantBroken: one of them does not hold.
-        """
+        """State the invariants, or raise InvariantBroken. Walks over everything: for tests, and for a failure."""
         if self.phase is Phase.CLOSED:
             return  # events are ignored: what it knew then is not kept true
         self._require((self.plan is not None) == (self.phase is Phase.PLANNED), "a plan without its phase")
@@ -208,7 +200,7 @@ class GroupMachine:
         self._require(offset.seq <= self.seq, f"batch {offset.seq} is durable but was never planned here")
 
     def _adopt(self, offset: StreamOffset, topics: tuple[str, ...], *, seq: int) -> None:
-        self.stream, self.seq, self._known = offset.stream, seq, offset.known
+        self.stream, self.seq, self._lookups.known = offset.stream, seq, offset.known
         self.positions.epoch = offset.epoch
         self.positions.remember(adopted(offset, replay=seq < offset.seq), as_of=seq)
         self._slots.join_all(self.stream, topics, static=self.static)
@@ -237,68 +229,6 @@ class GroupMachine:
         self._require(elsewhere is None, f"{elsewhere}")
         self.plan = offset
         self._move_phase(ev.Planned)
-
-    # --- lookups ----------------------------------------------------------------------------------------------------
-
-    def _committed_read(self, event: ev.CommittedRead) -> None:
-        self._knows_resets |= event.epoch is not None
-        epoch = max([at.epoch for at in event.offsets.values() if at is not None] + [event.epoch or 0])
-        if epoch > self.positions.epoch:
-            self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
-            self.positions.reset_seen(epoch)
-        unknown = []
-        for tp, committed in event.offsets.items():
-            partition = self.positions.answered(tp, PartitionState.ASKED)
-            if partition is None:
-                continue
-            if committed is None and partition.position is None and partition.pending is None:
-                unknown.append(tp)
-            elif (ours := self.positions.found(tp, committed, stream=self.stream)) is not None and committed:
-                self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
-        for tp in unknown:
-            self.positions.start(tp)
-        if unknown:
-            self._out.order(ev.ResolveStarts(starts=starts.words(unknown, self._known, self.rules.starting)))
-        self._left_out(event.asked, event.offsets, again=bool(unknown))
-
-    def _starts_resolved(self, event: ev.StartsResolved) -> None:
-        late = []
-        for tp, at in event.offsets.items():
-            if self.positions.answered(tp, PartitionState.STARTING) is None:
-                continue
-            if at is None:
-                late.append(tp)
-                continue
-            if starts.is_new(tp, self._known) and at > 0 and (error := starts.first_records_gone(tp, at, self.rules)):
-                self._end_with(error)
-                return
-            self.positions.started(tp, at)
-        if late:
-            if (refused := starts.too_young(late, self.rules)) is not None:
-                self._end_with(refused)
-                return
-            for tp in late:
-                self.positions.all[tp].questions += 1
-            self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
-        self._left_out(event.asked, event.offsets, again=bool(late))
-
-    def _left_out(
-        self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
-    ) -> None:
-        """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
-        left = tuple(tp for tp in asked if tp not in offsets)
-        if left:
-            self._ask_later(left, "the answer did not name them")
-        elif not again:
-            self._lookup_failures = 0
-
-    def _ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
-        self.positions.not_answered(partitions)
-        self._lookup_at_ms = self._out.now_ms + pause_ms(self._lookup_failures)
-        self._lookup_failures += 1
-        # The first time says nothing to anyone: a topic that was just made answers so for a moment.
-        warn = self._lookup_failures > 1
-        self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)
 
     # --- the echo ---------------------------------------------------------------------------------------------------
 
@@ -334,12 +264,9 @@ class GroupMachine:
         if (due := self.positions.due()) and self._echo.may_order(self._out.now_ms):
             self._order_echo(due)
         self._slots.release_what_may_go(seq=self.seq)
-        if not self.positions.ours:
-            self._knows_resets = False
-        if self._lookup_at_ms is None and (ask := self.positions.ask()):
-            self._out.order(ev.FetchCommitted(partitions=ask, beside=self._beside(ask)))
+        self._lookups.order()
 
-    def _order_echo(self, due: set[TopicPartition]) -> None:
+    def _order_echo(self, due: Iterable[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
         followed = []
@@ -364,15 +291,6 @@ class GroupMachine:
                 )
             )
 
-    def _beside(self, asked: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
-        """A group is reset while nobody is in it, and only what it ever committed tells of it. So who comes back asks
-        for all that it knows of; who has had a partition all the time cannot have missed one."""
-        if self._knows_resets:
-            return ()
-        known = (TopicPartition(topic, p) for topic, count in self._known.items() for p in range(count))
-        mine = set(asked)
-        return tuple(tp for tp in dict.fromkeys([*known, *self.positions.all]) if tp not in mine)
-
     def _must_wait(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka wants back has to stay for now."""
         partition = self.positions.ours[tp]
@@ -387,8 +305,7 @@ class GroupMachine:
     def _tick(self) -> None:
         now = self._out.now_ms
         self._echo.tick(now)
-        if self._lookup_at_ms is not None and now >= self._lookup_at_ms:
-            self._lookup_at_ms = None
+        self._lookups.tick()
         self._slots.tick(seq=self.seq)
 
     # --- ends and helpers -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The offset JSON: what Spark keeps in its checkpoint and the sink keeps in the table.
 
-Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``admission``, ``group``) and
-any I/O.
+Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``admission``,
+``positions``) and any I/O.
 
 ::
 

@@ -98,7 +98,7 @@ class Positions:
     def planned(self, ranges: Ranges) -> str | None:
         """A batch that was cut from :meth:`plannable` is in flight. Returns what is wrong with it, if anything is."""
         ready, ours = PartitionState.READY, self.ours
-        planned = PARTITIONS[ready, ev.Planned]  # looked up once: a batch can have 100,000 partitions
+        planned = _to(ready, ev.Planned)  # looked up once: a batch can have 100,000 partitions
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
             if partition is None or partition.state is not ready or partition.position != start:
@@ -117,13 +117,15 @@ class Positions:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
         ranges, self._in_flight = self._in_flight, {}
         planned, everything, due = PartitionState.PLANNED, self.all, self._due
-        ready = PARTITIONS[planned, ev.Durable]
+        ready = _to(planned, ev.Durable)
         for tp, (start, end) in ranges.items():
             partition = everything.get(tp)
             if partition is None:
                 partition = everything[tp] = Partition()
             if partition.state is planned:
                 partition.position, partition.followed = partition.until, False
+                if partition.committed == partition.position:
+                    partition.committed = None  # a late answer said so, of a commit that was overtaken
                 if partition.theirs:
                     self._move(tp, partition, ev.TheirCommit)
                 else:
@@ -347,10 +349,7 @@ class Positions:
 
     def _move(self, tp: TopicPartition, partition: Partition, cause: type) -> None:
         before = partition.state
-        after = PARTITIONS.get((before, cause))
-        if after is None:
-            raise NotInTable(f"{tp}: {cause.__name__} in state {before.value}")
-        partition.state = after
+        after = partition.state = _to(before, cause, tp)
         if before not in COUNTED and after not in COUNTED:
             return
         self._unknown += (after in UNKNOWN) - (before in UNKNOWN)
@@ -359,6 +358,14 @@ class Positions:
             self._came.add(tp)
         else:
             self._came.discard(tp)
+
+
+def _to(state: PartitionState, cause: type, tp: TopicPartition | None = None) -> PartitionState:
+    """Where a cause leads."""
+    after = PARTITIONS.get((state, cause))
+    if after is None:
+        raise NotInTable(f"{tp or 'a partition'}: {cause.__name__} in state {state.value}")
+    return after
 
 
 class NotInTable(Exception):

@@ -17,7 +17,7 @@ class State(Enum):
     """A state. Hashed by identity, as there is one object of each: an enum's own hash costs more than all the rest of a
     change, and a plan over 10,000 partitions makes 20,000 of them."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
 
 class RunState(State):

@@ -1,6 +1,6 @@
 """What a run counts, and the frozen snapshot of it.
 
-Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (``progress``).
+Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (``host.runs``).
 """
 
 from collections.abc import Mapping

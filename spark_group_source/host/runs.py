@@ -97,7 +97,6 @@ class Publisher:
         self._path = directory() / f"{os.getpid()}.json"
         self._asked = self._path.with_suffix(DRAIN)
         self._drained = self._broken = False
-        self._waits: int | None = None
         self._remove()  # what a process of the same number left
 
     @property
@@ -108,13 +107,11 @@ class Publisher:
     def waiting_sibling(self) -> int | None:
         """Process id of another stream of this group in this very query, whose batch cannot begin before this one's.
 
-        One that was there at the last look too: the reader of a query that was just stopped needs a moment to go.
+        It may also be the reader of a query that was just stopped, which needs a moment to go.
         """
-        before, self._waits = self._waits, None
-        if only_one_query(os.getppid()):
-            pids = [int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") in IN_FLIGHT]
-            self._waits = before if before in pids else min(pids, default=None)
-        return self._waits if self._waits == before else None
+        if not only_one_query(os.getppid()):
+            return None
+        return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") in IN_FLIGHT), default=None)
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
         if self._broken or (statistics, drained) == (self._last, self._drained):

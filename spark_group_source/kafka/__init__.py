@@ -1,8 +1,8 @@
 """The group's side of Kafka: questions about topics and offsets, the fenced commit, and the consumers of members.
 
-Runs in: the stream reader, the user's driver (CLI). Deliberately absent: reading records (``fetch``) and every decision
-(``group``). With the clients of ``fetch`` it is the only importer of confluent_kafka; Kafka's errors become ours here,
-once.
+Runs in: the stream reader, the user's driver (CLI). Deliberately absent: reading records (``executor``) and every
+decision (``group``). With ``executor`` and ``local`` it is the only importer of confluent_kafka; Kafka's errors become
+ours here, once.
 """
 
 from spark_group_source.kafka.admin import Admin, CommittedOffset, GroupDescription, GroupMember, Topic

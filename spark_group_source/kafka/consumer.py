@@ -1,6 +1,6 @@
 """The consumer behind a member: membership without reading.
 
-Runs in: the thread of a slot (``member``). Deliberately absent: fetching, and deciding what a rebalance means.
+Runs in: the thread of a slot (``driver.member``). Deliberately absent: fetching, and deciding what a rebalance means.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class MemberConsumer:
     def _fatal(self, error: KafkaError) -> GroupError:
         text = error.str()
         # The code is only "fatal"; which one it was stands in the text alone.
-        if "UNRELEASED_INSTANCE_ID" in text or "still in use" in text or "unreleased" in text.lower():
+        if "still used by another member" in text:
             return GroupError(f"the place is still taken: {text}", unreleased=True)
         if self._consumer_protocol and "group id does not exist" in text:
             return GroupError(
@@ -184,7 +184,8 @@ class MemberConsumer:
             self._failure = GroupError("thrown out of the group in a rebalance, with partitions in hand")
         if self._failure is not None:
             return
-        self._holder = "" if self.identity is None else self.identity.member
+        if self.identity is not None:  # without one it was thrown out in a hold: who it was is what tells that later
+            self._holder = self.identity.member
         # An explicit offset spares a lookup of the committed one; it is never used, since nothing is fetched.
         paused = [to_kafka(tp, 0) for tp in to_ours(partitions)]
         (consumer.incremental_assign if self.incremental else consumer.assign)(paused)

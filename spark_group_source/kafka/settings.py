@@ -1,6 +1,6 @@
 """Whether the client library accepts the user's settings, found out before anything is started.
 
-Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``client_settings``).
+Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``options.client``).
 """
 
 from confluent_kafka import KafkaException

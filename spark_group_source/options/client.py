@@ -2,7 +2,7 @@
 
 Runs in: every process. Deliberately absent: the full list of setting names (only the client library knows it: ``kafka``
 builds its clients at ``load()`` to have unknown names and bad values refused) and the translation of Java's names and
-stores (``java_settings``).
+stores (``java``).
 """
 
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ class StartingPosition:
     """What the starting options say, after the most specific one has won.
 
     Exactly one of ``everywhere`` and ``each`` decides: ``each`` when it is not None. A partition that appears after
-    the stream was founded starts at :data:`EARLIEST` whatever is said here, else its first records would be skipped;
+    the stream began starts at :data:`EARLIEST` whatever is said here, else its first records would be skipped;
     who finds the partition knows that it is new.
     """
 
@@ -40,7 +40,7 @@ class StartingPosition:
     """For kind "time", when no record is that young: fail, or start at the end."""
 
     def resolve(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
-        """The start of every partition of a stream that is founded now.
+        """The start of every partition of a stream that begins now.
 
         Args:
             partitions: all partitions of the subscribed topics, not only those assigned to this process.

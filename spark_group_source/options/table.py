@@ -6,7 +6,7 @@ Kafka connector wherever it has one, and like there they may be written in any c
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -54,7 +54,7 @@ class Option:
     doc: str
     default: object = None
     default_text: str = ""
-    """What the README shows when ``default`` alone does not tell."""
+    """What the documents show when ``default`` alone does not tell."""
 
     def shown_default(self) -> str:
         if self.default_text or self.default is None:
@@ -122,7 +122,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="Passed on to the Kafka client (librdkafka). Java's names, JAAS texts and PEM or PKCS#12 stores are "
                "translated; settings that are the source's own are refused."),
 )  # fmt: skip
-"""All options, in the order of the README."""
+"""All options, in the order of ``docs/options.md``."""
 
 _BY_NAME: Final = {row.name.lower(): row for row in OPTIONS if row.name != "kafka.*"}
 _BATCH_ONLY = (
@@ -269,10 +269,11 @@ class Options:
         return f"Options({', '.join(f'{name}={_short(text)}' for name, text in self.describe().items())})"
 
 
-def render_markdown() -> str:
-    """The README's table of options, ending in a newline."""
+def render_markdown(names: Collection[str] | None = None) -> str:
+    """The table of options as the documents show it, ending in a newline; ``names``: only these."""
     lines = ["| option | value | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{row.name}` | {row.unit} | {row.shown_default()} | {row.doc} |" for row in OPTIONS]
+    rows = [row for row in OPTIONS if names is None or row.name in names]
+    lines += [f"| `{row.name}` | {row.unit} | {row.shown_default()} | {row.doc} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 Runs in: tests. Callbacks run inside :meth:`FakeConsumer.poll` on the thread that calls it, and may block there; what
 librdkafka's own thread does meanwhile is in ``kafka_client``. Deliberately absent: fetching, positions, commits that
-are not waited for.
+are not waited for, max.poll.interval.ms as a limit for the application (only the group waits no longer than that).
 """
 
 import struct
@@ -124,9 +124,15 @@ class FakeConsumer:
                     me.block(left_ms)
                 self._poller = None
                 if idle and not self._waiting:
-                    return None
+                    return self._nothing()
         finally:
             self._poller, self._polling = None, False
+
+    def _nothing(self) -> FakeMessage | None:
+        """Now and then the library speaks of its connections."""
+        if self._library.process.cut_off() and self._world.chance(0.2):
+            return FakeMessage(refusal(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
+        return None
 
     def assignment(self) -> list[KafkaPartition]:
         self._enter()
@@ -280,8 +286,8 @@ class FakeConsumer:
         """Only what is asked of it from now on says so; no callback gives its partitions back."""
         self._waiting.clear()
         words = KafkaError(code.value).str()
-        what = "ConsumerGroupHeartbeat fatal error: " if self._new_protocol else ""
-        self._fatal = KafkaError(KafkaError._FATAL, f"Fatal error: {what}{words}")
+        what = "ConsumerGroupHeartbeat fatal error" if self._new_protocol else "Fatal consumer error"
+        self._fatal = KafkaError(KafkaError._FATAL, f"Fatal error: {words}: {what}: {words}")
         self._say(self._fatal)
 
     def _say(self, error: KafkaError) -> None:

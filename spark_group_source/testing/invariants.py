@@ -301,7 +301,9 @@ class Invariants:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
-        anew = old is not None and (old.offset <= book.stale or (book.again and new.offset in (book.start, *book.firsts)))
+        anew = old is not None and (
+            old.offset <= book.stale or (book.again and new.offset in (book.start, *book.firsts))
+        )
         if old is not None and new.offset < old.offset and not anew:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
@@ -327,7 +329,9 @@ class Invariants:
         book.moved |= not void
         if at > book.whole:
             # What a reset does not move stands where the table does: that may take an earlier move back.
-            self.require(meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed")
+            self.require(
+                meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed"
+            )
             self._nobodys(tp, at)
         elif back:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
@@ -399,7 +403,9 @@ class Invariants:
         seen = before[-1:] + [entry for at_ms, entry in book.commits if at_ms >= since_ms]
         anyone = last is None or reader.party in book.away
         if anyone and not before:
-            return start in (book.start, book.nobodys) or start in book.firsts or start in [entry.offset for entry in seen]
+            return (
+                start in (book.start, book.nobodys) or start in book.firsts or start in [entry.offset for entry in seen]
+            )
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
     def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:

@@ -105,7 +105,7 @@ class Table:
     def _commit(self, run: SparkRun, offset: StreamOffset, read: Read, seen: _Version, decision: Write) -> bool:
         rows = read(_without(offset.batch(), decision.drop)) if decision.rows else {}
         run.pause(*WRITE_MS)
-        if not (rows or decision.drop or decision.moved):
+        if not (rows or decision.drop or decision.changed):
             return True
         if self._now is not seen:
             return False

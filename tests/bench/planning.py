@@ -150,19 +150,19 @@ def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
     return handled / seconds, handled / spent_s
 
 
-def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.Event]:
+def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.MachineEvent]:
     """One member fails and comes back later, or one partition is given back, or lost, and comes again."""
     tps = (TopicPartition("orders", slot),)
     client = clients[slot]
     if kind == 0:
         return [ev.MemberFailed(slot=slot, client=client, reason="gone")]
-    gone: ev.Event = ev.Lost(slot=slot, client=client, partitions=tps)
+    gone: ev.MachineEvent = ev.Lost(slot=slot, client=client, partitions=tps)
     if kind == 1:
         gone = ev.Revoking(slot=slot, client=client, partitions=tps, eager=False)
     return [gone, ev.Assigned(slot=slot, client=client, partitions=tps, generation=2)]
 
 
-def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
+def _answer(order: ev.Command, clients: dict[int, int]) -> ev.MachineEvent | None:
     match order:
         case ev.Join():
             clients[order.slot] = order.client

@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
-from conftest import Offsets, Produce, TopicFactory, await_until
+from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
 from delta_files import living_rows
 from kafka_words import set_committed
-from streams import END_S, Job, JobFactory, Outsider, job_factory, numbered
+from streams import END_S, Job, JobFactory, Outsider, describe, job_factory, numbered, planned
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
 from spark_group_source.cli import group as cli_group
 from spark_group_source.cli.app import app
+from spark_group_source.delta import kept
 from spark_group_source.delta.checkpoint import positions
+from spark_group_source.delta.kept import read_ledger
 from spark_group_source.errors import OptionError
+from spark_group_source.group.names import Note, parse_note
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
 
@@ -77,9 +81,19 @@ def refused(shown: Shown) -> str:
     return shown.output.splitlines()[-1]
 
 
-def into(job: Job, table: Path) -> None:
-    """An AvailableNow run of the job into a Delta table; raises what the query failed with."""
-    writer = job.load().writeStream.foreachBatch(DeltaSink(table)).option("checkpointLocation", str(job.checkpoint))
+def into(job: Job, table: Path, *, dies_at: int | None = None) -> None:
+    """An AvailableNow run of the job into a Delta table; raises what the query failed with.
+
+    ``dies_at``: the batch that its sink does not survive: it is planned then, and not in the table.
+    """
+    sink = DeltaSink(table)
+
+    def write(df: "DataFrame", number: int) -> None:
+        if number == dies_at:
+            raise RuntimeError("the sink died")
+        sink(df, number)
+
+    writer = job.load().writeStream.foreachBatch(write).option("checkpointLocation", str(job.checkpoint))
     query = writer.trigger(availableNow=True).start()
     try:
         assert query.awaitTermination(END_S)
@@ -191,9 +205,43 @@ def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ..
     assert message in refused(run("reset", *arguments))
 
 
-def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_until_it_is_settled(
-    run: Run, job: JobFactory, topic: TopicFactory, produce: Produce, tmp_path: Path
+def notes(admin: AdminClient, group: str) -> dict[TopicPartition, Note]:
+    """What the text beside each of the group's committed offsets says."""
+    request = [ConsumerGroupTopicPartitions(group)]
+    found = admin.list_consumer_group_offsets(request, require_stable=True)[group].result(ADMIN_S).topic_partitions
+    return {TopicPartition(p.topic, p.partition): parse_note(p.metadata or "") for p in found or []}
+
+
+def await_left(admin: AdminClient, group: str) -> None:
+    """Wait for the members of a query that failed: they leave while its end is told already."""
+    await_until(lambda: describe(admin, group).state == "empty", what="the members that leave")
+
+
+def test_a_reset_says_its_number_beside_every_offset_of_the_group(
+    run: Run, admin: AdminClient, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
 ) -> None:
+    one, other = topic(2), topic()
+    produce(one, numbered(0, 9, 2))
+    set_committed(admin, group_id, one, {0: 4, 1: 5})
+    set_committed(admin, group_id, other, {0: 0})
+    for number in (1, 2):
+        shown = run("reset", "--topic", one, "--to-earliest", "--execute")
+        assert f"moved 2 partitions of group {group_id}; this was its reset {number}" in shown.output
+        here = {TopicPartition(one, 0): 0, TopicPartition(one, 1): 0, TopicPartition(other, 0): 0}
+        assert committed(group_id) == here
+        assert notes(admin, group_id) == dict.fromkeys(here, Note(epoch=number))
+
+
+def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_until_it_is_settled(
+    run: Run,
+    job: JobFactory,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    """All with one checkpoint: what was refused is in it, and void after the reset that the refusal names."""
     name, table = topic(2), tmp_path / "table"
     produce(name, numbered(0, 9, 2))
     one = job(subscribe=name)
@@ -202,19 +250,132 @@ def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_
     assert offsets_in(table) == everything
 
     run("reset", "--to-earliest", "--execute")
-    with pytest.raises(Exception, match="LedgerConflict") as refused:
-        into(job(subscribe=name, checkpoint="c2"), table)
-    assert "spark-group reset" in str(refused.value)
-    assert offsets_in(table) == everything, "nothing was written"
+    for _ in range(2):
+        with pytest.raises(Exception, match="LedgerConflict") as refused:
+            into(one, table)
+        await_left(admin, group_id)
+        assert "spark-group reset" in str(refused.value)
+        assert offsets_in(table) == everything, "nothing was written"
     run("reset", "--to-ledger", "--table", str(table), "--execute")
     produce(name, numbered(10, 11, 2))
-    into(job(subscribe=name, checkpoint="c3"), table)
+    into(one, table)
     everything |= {(0, 5): 1, (1, 5): 1}
     assert offsets_in(table) == everything
 
     run("reset", "--to-offset", "3", "--table", str(table), "--execute")
-    into(job(subscribe=name, checkpoint="c4"), table)
+    into(one, table)
     assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in everything}
+
+
+@pytest.mark.parametrize(
+    ("to", "times"),
+    [
+        (("--to-offset", "3"), {3: 2, 8: 1, 12: 1}),
+        (("--to-latest",), {0: 1, 8: 0, 10: 1}),
+        (("--to-ledger",), {0: 1}),
+    ],
+    ids=["back", "forward", "to the ledger"],
+)
+def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goes_on_where_the_reset_says(
+    to: tuple[str, ...],
+    times: dict[int, int],
+    run: Run,
+    job: JobFactory,
+    spark: "SparkSession",
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    """``times``: how often the records from each offset on are in the table in the end; once before the first."""
+    name, table = topic(2), tmp_path / "table"
+    produce(name, numbered(0, 19, 2))
+    one = job(subscribe=name, maxOffsetsPerTrigger=8)
+    with pytest.raises(Exception, match="the sink died"):
+        into(one, table, dies_at=2)
+    await_left(admin, group_id)
+    pending = planned(one.checkpoint)[2]
+    assert set(pending.ranges.values()) == {(8, 10)}
+    for _ in range(2):
+        shown = run("reset", *to, "--table", str(table), "--execute")
+    assert "this was its reset 2" in shown.output
+    produce(name, numbered(20, 23, 2))
+    into(one, table)
+
+    steps = {0: 1, **times}
+    expected = {(p, n): steps[max(first for first in steps if first <= n)] for p in range(2) for n in range(12)}
+    assert offsets_in(table) == {at: count for at, count in expected.items() if count}
+    plans = planned(one.checkpoint)
+    assert plans[2] == pending
+    assert {number: plan.epoch for number, plan in plans.items() if number > 2} == dict.fromkeys(
+        range(3, len(plans)), 2
+    )
+    ledger = read_ledger(spark, str(table), group_id)
+    assert ledger is not None
+    assert (ledger.epoch, set(ledger.offsets.values())) == (2, {12})
+    found = notes(admin, group_id)
+    assert {(note.stream, note.epoch) for note in found.values()} == {(pending.stream, 2)}, "the number is carried on"
+
+
+def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(
+    run: Run,
+    job: JobFactory,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    """The other topic goes on at its committed offset, so that what the void batch was to read of it is not lost."""
+    moved, other, table = topic(name=f"{group_id}-moved"), topic(name=f"{group_id}-other"), tmp_path / "table"
+    for name in (moved, other):
+        produce(name, numbered(0, 9))
+    one = job(subscribe=f"{moved},{other}", maxOffsetsPerTrigger=8)
+    with pytest.raises(Exception, match="the sink died"):
+        into(one, table, dies_at=2)
+    await_left(admin, group_id)
+    run("reset", "--topic", moved, "--to-earliest", "--table", str(table), "--execute")
+    into(one, table)
+    found = Counter((row["topic"], row["offset"]) for row in living_rows(table, ["topic", "offset"]))
+    assert found == {
+        **{(other, n): 1 for n in range(10)},
+        **{(moved, n): 2 if n < 8 else 1 for n in range(10)},
+    }
+
+
+def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
+    run: Run,
+    job: JobFactory,
+    admin: AdminClient,
+    topic: TopicFactory,
+    produce: Produce,
+    group_id: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, table = topic(2), tmp_path / "table"
+    produce(name, numbered(0, 19, 2))
+    one = job(subscribe=name, maxOffsetsPerTrigger=8)
+    with pytest.raises(Exception, match="the sink died"):
+        into(one, table, dies_at=2)
+    await_left(admin, group_id)
+
+    def die(*_: object, **__: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as killed:
+        killed.setattr(kept, "set_ledger", die)
+        assert run("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
+    assert {note.epoch for note in notes(admin, group_id).values()} == {1}
+    with pytest.raises(Exception, match=r"Kafka says 3, the table holds up to 10"):
+        into(one, table)
+    await_left(admin, group_id)
+    once = {(p, offset): 1 for p in range(2) for offset in range(10)}
+    assert offsets_in(table) == once, "what was pending was not planned after the reset that the table never saw"
+    run("reset", "--to-offset", "3", "--table", str(table), "--execute")
+    into(one, table)
+    assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in once}
 
 
 def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_ended(

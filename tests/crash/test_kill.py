@@ -25,9 +25,12 @@ from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 JOB = Path(__file__).with_name("job.py")
-LIFE_S = (1.0, 26.0)
-"""A run is killed this long after its start: before it joins, in its first batch, in the middle of later ones. Spark
-alone takes some 8 s to start."""
+LIFE_S = (0.5, 10.0)
+"""A run is killed this long after its start, while Spark begins, or this long after it joined the group: in its first
+batch, or in the middle of later ones."""
+JOINING = 0.7
+"""Share of the runs that are let into the group first."""
+JOIN_S = 120
 JOINED_MIN = 0.3
 """Share of the runs that must have come as far as the group, or the kills prove little."""
 RATE_PER_S = 200
@@ -155,12 +158,14 @@ def kill_and_prove(
         for kill in range(kills):
             job = start(broker, group, topic, home, log, options)
             try:
+                if chance.random() < JOINING:
+                    await_joined(job, log, times=joins(log) + 1)
                 job.process.wait(chance.uniform(*LIFE_S))
                 pytest.fail(f"seed {seed}, run {kill}: the job ended by itself:\n{tail(log)}")
             except subprocess.TimeoutExpired:
                 end_all += job.kill()
     assert not wrong, f"seed {seed}: {wrong[:5]}"
-    joined = log.read_text(errors="replace").count("joining with")
+    joined = joins(log)
     print(f"{joined} of {kills} runs were in the group when they were killed")  # noqa: T201 - pytest -s
     assert joined >= kills * JOINED_MIN, f"seed {seed}: only {joined} of {kills} runs came as far as the group"
     job = start(broker, group, topic, home, log, options)
@@ -197,6 +202,15 @@ def start(broker: Broker, group: str, topic: str, home: Path, log: Path, options
         },
         log,
     )
+
+
+def joins(log: Path) -> int:
+    """How many runs came as far as the group."""
+    return log.read_text(errors="replace").count("joining with")
+
+
+def await_joined(job: Job, log: Path, *, times: int) -> None:
+    await_until(lambda: joins(log) >= times or job.process.poll() is not None, JOIN_S, what="a run in the group")
 
 
 def tail(log: Path, lines: int = 40) -> str:

@@ -77,17 +77,17 @@ def test_a_batch_wholly_below_the_ledger_is_dropped_and_moves_nothing() -> None:
 
 
 def test_a_position_that_someone_moved_below_the_ledger_is_refused() -> None:
-    verdict = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)]), ledger({P0: 100}))
+    verdict = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)]), ledger({P0: 100}))
     assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
 
 
 def test_a_position_that_someone_moved_is_refused_before_anything_is_read_from_it() -> None:
-    assert judge(offset(4, ranges((10, 10)), moved=[("orders", 0)]), ledger({P0: 100})).refused
+    assert judge(offset(4, ranges((10, 10)), followed=[("orders", 0)]), ledger({P0: 100})).refused
 
 
 @pytest.mark.parametrize("start", [100, 150])
 def test_a_position_that_someone_moved_forward_is_followed(start: int) -> None:
-    verdict = judge(offset(4, ranges((start, 200)), moved=[("orders", 0)]), ledger({P0: 100}))
+    verdict = judge(offset(4, ranges((start, 200)), followed=[("orders", 0)]), ledger({P0: 100}))
     assert verdict.refused == ()
     assert verdict.ledger.offsets == {P0: 200}
 
@@ -98,7 +98,7 @@ def test_a_topic_that_was_created_anew_starts_afresh_and_others_do_not() -> None
         offsets={P0: 100, P1: 100, TopicPartition("other", 0): 7},
         topic_ids={"orders": "id-0", "other": "id-7"},
     )
-    verdict = judge(offset(4, ranges((0, 30)), moved=[("orders", 0)]), old)
+    verdict = judge(offset(4, ranges((0, 30)), followed=[("orders", 0)]), old)
     assert verdict.recreated == ("orders",)
     assert verdict.refused == ()
     assert verdict.ledger.offsets == {P0: 30, TopicPartition("other", 0): 7}
@@ -126,7 +126,7 @@ def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
 
 def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
     old = ledger({P0: 100, P1: 7}, epoch=2)
-    verdict = judge(offset(9, ranges((90, 130), (0, 5)), moved=[("orders", 0)], topic_id="id-2", epoch=1), old)
+    verdict = judge(offset(9, ranges((90, 130), (0, 5)), followed=[("orders", 0)], topic_id="id-2", epoch=1), old)
     assert verdict.void
     assert verdict.drop == (OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5))
     assert (verdict.refused, verdict.recreated, verdict.skipped) == ((), (), ())
@@ -137,14 +137,14 @@ def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
 
 def test_the_first_batch_after_a_reset_brings_its_number_into_the_ledger() -> None:
     before = Ledger(group="etl", offsets={P0: 100}, epoch=1, void={"s0": 4})
-    verdict = judge(offset(4, ranges((120, 130)), moved=[("orders", 0)], epoch=2), before)
+    verdict = judge(offset(4, ranges((120, 130)), followed=[("orders", 0)], epoch=2), before)
     assert not verdict.void
     assert (verdict.ledger.epoch, verdict.ledger.void, verdict.ledger.offsets) == (2, {}, {P0: 130})
     assert judge(offset(0, ranges((0, 5)), epoch=3), None).ledger.epoch == 3
 
 
 def test_a_reset_that_left_the_ledger_out_is_refused_where_it_goes_back() -> None:
-    verdict = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)], epoch=1), ledger({P0: 100}))
+    verdict = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)], epoch=1), ledger({P0: 100}))
     assert verdict.refused == (Refusal(P0, 10, 100),)
 
 
@@ -174,7 +174,7 @@ def test_a_recorded_batch_is_not_written_and_what_the_ledger_does_not_cover_is_a
 def test_a_void_batch_is_recorded_and_none_of_its_rows_is_read() -> None:
     found = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=1))
     assert isinstance(found, Write)
-    assert (found.rows, found.moved, found.durable) == (False, True, ())
+    assert (found.rows, found.changed, found.durable) == (False, True, ())
     assert found.ledgers["etl"].offsets == {P0: 100}
 
 
@@ -198,9 +198,9 @@ def test_rows_to_leave_out_that_another_source_may_have_read_too_are_refused() -
 
 def test_a_batch_that_moves_nothing_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
     idle = deciding(offset(4, ranges((100, 100))), before=ledger({P0: 100}))
-    assert isinstance(idle, Write) and not idle.moved
+    assert isinstance(idle, Write) and not idle.changed
     newer = deciding(offset(4, ranges((100, 100)), epoch=1), before=ledger({P0: 100}))
-    assert isinstance(newer, Write) and newer.moved
+    assert isinstance(newer, Write) and newer.changed
 
 
 def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_stopped() -> None:
@@ -209,7 +209,7 @@ def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_st
     assert isinstance(first, Write)
     after = first.ledgers["etl"]
     again = deciding(offset(4, ranges((90, 130))), before=after)
-    assert isinstance(again, Write) and not again.moved, "the same batch, once more"
+    assert isinstance(again, Write) and not again.changed, "the same batch, once more"
     second = deciding(offset(5, ranges((130, 140))), before=after)
     assert second == Unaware(group="etl", stream="s1", epoch=2)
     another = deciding(offset(5, ranges((90, 95)), stream="s2"), before=after)
@@ -220,7 +220,7 @@ def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_st
 
 
 def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() -> None:
-    refused = judge(offset(4, ranges((10, 30)), moved=[("orders", 0)]), ledger({P0: 100})).refused
+    refused = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)]), ledger({P0: 100})).refused
     error = conflict("/lake/orders", Refused(group="etl", positions=refused), 4)
     for part in (
         "'etl'",
@@ -238,7 +238,7 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() 
 
 def test_a_refusal_of_many_partitions_stays_readable() -> None:
     many = {("orders", p): (0, 1) for p in range(1000)}
-    verdict = judge(offset(4, many, moved=list(many)), ledger({TopicPartition("orders", p): 9 for p in range(1000)}))
+    verdict = judge(offset(4, many, followed=list(many)), ledger({TopicPartition("orders", p): 9 for p in range(1000)}))
     error = conflict("t", Refused(group="etl", positions=verdict.refused), 4)
     assert "(and 995 more partitions)" in str(error)
     assert len(str(error)) < 1500
@@ -330,18 +330,18 @@ class Writers(RuleBasedStateMachine):
             st.tuples(st.integers(0, 30), st.integers(0, 10)),
             max_size=3,
         ),
-        moved=st.sets(st.tuples(st.just("orders"), st.integers(0, 2))),
+        followed=st.sets(st.tuples(st.just("orders"), st.integers(0, 2))),
         late=st.integers(0, 2),
         stream=st.sampled_from(["s1", "s2"]),
     )
     def write(
-        self, batch: dict[tuple[str, int], tuple[int, int]], moved: set[tuple[str, int]], late: int, stream: str
+        self, batch: dict[tuple[str, int], tuple[int, int]], followed: set[tuple[str, int]], late: int, stream: str
     ) -> None:
         """``late``: so many resets came between the plan and now."""
         self.seq += 1
         spans = {tp: (start, start + size) for tp, (start, size) in batch.items()}
         epoch = max(0, self.resets - late)
-        planned = offset(self.seq, spans, moved=sorted(moved & set(spans)), epoch=epoch, stream=stream)
+        planned = offset(self.seq, spans, followed=sorted(followed & set(spans)), epoch=epoch, stream=stream)
         before = self.ledger or Ledger(group="etl")
         decision = decide([planned], {"etl": self.ledger}, recorded=False)
         if not isinstance(decision, Write):

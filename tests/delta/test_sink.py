@@ -28,6 +28,7 @@ from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.host import runs
 from spark_group_source.model import OffsetRange, TopicPartition
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def test_a_replay_after_the_ledger_was_set_back_by_hand_is_skipped(query: Query,
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 2}, reason="replay")
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     assert rows(table) == records(0, 5)
-    query.run(query.sink(table), 1, offset(1, one(2, 4), moved=[("orders", 0)]))
+    query.run(query.sink(table), 1, offset(1, one(2, 4), followed=[("orders", 0)]))
     assert Counter(rows(table)) == Counter(records(0, 5) + records(2, 4)), "what the operator asked for"
 
 
@@ -300,7 +301,7 @@ def test_a_rewind_by_someone_else_is_refused_and_the_table_stays(query: Query, t
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     with pytest.raises(LedgerConflict, match=r"orders-0: Kafka says 3, the table holds up to 10.*--to-ledger"):
-        query.run(sink, 1, offset(1, one(3, end), moved=[("orders", 0)]))
+        query.run(sink, 1, offset(1, one(3, end), followed=[("orders", 0)]))
     assert len(commits(table)) == 2
     assert rows(table) == records(0, 10)
 
@@ -309,7 +310,7 @@ def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, tabl
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="on purpose")
-    query.run(sink, 1, offset(1, one(3, 5), moved=[("orders", 0)]))
+    query.run(sink, 1, offset(1, one(3, 5), followed=[("orders", 0)]))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 5))
     assert next_offsets(table) == {("orders", 0): 5}
 
@@ -317,7 +318,7 @@ def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, tabl
 def test_what_another_member_had_in_between_is_no_error(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
-    query.run(sink, 1, offset(1, one(50, 60), moved=[("orders", 0)]))
+    query.run(sink, 1, offset(1, one(50, 60), followed=[("orders", 0)]))
     assert next_offsets(table) == {("orders", 0): 60}
 
 
@@ -362,19 +363,19 @@ def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     assert actions(commit, "txn")[0]["version"] == 1
     assert next_offsets(table) == {("orders", 0): 3}
     assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
-    query.run(query.sink(table), 2, offset(2, one(3, 12), moved=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
     assert next_offsets(table) == {("orders", 0): 12}
 
 
 def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Query, table: Path) -> None:
-    sink, refused = query.sink(table), offset(1, one(3, 7), moved=[("orders", 0)])
+    sink, refused = query.sink(table), offset(1, one(3, 7), followed=[("orders", 0)])
     query.run(sink, 0, offset(0, one(0, 10)))
     with pytest.raises(LedgerConflict, match="with the same checkpoint"):
         query.run(sink, 1, refused)
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", epoch=1)
     query.run(query.sink(table), 1, refused)
-    query.run(query.sink(table), 2, offset(2, one(10, 12), moved=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], epoch=1))
     assert rows(table) == records(0, 12)
 
 
@@ -406,7 +407,7 @@ def test_a_stream_that_does_not_hear_of_a_reset_is_stopped_at_its_second_batch(q
         query.run(sink, 2, offset(2, one(9, 12)))
     set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=2)
     query.run(sink, 2, offset(2, one(9, 12)))
-    query.run(sink, 3, offset(3, one(5, 14), moved=[("orders", 0)], epoch=2))
+    query.run(sink, 3, offset(3, one(5, 14), followed=[("orders", 0)], epoch=2))
     assert rows(table) == records(0, 14)
 
 
@@ -418,6 +419,27 @@ def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
     query.run(query.sink(table), 1, offset(1, one(5, 9)))
     assert rows(table) == records(0, 5)
     assert next_offsets(table) == {("orders", 0): 5}
+
+
+@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
+    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    (tmp_path / "runs").mkdir(mode=0o700)
+    sink = query.sink(table, tier=tier)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    assert (runs.durable_seq("s1"), runs.durable_seq("s2")) == (0, 4)
+    query.run(sink, 1, offset(1, one(5, 6)))
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
+    if tier == "transaction":
+        with pytest.raises(LedgerConflict):
+            query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+        set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+        assert runs.durable_seq("s1") == 0
 
 
 # Idle

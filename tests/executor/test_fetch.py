@@ -841,7 +841,7 @@ def test_settings_for_members_do_not_disturb_a_reader(
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Broker]:
+def guarded(jvm: None) -> Iterator[Broker]:
     with Broker(sasl={"ann": "ann-secret"}) as own:
         yield own
 

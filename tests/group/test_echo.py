@@ -276,3 +276,14 @@ def test_reading_a_batch_that_is_not_the_planned_one_is_a_bug(group: GroupHarnes
 def test_the_commit_names_the_stream_and_the_batch(group: GroupHarness) -> None:
     group.settled(A)
     assert [(order.stream, order.seq) for order in only(ev.Echo, run_batch(group, 100, 150))] == [(STREAM, 0)]
+
+
+def test_a_late_answer_does_not_make_a_batch_look_committed_that_ends_where_it_said(group: GroupHarness) -> None:
+    group.settled(A)
+    late = run_batch(group, 100, 150)
+    group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again"))
+    back = group.echoed(late)
+    assert back == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
+    run_batch(group, 0, 150)
+    assert group.echoed(back) == [echo({A: 150}, 1)]
+    assert group.echoed() == [] and group.machine.echoed

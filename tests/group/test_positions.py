@@ -1,10 +1,13 @@
 """Where a partition starts: our own position, the group's committed offset, or the starting options."""
 
+from typing import Literal
+
 import pytest
 
+from spark_group_source.errors import DataLoss, OptionError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.model import EARLIEST, LATEST
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
@@ -297,3 +300,243 @@ def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
 
 def group_offset(known: dict[str, int]) -> StreamOffset:
     return StreamOffset(group="etl", stream=STREAM, seq=7, known=known, ranges={})
+
+
+# --- answers that leave something out --------------------------------------------------------------------------------
+
+
+def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
+    """A fresh partition: the broker that answers has not heard of it yet."""
+    group.assigned(A, B)
+    found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
+    assert group.feed(ev.CommittedRead(offsets=found, asked=(A, B))) == []
+    assert group.machine.plannable() == {A: 5}
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
+        assert not group.machine.positions.resolved
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(B,))]
+        assert group.feed(ev.CommittedRead(offsets={}, asked=(B,))) == []
+    assert "offsets of 1 partitions could not be read: the answer did not name them" in group.warned()[0]
+    group.tick(ms=5_000)
+    group.committed({B: 7})
+    assert group.machine.plannable() == {A: 5, B: 7}
+
+
+def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.committed({A: None, B: None})
+    group.feed(ev.StartsResolved(offsets={A: 3}, asked=(A, B)))
+    assert group.tick(ms=100) == [ev.FetchCommitted(partitions=(B,))]
+    assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
+    group.resolved({B: 4})
+    assert group.machine.plannable() == {A: 3, B: 4}
+
+
+# --- starting options ------------------------------------------------------------------------------------------------
+
+
+def by_time(no_match: Literal["error", "latest"]) -> GroupHarness:
+    group = GroupHarness(starting=StartingPosition(everywhere=StartAt("time", 1_700_000), no_match=no_match))
+    group.born()
+    group.assigned(A, B)
+    assert group.committed({A: None, B: None}) == [
+        ev.ResolveStarts(starts=dict.fromkeys((A, B), StartAt("time", 1_700_000)))
+    ]
+    return group
+
+
+def test_a_time_that_no_record_is_as_young_as_is_refused() -> None:
+    (fail,) = only(ev.Fail, by_time("error").resolved({A: 3, B: None}))
+    assert isinstance(fail.error, OptionError)
+    assert "no record of orders-1 is as young as the starting timestamp 1700000" in str(fail.error)
+
+
+def test_a_time_that_no_record_is_as_young_as_means_the_end_if_the_options_say_so() -> None:
+    group = by_time("latest")
+    assert ev.ResolveStarts(starts={B: LATEST}) in group.resolved({A: 3, B: None})
+    group.resolved({B: 9})
+    assert group.machine.plannable() == {A: 3, B: 9}
+
+
+@pytest.mark.parametrize("fail", [True, False])
+def test_a_new_partition_whose_first_records_went_before_anyone_read_them_is_lost_data(fail: bool) -> None:
+    group = GroupHarness(fail_on_data_loss=fail)
+    group.born()
+    group.assigned(NEW)
+    group.committed({NEW: None})
+    errors = [command.error for command in only(ev.Fail, group.resolved({NEW: 3}))]
+    assert [type(error) for error in errors] == ([DataLoss] if fail else [])
+    if errors:
+        assert errors[0].fields == {"topic": "orders", "partition": 4, "expected": 0, "available": 3}
+    else:
+        assert group.machine.plannable() == {NEW: 3}
+
+
+# --- lost during a batch, and back before it is known ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["durable", "answer"])
+@pytest.mark.parametrize("offset", [100, 120, 150])
+def test_what_others_read_of_the_batch_does_not_move_a_partition_that_was_lost_during_it(
+    group: GroupHarness, first: str, offset: int
+) -> None:
+    """An ordinary consumer had it for a moment. The rows of the batch are in the table: they are not read twice."""
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    if first == "durable":
+        group.durable()
+        group.taken({A: foreign(offset)})
+    else:
+        group.taken({A: foreign(offset)})
+        group.durable()
+        if offset < 150:
+            group.echoed()
+    assert group.machine.plannable() == {A: 150}
+    assert not any("was moved" in text for text in group.said())
+    assert (group.machine.positions.followed() == {A}) == (offset == 150)
+    assert group.machine.echoed
+
+
+@pytest.mark.parametrize("first", ["durable", "answer"])
+@pytest.mark.parametrize("offset", [20, 180])
+def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
+    group: GroupHarness, first: str, offset: int
+) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    if first == "durable":
+        group.durable()
+        group.taken({A: foreign(offset)})
+    else:
+        group.taken({A: foreign(offset)})
+        group.durable()
+    assert group.machine.plannable() == {A: offset}
+    assert group.machine.positions.followed() == {A}
+    assert any(f"was moved from 100 to {offset}" in text for text in group.said())
+
+
+def test_a_batch_that_is_durable_while_its_partition_is_away_is_owed_until_the_answer(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.lost(A)
+    group.durable()
+    assert group.machine.positions.owed() == {A: 150}
+    group.assigned(A)
+    assert group.machine.positions.owed() == {A: 150}
+    assert group.revoking(A) == []  # Kafka is to have it before it goes
+    assert only(ev.Echo, group.committed({A: 100}))[0].offsets == {A: 150}
+    assert group.echoed() == [ev.Release(slot=0, client=1)]
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_under_our_name_that_is_as_new_as_our_memory_is_believed_also_when_it_is_behind(
+    fresh: GroupHarness,
+) -> None:
+    """A former run followed an operator back, committed that under our name, and failed before the next plan."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
+
+
+def test_a_commit_under_our_name_that_is_older_than_our_memory_is_not(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
+    assert fresh.machine.plannable() == {A: 150}
+    assert fresh.machine.positions.followed() == frozenset()
+
+
+def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
+    group.settled(A)
+    group.revoking(A)
+    group.assigned(A)
+    assert group.committed({A: None}) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+
+
+def reset(offset: int, epoch: int = 1) -> ev.Committed:
+    return ev.Committed(offset=offset, epoch=epoch)
+
+
+def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
+    replayed = StreamOffset(
+        group="etl", stream=STREAM, seq=3, known={"orders": 3}, ranges={A: (100, 150), B: (40, 40)}, owed={C: 9}
+    )
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
+    fresh.assigned(A, B)
+    again = fresh.committed({A: reset(20), B: reset(30)})
+    assert again == [ev.FetchCommitted(partitions=(A, B))]  # all are looked up again, in the light of it
+    assert fresh.machine.positions.owed() == {}
+    assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
+    assert fresh.committed({A: reset(20), B: reset(30)}) == [
+        ev.Echo(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
+    ]
+    fresh.echoed()
+    fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
+    assert fresh.machine.plannable() == {A: 20, B: 30}
+    assert not any("was moved" in text for text in fresh.said())
+
+
+def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: reset(20, epoch=2)})
+    group.taken({A: reset(20, epoch=2)})
+    group.plan({A: (20, 30)})
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
+
+
+def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
+    """A former run had taken the reset, and failed before it planned anything."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    ours = ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
+    assert fresh.committed({A: ours}) == [ev.FetchCommitted(partitions=(A,))]
+    fresh.committed({A: ours})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
+    assert fresh.machine.positions.epoch == 1
+
+
+def test_a_reset_that_is_known_is_no_news(fresh: GroupHarness) -> None:
+    fresh.feed(
+        ev.Durable(
+            offset=StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 1}, ranges={A: (5, 9)}, epoch=2),
+            topics=("orders",),
+        )
+    )
+    fresh.assigned(A, B)
+    fresh.taken({A: ev.Committed(offset=9, stream=STREAM, seq=7, epoch=2), B: reset(30, epoch=2)})
+    assert fresh.machine.plannable() == {A: 9, B: 30}
+    assert not any("was reset" in text for text in fresh.said())
+
+
+def test_an_answer_from_before_a_reset_showed_is_asked_for_again(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.assigned(B)  # two questions are on their way
+    assert group.committed({B: reset(30)}) == [ev.FetchCommitted(partitions=(B,))]
+    assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
+    group.taken({A: reset(20), B: reset(30)})
+    assert group.machine.plannable() == {A: 20, B: 30}
+
+
+def test_a_partition_that_left_before_the_reset_remembers_nothing(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.durable()
+    group.lost(A)
+    group.settled(C)
+    group.lost(B)
+    group.assigned(B)
+    group.committed({B: reset(30)})
+    assert group.machine.positions.owed() == {}
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=100, stream=STREAM)})
+    assert group.machine.plannable().get(A) == 100

@@ -136,8 +136,8 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
         fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
         group.tick(ms=5_000)
     assert FOUNDING_BUDGET_MS <= group.clock() <= FOUNDING_BUDGET_MS + 10_000
-    assert isinstance(fails[0].error, Fenced)
-    assert "the place of slot 0 was taken, and no broker" in str(fails[0].error)
+    assert isinstance(fails[0].error, RebalanceTimeout)
+    assert "nobody could say by whom; the last answer: no broker" in str(fails[0].error)
 
 
 def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group: GroupHarness) -> None:

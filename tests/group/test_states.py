@@ -11,7 +11,7 @@ import pytest
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.group import machine, positions, slots
+from spark_group_source.group import machine, positions, slots, steps
 from spark_group_source.group import run as runs
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import (
@@ -388,7 +388,7 @@ class Recorder(dict[Row, Any]):
 def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
     """The rows that were used so far, of all tables."""
     recorders = []
-    for module, name in ((runs, "RUN"), (machine, "PHASES"), (slots, "SLOTS"), (positions, "PARTITIONS")):
+    for module, name in ((steps, "RUN"), (machine, "PHASES"), (slots, "SLOTS"), (positions, "PARTITIONS")):
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     return lambda: {row for recorder in recorders for row in recorder.used}
@@ -405,7 +405,7 @@ def test_the_ways_are_those_of_the_tables() -> None:
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
 
 
-@by_name(PHASES.keys() | SLOTS.keys() | PARTITIONS.keys())
+@by_name([*PHASES, *SLOTS, *PARTITIONS])
 def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
     *before, step = (PHASE_WAYS | SLOT_WAYS | PARTITION_WAYS)[row]
     for lead in before:
@@ -444,10 +444,11 @@ def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
 
 def test_the_causes_in_the_code_are_those_of_the_tables() -> None:
     """Whatever is handed to ``_move`` and ``_move_phase``, directly or through an argument named ``cause``."""
-    assert causes("_move", runs) == {cause.__name__ for _, cause in RUN}
+    assert causes("_move", runs) | causes("_move", steps) == {cause.__name__ for _, cause in RUN}
     assert causes("_move_phase", machine) == {cause.__name__ for _, cause in PHASES}
     assert causes("_move", slots) == {cause.__name__ for _, cause in SLOTS}
-    assert causes("_move", positions) | causes("_drop", slots) == {cause.__name__ for _, cause in PARTITIONS}
+    in_positions = causes("_move", positions) | causes("_to", positions)
+    assert in_positions | causes("_drop", slots) == {cause.__name__ for _, cause in PARTITIONS}
 
 
 def causes(name: str, module: ModuleType) -> set[str]:
@@ -464,7 +465,7 @@ def causes(name: str, module: ModuleType) -> set[str]:
             if isinstance(target, ast.Name)
         }
         for call in ast.walk(function):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == name:
+            if isinstance(call, ast.Call) and name in (getattr(call.func, "attr", ""), getattr(call.func, "id", "")):
                 found.update(cause for arg in call.args for cause in event_classes(arg, named))
     return found
 

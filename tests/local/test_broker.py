@@ -212,12 +212,6 @@ def test_a_node_ends_with_a_supervisor_that_is_killed(holder: tuple[subprocess.P
 # --- three nodes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Broker]:
-    with Broker(nodes=3) as broker:
-        yield broker
-
-
 @pytest.mark.crash
 @pytest.mark.slow
 def test_three_nodes_answer_while_one_is_down_and_after_it_is_back(cluster: Broker) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_group_source.errors import OptionError
-from spark_group_source.model import TopicPartition
-from spark_group_source.options.starting import EARLIEST, LATEST, StartAt, StartingPosition, resolve_specific
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+from spark_group_source.options.starting import StartingPosition, resolve_specific
 from spark_group_source.options.table import INTERNAL_TOPICS, OPTIONS, REFUSED, Options, render_markdown
 from spark_group_source.options.values import did_you_mean
 

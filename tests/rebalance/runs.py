@@ -214,6 +214,12 @@ class RunProcess:
         self.process.stdin.write(order + "\n")
         self.process.stdin.flush()
 
+    def rest(self) -> None:
+        """Stop between two triggers, until it is told to hold: what is produced now is in one batch."""
+        before = self.output.count("resting")
+        self.tell("rest")
+        await_until(lambda: self.output.count("resting") > before, STEP_S, what="the end of the trigger")
+
     def statistics(self, group: str) -> dict[str, Any]:
         """What the run publishes on this host."""
         return next((doc for doc in progress.read(group) if doc["pid"] == self.process.pid), {})
@@ -277,8 +283,12 @@ def _serve(options: dict[str, str], file: str, log: list[str], held: bool) -> No
     signal.signal(signal.SIGTERM, lambda *_: os.close(STOPPED[1]))
     for line in _orders():
         match line.strip():
+            case "rest":
+                run.rest()
+                logging.getLogger(__name__).info("resting")
             case "hold":
                 run._gate.clear()
+                run._trigger.set()
             case "let_go":
                 run._gate.set()
             case "close":

@@ -99,7 +99,7 @@ def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("spark_group_source.group.run.PATIENCE_MS", 500)
+    monkeypatch.setattr("spark_group_source.group.steps.PATIENCE_MS", 500)
     name = topic(PARTITIONS)
     for p in range(PARTITIONS):
         produce(name, ["a"], partition=p)

@@ -33,12 +33,6 @@ RECOVERED_S = 90
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Broker]:
-    with Broker(nodes=NODES) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def cluster_admin(cluster: Broker) -> AdminClient:
     return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
 

@@ -120,9 +120,10 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(
         for p in range(PARTITIONS):
             produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
         await_committed(admin, group_id, [name])
-        run.tell("hold")
+        run.rest()
         for p in range(PARTITIONS):
             produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        run.tell("hold")
         await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
@@ -167,9 +168,10 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(
         for p in range(PARTITIONS):
             produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
         await_committed(admin, group_id, [name])
-        run.tell("hold")
+        run.rest()
         for p in range(PARTITIONS):
             produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        run.tell("hold")
         await_until(lambda: run.output.count("batch in flight"), what="a batch in flight")
         with Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy=strategy) as other:
             await_until(lambda: "revoking" in run.statistics(group_id)["slots"], what="a held revocation")

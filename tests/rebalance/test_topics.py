@@ -1,10 +1,15 @@
-"""B14, B41, B61, G5, G7: partitions and topics that come and go, members that come and go, and runs that come back."""
+"""B14, B41, B42, B61, G5, G7: partitions and topics that come and go, members that do, and runs that come back."""
 
+import random
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
 from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of
+from kafka_words import await_served, produce_to
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
 from rebalance.conftest import Members, Options
@@ -12,6 +17,9 @@ from rebalance.foreign import KINDS
 from rebalance.runs import Run, RunProcess
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
+
+CHURN_S = 20
+"""How long topics come and go."""
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -119,6 +127,82 @@ def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
         assert [r for r in run.records if r[0] == second] == [(second, 0, 0), (second, 0, 1)]
         assert "the subscription now stands for 3 topics" in caplog.text
         await_until(lambda: "the subscription now stands for 2 topics" in caplog.text, what="the word of it")
+
+
+class Churn:
+    """Topics that are made, deleted, made again and grown, one step after the other, with records in all of them.
+
+    ``living``: topic -> the values that it holds, of those that are there now.
+    """
+
+    def __init__(self, admin: AdminClient, producer: Producer, topic: TopicFactory, kept: str) -> None:
+        self.admin, self.producer, self.topic, self.kept = admin, producer, topic, kept
+        self.names = [f"{kept}.{n}" for n in range(3)]
+        self.living: dict[str, list[str]] = {kept: []}
+        self.partitions: dict[str, int] = {kept: 2}
+        self.steps: dict[str, int] = {}
+        self._count = 0
+
+    def step(self, chance: random.Random) -> None:
+        name = chance.choice(self.names)
+        what = chance.choice(("delete", "grow")) if name in self.living else "make"
+        self.steps[what] = self.steps.get(what, 0) + 1
+        match what:
+            case "make":
+                self.partitions[name] = chance.randint(1, 3)
+                self.topic(self.partitions[name], name=name)
+                self.living[name] = []
+            case "grow":
+                self.partitions[name] += 1
+                self.admin.create_partitions([NewPartitions(name, self.partitions[name])])[name].result(ADMIN_S)
+                await_served(self.admin, name, self.partitions[name])
+            case "delete":
+                self.admin.delete_topics([name])[name].result(ADMIN_S)
+                await_until(
+                    lambda: name not in self.admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {name}"
+                )
+                del self.living[name]
+        for each in {self.kept, name} & self.living.keys():
+            self.send(each)
+
+    def send(self, name: str) -> None:
+        """Two records to every partition, as soon as the producer knows them all."""
+        known = self.producer.list_topics
+        await_until(
+            lambda: len(known(name, timeout=ADMIN_S).topics[name].partitions) == self.partitions[name],
+            what=f"the producer's word of {name}",
+        )
+        for p in range(self.partitions[name]):
+            values = [f"{self._count + n}" for n in range(2)]
+            self._count += 2
+            produce_to(self.producer, name, values, partition=p)
+            self.living[name] += values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_B42_a_query_lives_through_topics_that_come_and_go_and_come_again_and_grow(
+    strategy: str, admin: AdminClient, topic: TopicFactory, producer: Producer, options: Options
+) -> None:
+    kept = topic(2)
+    churn, chance = Churn(admin, producer, topic, kept), random.Random(42)
+    with Run(options(None, strategy, subscribePattern=f"{kept}([.].)?", failOnDataLoss=False)) as run:
+        run.await_partitions(2)
+        end_s = time.monotonic() + CHURN_S
+        while time.monotonic() < end_s:
+            churn.step(chance)
+            run.check()
+        for name in churn.living:
+            churn.send(name)
+        wanted = {value for values in churn.living.values() for value in values}
+
+        def missing() -> set[str]:
+            return wanted - {str(row.value) for row in list(run.engine.rows)}
+
+        run.await_(lambda: not missing(), f"every record of the topics that are there, after {churn.steps}")
+        read = Counter(row.value for row in run.engine.rows)
+        assert not [value for value, count in read.items() if count > 1]
+        assert min(churn.steps.get(what, 0) for what in ("make", "delete", "grow")) >= 2, churn.steps
 
 
 def _of(topic: str, partitions: int) -> set[TopicPartition]:

@@ -90,7 +90,7 @@ USER, PASSWORD, WRONG = "reader", "open-sesame-7f3a", "close-sesame-19bc"
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Broker]:
+def guarded(jvm: None) -> Iterator[Broker]:
     with Broker(sasl={USER: PASSWORD}) as started:
         yield started
 

@@ -1,0 +1,119 @@
+"""The questions where partitions stand, and what their answers mean: one on its way for each partition, pauses after
+failures.
+
+Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and the rules by which an answer
+becomes a position (``positions``, ``starts``).
+"""
+
+from collections.abc import Mapping
+
+from spark_group_source.errors import SourceError
+from spark_group_source.group import events as ev
+from spark_group_source.group import starts
+from spark_group_source.group.outbox import Outbox
+from spark_group_source.group.positions import Positions
+from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.states import PartitionState
+from spark_group_source.model import TopicPartition
+
+
+class Lookups:
+    """The lookups of one run.
+
+    Args:
+        rules: where partitions start.
+        positions: what is asked for, and takes the answers.
+        out: takes orders and log lines; it has the time.
+    """
+
+    def __init__(self, rules: Rules, positions: Positions, out: Outbox) -> None:
+        self._rules, self._positions, self._out = rules, positions, out
+        self.known: Mapping[str, int] = {}
+        """How many partitions each topic had when the stream first saw it."""
+        self._knows_resets = False  # of the time before it had the partitions that it has
+        self._failures = 0
+        self._again_at_ms: int | None = None
+
+    def order(self) -> None:
+        """Ask for the partitions that came."""
+        if not self._positions.ours:
+            self._knows_resets = False
+        if self._again_at_ms is None and (ask := self._positions.ask()):
+            self._out.order(ev.FetchCommitted(partitions=ask, beside=self._beside(ask)))
+
+    def deadlines_ms(self) -> list[int]:
+        return [] if self._again_at_ms is None else [self._again_at_ms]
+
+    def tick(self) -> None:
+        if self._again_at_ms is not None and self._out.now_ms >= self._again_at_ms:
+            self._again_at_ms = None
+
+    def committed_read(self, event: ev.CommittedRead, stream: str) -> None:
+        """The group's committed offsets; a newer reset among them makes everything that was known void."""
+        self._knows_resets |= event.epoch is not None
+        epoch = max([at.epoch for at in event.offsets.values() if at is not None] + [event.epoch or 0])
+        if epoch > self._positions.epoch:
+            self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
+            self._positions.reset_seen(epoch)
+        unknown = []
+        for tp, committed in event.offsets.items():
+            partition = self._positions.answered(tp, PartitionState.ASKED)
+            if partition is None:
+                continue
+            if committed is None and partition.position is None and partition.pending is None:
+                unknown.append(tp)
+            elif (ours := self._positions.found(tp, committed, stream=stream)) is not None and committed:
+                self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
+        for tp in unknown:
+            self._positions.start(tp)
+        if unknown:
+            self._out.order(ev.ResolveStarts(starts=starts.words(unknown, self.known, self._rules.starting)))
+        self._left_out(event.asked, event.offsets, again=bool(unknown))
+
+    def starts_resolved(self, event: ev.StartsResolved) -> SourceError | None:
+        """Where partitions without a committed offset start. Returns what the run has to end with, if it has to."""
+        late = []
+        for tp, at in event.offsets.items():
+            if self._positions.answered(tp, PartitionState.STARTING) is None:
+                continue
+            if at is None:
+                late.append(tp)
+                continue
+            if starts.is_new(tp, self.known) and at > 0 and (error := starts.first_records_gone(tp, at, self._rules)):
+                return error
+            self._positions.started(tp, at)
+        if late:
+            if (refused := starts.too_young(late, self._rules)) is not None:
+                return refused
+            for tp in late:
+                self._positions.all[tp].questions += 1
+            self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
+        self._left_out(event.asked, event.offsets, again=bool(late))
+        return None
+
+    def _beside(self, asked: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
+        """A group is reset while nobody is in it, and only what it ever committed tells of it. So who comes back asks
+        for all that it knows of; who has had a partition all the time cannot have missed one."""
+        if self._knows_resets:
+            return ()
+        mine = set(asked)
+        known = (TopicPartition(topic, p) for topic, count in self.known.items() for p in range(count))
+        return tuple(tp for tp in dict.fromkeys([*known, *self._positions.all]) if tp not in mine)
+
+    def _left_out(
+        self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
+    ) -> None:
+        """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
+        left = tuple(tp for tp in asked if tp not in offsets)
+        if left:
+            self.ask_later(left, "the answer did not name them")
+        elif not again:
+            self._failures = 0
+
+    def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
+        self._positions.not_answered(partitions)
+        self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
+        self._failures += 1
+        # The first time says nothing to anyone: a topic that was just made answers so for a moment.
+        warn = self._failures > 1
+        self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)

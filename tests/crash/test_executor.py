@@ -1,0 +1,99 @@
+"""B64, G7: an executor that dies in the middle of a batch is the business of Spark alone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, TopicFactory, await_until, committed_of, end_offsets_of
+from delta_files import living_rows
+from streams import numbered, options_of
+
+from spark_group_source.host import runs
+from spark_group_source.local.broker import Broker
+
+JOB = Path(__file__).with_name("executors.py")
+PARTITIONS = 4
+START_S = 120
+"""Bound of a Spark with three JVMs, on a machine that is busy."""
+BATCH_S = 90
+
+
+@contextmanager
+def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The job, until the block ends; its output is in ``home/log``."""
+    for folder in ("scratch", "said"):
+        (home / folder).mkdir()
+    with (home / "log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(JOB), json.dumps({**arguments, "home": str(home)})],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        )
+        try:
+            yield process
+        finally:
+            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for each in tree:
+                if each.is_running():
+                    each.kill()
+            process.wait(30)
+
+
+@pytest.mark.crash
+@pytest.mark.spark
+@pytest.mark.slow
+def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalance(
+    broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
+) -> None:
+    name = topic(PARTITIONS)
+    given = options_of(broker.bootstrap_servers, group_id)
+    del given["kafka.bootstrap.servers"], given["kafka.group.id"]
+    produce(name, numbered(0, 7, PARTITIONS))
+    with job(tmp_path, servers=broker.bootstrap_servers, group=group_id, topic=name, **given) as process:
+
+        def awaiting(holds: Any, within_s: float, what: str) -> Any:
+            found = await_until(lambda: holds() or process.poll() is not None, within_s, what=what)
+            assert process.poll() is None, (tmp_path / "log").read_text(errors="replace")[-4000:]
+            return found
+
+        def rows() -> Counter[tuple[int, int]]:
+            if not (tmp_path / "table" / "_delta_log").exists():
+                return Counter()
+            found = living_rows(tmp_path / "table", ["partition", "offset"])
+            return Counter((row["partition"], row["offset"]) for row in found)
+
+        def said() -> list[dict[str, int]]:
+            return [json.loads(path.read_text()) for path in (tmp_path / "said").glob("*") if not path.suffix]
+
+        awaiting(lambda: len(rows()) == 8, START_S, "the first batch in the table")
+        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), BATCH_S, "its offsets")
+        before = _rebalances(group_id)
+        for path in (tmp_path / "said").iterdir():
+            path.unlink()
+        (tmp_path / "hold").touch()
+        produce(name, numbered(8, 15, PARTITIONS))
+        # Each executor has one core: both are in a task of the batch.
+        awaiting(lambda: len({one["executor"] for one in said()}) == 2, BATCH_S, "two busy executors")
+        lost, begun = said()[0]["executor"], said()[0]["partition"]
+        psutil.Process(lost).kill()
+        (tmp_path / "hold").unlink()
+        awaiting(lambda: len(rows()) == 16, BATCH_S, "the batch in the table")
+        assert set(rows().values()) == {1}
+        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), BATCH_S, "the group's offsets")
+        assert _rebalances(group_id) == before
+        assert begun in {one["partition"] for one in said() if one["executor"] != lost}, "another one read its range"
+
+
+def _rebalances(group: str) -> list[tuple[int, int, int]]:
+    """Generation, rebalances and lost partitions of the group's run."""
+    return [(doc["generation"], doc["rebalances"], doc["lost"]) for doc in runs.read(group)]

@@ -1,0 +1,359 @@
+"""One-line breaks of the code that ships: the simulation must notice every one of them.
+
+``python -m tests.simulation.mutants NAME [PROTOCOL SEED ...]`` plays histories with one line broken, and exits 1 at the
+first that fails. The line is replaced as its source is loaded: it is the shipped module that runs, in a process
+of its own; nothing on the disk changes.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A rule, and the line that breaks it. ``seed`` and ``protocol``: a history that is known to find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    rule: str
+    protocol: str = "cooperative"
+    seed: int = 0
+
+    @property
+    def module(self) -> str:
+        return "spark_group_source." + self.file.removesuffix(".py").replace("/", ".")
+
+    def source(self) -> str:
+        """The module with its line broken.
+
+        Raises:
+            ValueError: the line is not there, or stands there twice.
+        """
+        text = (PACKAGE / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+class _Loader(importlib.abc.SourceLoader):
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def get_filename(self, fullname: str) -> str:
+        return str(PACKAGE / self._mutant.file)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._mutant.source().encode()
+
+    def path_stats(self, path: str) -> dict[str, float]:
+        raise OSError(path)  # no cached bytecode: that is of the whole line
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Loads one module from a mutant's source."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname != self._mutant.module:
+            return None
+        return importlib.util.spec_from_loader(fullname, _Loader(self._mutant))
+
+
+P, M, S, E, L = "group/positions.py", "group/machine.py", "group/slots.py", "group/echo.py", "group/loss.py"
+
+MUTANTS = [
+    # --- positions
+    Mutant(
+        "forgets-what-others-made-durable",
+        P,
+        "partition.pending = (start, end)",
+        "pass",
+        "a batch that became durable while its partition was away is not read again",
+    ),
+    Mutant("believes-a-late-echo", P, "at = max(at, ours)", "pass", "our own position wins over a late echo"),
+    Mutant(
+        "undoes-a-rewind",
+        P,
+        "if ours is not None and committed.seq < partition.as_of:",
+        "if ours is not None:",
+        "a commit that is newer than what we remember counts, also when it goes back",
+    ),
+    Mutant(
+        "never-takes",
+        P,
+        "partition.committed, partition.theirs, partition.followed = at, True",
+        "partition.committed, partition.theirs, partition.followed = at, False",
+        "what others committed is committed under our name before it is read",
+    ),
+    Mutant(
+        "reads-its-own-rows-again",
+        P,
+        "return end if start <= at < end else at",
+        "return at",
+        "a pending batch is applied to the answer as if that had come first",
+    ),
+    Mutant(
+        "ignores-a-reset",
+        P,
+        "self.epoch, self._in_flight = epoch, {}",
+        "self.epoch = epoch",
+        "a plan of before a reset is void",
+    ),
+    Mutant(
+        "keeps-memories-over-a-reset",
+        P,
+        "partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0",
+        "pass",
+        "what we remember of before a reset is void",
+    ),
+    Mutant(
+        "owes-only-what-it-has",
+        P,
+        "if not self._unknown and len(self.all) == len(self.ours):",
+        "if True:",
+        "the next offset carries what Kafka may not have of partitions that are away",
+    ),
+    Mutant(
+        "does-not-see-the-batch",
+        P,
+        "partition.until, partition.state = end, planned",
+        "partition.until = end",
+        "a partition that the batch in flight reads is not let go",
+    ),
+    Mutant(
+        "counts-nothing",
+        P,
+        "return end - min(partition.position, base)",
+        "return 0",
+        "what may be read twice is counted",
+    ),
+    Mutant(
+        "joins-no-batch-in-flight",
+        P,
+        "if start <= at < end:  # a batch",
+        "if False:  # a batch",
+        "a partition that comes back while a batch reads it leaves only when that is durable",
+    ),
+    # --- plan
+    Mutant(
+        "writes-no-debts",
+        "group/plan.py",
+        "owed={tp: at for tp, at in machine.positions.owed().items() if tp not in until},",
+        "owed={},",
+        "the next offset carries what Kafka may not have",
+    ),
+    Mutant(
+        "plans-under-the-first-epoch",
+        "group/plan.py",
+        "epoch=machine.positions.epoch,",
+        "epoch=0,",
+        "a plan says which reset it knows",
+    ),
+    Mutant(
+        "hides-a-rewind",
+        "group/plan.py",
+        "followed=followed & until.keys() if followed else followed,",
+        "followed=frozenset(),",
+        "the sink hears that a position followed somebody else",
+    ),
+    Mutant(
+        "starts-over",
+        "group/plan.py",
+        "ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},",
+        "ranges={tp: (max(0, backlogs[tp][0] - 1), end) for tp, end in until.items()},",
+        "the next range starts where the last one ended",
+    ),
+    # --- machine and slots
+    Mutant(
+        "holds-nothing",
+        M,
+        "if partition.state is PartitionState.PLANNED:\n            return True",
+        "if partition.state is PartitionState.PLANNED:\n            return False",
+        "revocations wait for the batch",
+    ),
+    Mutant(
+        "releases-before-the-echo",
+        M,
+        "return tp in self.positions.due() and (on_its_way or partition.position != partition.committed)",
+        "return False",
+        "revocations wait until Kafka has the position",
+    ),
+    Mutant(
+        "takes-silence-for-an-answer",
+        "group/lookups.py",
+        "left = tuple(tp for tp in asked if tp not in offsets)",
+        "left = ()",
+        "an answer that leaves something out is no answer for it",
+    ),
+    Mutant(
+        "lets-the-unknown-go",
+        M,
+        "return partition.owed or self.positions.in_flight(tp) > 0",
+        "return False",
+        "a partition whose position is not known waits if Kafka may not have it",
+    ),
+    Mutant(
+        "never-overruns",
+        S,
+        "if now_ms - slot.hold_since_ms >= self._rules.hold_budget_ms:",
+        "if now_ms < 0:",
+        "a hold has a budget",
+    ),
+    Mutant(
+        "loses-silently",
+        S,
+        "self._counters.lost(len(gone), twice)",
+        "self._counters.lost(len(gone), 0)",
+        "what is lost is counted",
+    ),
+    Mutant(
+        "hears-former-consumers",
+        S,
+        "if event.client != slot.client or slot.state in WITHOUT_PARTITIONS:",
+        "if slot.state in WITHOUT_PARTITIONS:",
+        "a late event of a former consumer means nothing",
+    ),
+    Mutant(
+        "never-joins-again",
+        S,
+        "self._wake_at_ms[slot.number] = self._out.now_ms + pause_ms(slot.failures)\n        "
+        "slot.failures += 1\n        self._out.say(f\"slot {slot.number}'s member failed",
+        "slot.failures += 1\n        self._out.say(f\"slot {slot.number}'s member failed",
+        "a slot whose member failed joins again",
+    ),
+    Mutant(
+        "forgets-a-failed-echo",
+        E,
+        "self._again_at_ms = now_ms + pause_ms(self._failures)",
+        "self._again_at_ms = now_ms + 10**9",
+        "a commit that failed is made again",
+    ),
+    # --- loss
+    Mutant(
+        "believes-a-passing-answer",
+        L,
+        "GRACE_MS = 2_000",
+        "GRACE_MS = -1",
+        "a topic is gone when it was missing twice, and for a while",
+    ),
+    # --- shells
+    Mutant(
+        "does-not-see-that-it-is-out",
+        "driver/member.py",
+        "return self._consumer.identity is None",
+        "return False",
+        "a holder that was thrown out ends",
+    ),
+    Mutant(
+        "lets-the-worker-die",
+        "driver/worker.py",
+        "        except SourceError as exc:\n            self._on_failure(work, exc)",
+        "        except ZeroDivisionError as exc:\n            self._on_failure(work, exc)",
+        "what fails in the worker is answered",
+    ),
+    Mutant(
+        "reads-unstable-offsets",
+        "driver/worker.py",
+        "found = self._offsets.read(work.partitions)",
+        "found = self._offsets.read(work.partitions, stable=False)",
+        "offsets of an unfinished transaction are waited for",
+    ),
+    Mutant(
+        "does-not-read-back",
+        "kafka/group_offsets.py",
+        "            if not late:\n                return",
+        "            return",
+        "a partition goes when a plain read shows its offset",
+    ),
+    Mutant(
+        "commits-for-who-is-out",
+        "driver/commits.py",
+        "        if done or not left:",
+        "        if True:",
+        "only what was committed counts as committed",
+    ),
+    Mutant(
+        "calls-all-committed",
+        "driver/commits.py",
+        "done = {tp: offset for tp, offset in echo.offsets.items() if echo.slots[tp] not in left}",
+        "done = dict(echo.offsets)",
+        "the shares of slots that are out are not committed",
+    ),
+    Mutant(
+        "is-not-fenced",
+        "kafka/committer.py",
+        "if of_member is None and error.code() in FENCED_CODES:",
+        "if False:",
+        "a newer driver's commit ends this run",
+    ),
+    Mutant(
+        "takes-the-id-back",
+        "kafka/committer.py",
+        "if self._fenced is not None:\n            raise KafkaException(self._fenced)",
+        "if self._fenced is not None:\n            self._fenced = self._producer = None",
+        "a run that was fenced does not take the id back",
+    ),
+    Mutant(
+        "wakes-nobody",
+        "driver/coordinator.py",
+        "            self._changed.notify_all()",
+        "            pass",
+        "an event wakes Spark's call",
+    ),
+    # --- the sink's decision
+    Mutant(
+        "writes-what-it-has",
+        "delta/ledger.py",
+        "                drop.append(OffsetRange(tp, start, min(recorded, end)))",
+        "                pass",
+        "rows that the table has are left out",
+    ),
+    Mutant(
+        "writes-void-plans",
+        "delta/ledger.py",
+        "return ledger is not None and batch.epoch < ledger.epoch",
+        "return False",
+        "a plan of before a reset writes nothing",
+    ),
+]
+
+
+def main(arguments: list[str]) -> int:
+    """Play histories with one mutant; 1 when it was found."""
+    by_name = {mutant.name: mutant for mutant in MUTANTS}
+    if not arguments or arguments[0] not in by_name:
+        sys.stderr.write(f"{__doc__}\nNAME is one of {', '.join(by_name)}\n")
+        return 2
+    mutant = by_name[arguments[0]]
+    if mutant.module in sys.modules:
+        raise ImportError(f"{mutant.module} was imported before its line could be broken")
+    sys.meta_path.insert(0, Finder(mutant))
+    from spark_group_source.testing.simulation import Failed, run
+
+    pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
+    for protocol, seed in pairs or [(mutant.protocol, mutant.seed)]:
+        try:
+            run(seed, protocol=protocol)
+        except Failed as failed:
+            sys.stdout.write(f"found by {protocol} {seed}: {str(failed).splitlines()[0]}\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

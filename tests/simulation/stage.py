@@ -1,0 +1,204 @@
+"""Where a script of threads and Kafka's clients is played: in the simulation, or with a real broker.
+
+The same script on both is what makes the fakes worth believing.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+from conftest import TopicFactory
+
+from spark_group_source.kafka import Runtime
+from spark_group_source.local.broker import Broker
+from spark_group_source.testing.classic_group import ClassicGroup, CooperativeGroup
+from spark_group_source.testing.cluster import Cluster
+from spark_group_source.testing.consumer_group import ConsumerGroup
+from spark_group_source.testing.kafka_group import Group
+from spark_group_source.testing.runtime import SimulatedRuntime
+from spark_group_source.testing.world import Process, World
+
+SESSION_MS = 6_000
+"""The shortest that a broker allows, unless told otherwise."""
+PATIENCE_S = 40.0
+POLL_S = 0.1
+FLAVOURS: Mapping[str, type[Group]] = {
+    "range": ClassicGroup,
+    "cooperative-sticky": CooperativeGroup,
+    "consumer": ConsumerGroup,
+}
+
+
+class Stage:
+    """A broker, a group of one flavour, and threads.
+
+    Args:
+        simulated: play in the simulation.
+    """
+
+    def __init__(
+        self, flavour: str, group: str, *, simulated: bool, broker: Callable[[], Broker], topic: TopicFactory | None
+    ) -> None:
+        self.flavour, self.group, self.simulated = flavour, group, simulated
+        self.servers = "simulated:9092" if simulated else broker().bootstrap_servers
+        self._topic = topic
+        self.world = World(7)
+        self.cluster = Cluster(self.world, FLAVOURS[flavour])
+        self.process = Process(self.world, "p")
+        self.runtime: Runtime = SimulatedRuntime(self.process, self.cluster) if simulated else Runtime()
+
+    def topic(self, partitions: int) -> str:
+        if self._topic is not None and not self.simulated:
+            return self._topic(partitions)
+        self.cluster.create("t", partitions)
+        self.cluster.group(self.group).session_ms = SESSION_MS
+        return "t"
+
+    def play(self, script: Callable[[], None]) -> None:
+        """Run a script to its end."""
+        if not self.simulated:
+            script()
+            return
+        thread = self.process.spawn("script", script)
+        self.world.run_until(1_000_000, stop=lambda: not thread.is_alive())
+        assert not thread.is_alive()
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline_ms = self.runtime.now_ms() + PATIENCE_S * 1000
+        while not holds():
+            assert self.runtime.now_ms() < deadline_ms, f"no {what} within {PATIENCE_S:.0f} s"
+            self.runtime.pause(0.05)
+
+    def settings(self, client_id: str = "c", instance: str | None = None, **more: str) -> dict[str, Any]:
+        found = {
+            "bootstrap.servers": self.servers,
+            "group.id": self.group,
+            "client.id": client_id,
+            "enable.auto.commit": "false",
+            "log_level": 0,
+            **({} if instance is None else {"group.instance.id": instance}),
+        }
+        if self.flavour == "consumer":
+            return found | {"group.protocol": "consumer"} | more
+        return (
+            found
+            | {
+                "group.protocol": "classic",
+                "partition.assignment.strategy": self.flavour,
+                "session.timeout.ms": str(SESSION_MS),
+                "heartbeat.interval.ms": "1000",
+                "max.poll.interval.ms": "30000",
+            }
+            | more
+        )
+
+    def producer(self, transactional_id: str) -> Any:
+        settings = {"bootstrap.servers": self.servers, "transactional.id": transactional_id, "log_level": 0}
+        return self.runtime.producer(settings)
+
+    def committed(self, tps: list[KafkaPartition], *, stable: bool) -> list[tuple[int, str]]:
+        """Offset and note of each partition, as a consumer that never joins reads them."""
+        level = "read_committed" if stable else "read_uncommitted"
+        settings = {"bootstrap.servers": self.servers, "group.id": self.group, "isolation.level": level}
+        reader = self.runtime.consumer({**settings, "group.protocol": "classic", "enable.auto.commit": "false"})
+        try:
+            return [(p.offset, p.metadata or "") for p in reader.committed(tps, timeout=10)]
+        finally:
+            reader.close()
+
+
+class Watched:
+    """A consumer on a thread of its own, and all that it is told.
+
+    Args:
+        hold_s: how long it keeps what is to be given back.
+        before_release: called inside the callback, when that time is over.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        topic: str,
+        name: str,
+        *,
+        instance: str | None = None,
+        hold_s: float = 0.0,
+        before_release: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.stage, self.name, self.hold_s, self.before_release = stage, name, hold_s, before_release
+        self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.owned: set[int] = set()
+        self.failed: KafkaError | None = None
+        self.ended = False
+        self.identity: tuple[str | None, bytes] = (None, b"")
+        self._topic, self._instance = topic, instance
+        self._incremental = stage.flavour != "range"
+        self._how = ""
+        self._died: list[BaseException] = []
+        stage.runtime.spawn(name, self._run, died=self._died.append)
+
+    def stop(self, how: str = "close") -> None:
+        """Close it ("close"), leave first ("leave"), or just drop it ("drop")."""
+        self._how = how
+        self.stage.until(lambda: self.ended or bool(self._died), f"end of {self.name}")
+        assert not self._died, self._died
+
+    def count(self, kind: str) -> int:
+        return sum(told == kind for told, _ in self.told)
+
+    def _run(self) -> None:
+        consumer = self.stage.runtime.consumer(self.stage.settings(self.name, self._instance))
+        consumer.subscribe([self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
+        while not self._how and self.failed is None:
+            self._poll(consumer)
+        if self._how == "leave":
+            consumer.unsubscribe()
+            for _ in range(10):
+                self._poll(consumer)
+        if self._how != "drop":
+            consumer.close()
+        self.ended = True
+
+    def _poll(self, consumer: Any) -> None:
+        message = consumer.poll(POLL_S)
+        if message is not None and message.error().code() == KafkaError._FATAL:
+            self.failed = message.error()
+        self.identity = (consumer.memberid(), consumer.consumer_group_metadata())
+
+    def _on_assign(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
+        self._told("assigned", consumer, partitions)
+        (consumer.incremental_assign if self._incremental else consumer.assign)(partitions)
+        self.owned |= {p.partition for p in partitions}
+        if partitions:
+            consumer.pause(partitions)
+
+    def _on_revoke(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
+        self._told("revoked", consumer, partitions)
+        if partitions and self.hold_s:
+            self.stage.runtime.pause(self.hold_s)
+            if self.before_release is not None:
+                self.before_release(consumer)
+        self.owned -= {p.partition for p in partitions}
+        if self._incremental:
+            consumer.incremental_unassign(partitions)
+        else:
+            consumer.unassign()
+
+    def _on_lost(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
+        self._told("lost", consumer, partitions)
+        self.owned -= {p.partition for p in partitions}
+
+    def _told(self, kind: str, consumer: Any, partitions: list[KafkaPartition]) -> None:
+        self.identity = (consumer.memberid(), consumer.consumer_group_metadata())
+        self.told.append((kind, tuple(sorted(p.partition for p in partitions))))
+
+
+def refused(act: Callable[[], Any]) -> KafkaError:
+    """The error with which a call fails."""
+    try:
+        act()
+    except KafkaException as exc:
+        error: KafkaError = exc.args[0]
+        return error
+    raise AssertionError("the call was taken")
