@@ -105,7 +105,7 @@ class OrdinaryMember:
                 continue
             id_ = self._cluster.topics[tp.topic].id
             known, self._ids[tp] = self._ids.get(tp, id_), id_
-            at = max(log.first, at) if known == id_ else log.first
+            at = self._at[tp] = max(log.first, at) if known == id_ else log.first
             end = min(log.end, at + self._world.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
