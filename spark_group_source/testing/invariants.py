@@ -232,13 +232,13 @@ class Invariants:
             if start == end:
                 continue
             book = self.books[tp]
-            book.flight.pop(reader, None)
+            known = book.flight.pop(reader, None) is not None or reader.counted is None  # else it is void
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
             if end > book.end:
                 self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
             for holding in book.holders.values():
                 chained = start <= (holding.begin if holding.until is None else holding.until)
-                if holding.reader is reader and holding.loss is None and chained:
+                if holding.reader is reader and holding.loss is None and chained and known:
                     holding.until = end
             if table:
                 rows = book.rows.setdefault(table, set())
@@ -396,7 +396,7 @@ class Invariants:
             book.begun.add(reader.party)
             book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, max([start, *book.reached.values()])))
             return True
-        if start in book.firsts and start >= (last or 0):
+        if start in book.firsts and (start >= (last or 0) or reader.party in book.away):
             return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
         before = [entry for at_ms, entry in book.commits if at_ms < since_ms]

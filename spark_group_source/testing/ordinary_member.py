@@ -24,6 +24,7 @@ class OrdinaryMember:
         truth.reads_as(name, self.reader)
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
         self._at: dict[TopicPartition, int] = {}
+        self._ids: dict[TopicPartition, str] = {}  # of the topics that its positions are of
         self._busy = False
         self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
 
@@ -69,6 +70,7 @@ class OrdinaryMember:
                 if tp in self._client.owned and tp not in self._at:
                     log = self._cluster.log(tp)
                     self._at[tp] = entry.offset if entry is not None else 0 if log is None else log.first
+                    self._ids.pop(tp, None)
 
         self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
         op.done()
@@ -101,7 +103,9 @@ class OrdinaryMember:
             log = self._cluster.log(tp)
             if log is None:
                 continue
-            at = log.first if at > log.end and self._truth.books[tp].again else max(at, log.first)
+            id_ = self._cluster.topics[tp.topic].id
+            known, self._ids[tp] = self._ids.get(tp, id_), id_
+            at = self._at[tp] = max(log.first, at) if known == id_ else log.first
             end = min(log.end, at + self._world.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
