@@ -102,8 +102,11 @@ class Lookout:
 
     def _judge(self, answer: ev.Looked) -> ev.Look | None:
         named = {tp.topic for tp in self._positions}
-        for name in named - answer.topic_ids.keys():
-            self._suspect_topic(name)
+        if silent := named - answer.topic_ids.keys():
+            for name in sorted(silent):
+                self._suspect_topic(name)
+            # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
+            self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
         self._missing_ms = {n: ms for n, ms in self._missing_ms.items() if n in named and n not in answer.topic_ids}
         ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_}  # brokers before 2.8 have none
         again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}

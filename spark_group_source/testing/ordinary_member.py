@@ -99,13 +99,13 @@ class OrdinaryMember:
         if self._busy or self._client.holding:
             return
         ranges = {}
-        for tp, at in sorted(self._at.items()):
+        for tp, before in sorted(self._at.items()):
             log = self._cluster.log(tp)
             if log is None:
                 continue
             id_ = self._cluster.topics[tp.topic].id
             known, self._ids[tp] = self._ids.get(tp, id_), id_
-            at = self._at[tp] = max(log.first, at) if known == id_ else log.first
+            at = self._at[tp] = max(log.first, before) if known == id_ else log.first
             end = min(log.end, at + self._world.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)

@@ -60,7 +60,8 @@ class Scene:
         self._isolation = random.choice(["read_committed", "read_uncommitted"])
         truth.starts_at_the_end = self._starting == "latest"
         if random.random() < 0.6:
-            cluster.misfortune = Misfortune(*(random.choice(SHARES) for _ in range(6)))
+            late, twice, never, refused, lied, partly = (random.choice(SHARES) for _ in range(6))
+            cluster.misfortune = Misfortune(late, twice, never, refused, lied, partly)
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         self.others: list[OrdinaryMember] = []
