@@ -378,7 +378,8 @@ class GroupRun:
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
-            epoch = max((found.epoch for found in read.values() if found is not None), default=0)
+            seen = [*read.values(), *(self.model.kafka.get(tp) for tp in lookup.beside)]
+            epoch = max((found.epoch for found in seen if found is not None), default=0)
             if epoch > self.model.epoch:
                 self.model.reset(epoch)
                 self.arrivals.update(ALL)
@@ -386,7 +387,7 @@ class GroupRun:
                 for tp in counts:
                     if read[tp] is not None or self.model.reached(tp) is not None:
                         self.model.resolve(tp)
-            self.send(ev.CommittedRead(offsets=read, asked=asked))
+            self.send(ev.CommittedRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
         """Whether an answer counts: what left and came back since the question is asked for again."""
