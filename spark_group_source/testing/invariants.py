@@ -242,7 +242,9 @@ class Invariants:
                     holding.until = end
             if table:
                 rows = book.rows.setdefault(table, set())
-                if twice := sorted(rows.intersection(range(max(start, book.stale), end))):
+                # OPEN: of a topic that was made again the ledger forgets what it has when a batch of another stream
+                # comes that was planned under the former id: the ids have no order.
+                if not book.again and (twice := sorted(rows.intersection(range(start, end)))):
                     self._break(f"{reader.name} writes {tp} offset {twice[0]} into {table} for the second time")
                 rows.update(range(start, end))
             self._grow(book, book.end)
@@ -297,7 +299,8 @@ class Invariants:
             return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
-        if new.offset > book.whole:
+        anew = book.again and writer.party not in book.begun  # it takes the topic for the former one as yet
+        if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
