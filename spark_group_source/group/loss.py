@@ -103,13 +103,12 @@ class Lookout:
 
     def _judge(self, answer: ev.Looked) -> ev.Look | None:
         ours = {tp.topic for tp in self._positions}
-        silent = (ours | self._missing_ms.keys()) - answer.topic_ids.keys()
-        for name in sorted(silent):
+        for name in sorted((ours | self._missing_ms.keys()) - answer.topic_ids.keys()):
             self._suspect_topic(name)
             if name not in ours and self._believed(self._missing_ms, name):
                 del self._missing_ms[name]
         # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
-        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent} if silent else self.ends
+        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in answer.topic_ids}
         self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in answer.topic_ids}
         # brokers before 2.8 have no ids
         ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}

@@ -244,14 +244,29 @@ class Admin:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        answers = self._ask(
-            "listing offsets", lambda: self._client.list_offsets(request, isolation_level=level, **_BOUND)
-        )
+        answers = self._retrying("listing offsets", lambda: self._list_offsets(request, level))
         return {
             TopicPartition(p.topic, p.partition): found.offset
             for p, found in answers.items()
             if not isinstance(found, Missing)
         }
+
+    def _list_offsets(self, request: Mapping[Any, Any], level: IsolationLevel) -> dict[Any, Any]:
+        """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
+        which has a leader that it knows, so the broker is asked."""
+        try:
+            futures = self._client.list_offsets(request, isolation_level=level, **_BOUND)
+            return {partition: self._answer(future) for partition, future in futures.items()}
+        except KafkaException as exc:
+            if exc.args[0].code() != KafkaError._NOENT or self._any_exists(request):
+                raise
+            return {}
+
+    def _any_exists(self, partitions: Iterable[Any]) -> bool:
+        topics = TopicCollection(sorted({p.topic for p in partitions}))
+        answers = {name: self._answer(f) for name, f in self._client.describe_topics(topics, **_BOUND).items()}
+        counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
+        return any(p.partition < counts.get(p.topic, 0) for p in partitions)
 
     def _ask(self, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""

@@ -55,6 +55,26 @@ def test_a_question_is_asked_again_after_a_pause_and_then_given_up(runtime: Hand
     assert len(runtime.called("list_offsets")) == 3
 
 
+NO_LEADERS = refusal(KafkaError._NOENT)
+"""What the library says where none of the partitions that were asked for has a leader that it knows."""
+
+
+def test_B41_partitions_none_of_which_exists_are_left_out(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    runtime.will("list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS})
+    gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
+    runtime.will("describe_topics", {"a": gone, "b": SimpleNamespace(partitions=[0])})
+    assert admin.latest([A0, B1]) == {}
+
+
+def test_partitions_without_a_leader_are_asked_for_again(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=2)
+    runtime.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
+    there = {"a": SimpleNamespace(partitions=[0])}
+    runtime.will("describe_topics", there, refusal(KafkaError._TRANSPORT))
+    assert admin.latest([A0]) == {A0: 3}
+
+
 def test_one_partition_without_an_answer_does_not_hide_the_others(runtime: HandRuntime) -> None:
     offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
     answers = [at(A0, 5, "n"), at(A1, -1001), at(B0, -1001, error=KafkaError.UNKNOWN_TOPIC_OR_PART)]
