@@ -31,15 +31,20 @@ class Lookups:
         self.known: Mapping[str, int] = {}
         """How many partitions each topic had when the stream first saw it."""
         self._knows_resets = False  # of the time before it had the partitions that it has
+        self._stay = 0  # how often it had none: an answer is about the stay in which it was asked
+        self._asked_for_resets: int | None = None  # in which stay, while the question is on its way
         self._failures = 0
         self._again_at_ms: int | None = None
 
     def order(self) -> None:
-        """Ask for the partitions that came."""
-        if not self._positions.ours:
-            self._knows_resets = False
-        if self._again_at_ms is None and (ask := self._positions.ask()):
-            self._out.order(ev.FetchCommitted(partitions=ask, beside=self._beside(ask)))
+        """Ask for the partitions that came; the first question of a stay is answered before there is another."""
+        if not self._positions.ours and (self._knows_resets or self._asked_for_resets == self._stay):
+            self._knows_resets, self._stay = False, self._stay + 1
+        waits = self._again_at_ms is not None or self._asked_for_resets is not None
+        if not waits and (ask := self._positions.ask()):
+            beside = self._beside(ask)
+            self._asked_for_resets = self._stay if beside else None
+            self._out.order(ev.FetchCommitted(partitions=ask, beside=beside))
 
     def deadlines_ms(self) -> list[int]:
         return [] if self._again_at_ms is None else [self._again_at_ms]
@@ -50,7 +55,9 @@ class Lookups:
 
     def committed_read(self, event: ev.CommittedRead, stream: str) -> None:
         """The group's committed offsets; a newer reset among them makes everything that was known void."""
-        self._knows_resets |= event.epoch is not None
+        if event.epoch is not None:
+            self._knows_resets |= self._asked_for_resets == self._stay
+            self._asked_for_resets = None
         epoch = max([at.epoch for at in event.offsets.values() if at is not None] + [event.epoch or 0])
         if epoch > self._positions.epoch:
             self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
@@ -111,6 +118,7 @@ class Lookups:
             self._failures = 0
 
     def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
+        self._asked_for_resets = None
         self._positions.not_answered(partitions)
         self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1

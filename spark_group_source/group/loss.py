@@ -7,7 +7,8 @@ A look has up to three rounds: how far the partitions can be read; then, where s
 ids, the first records of those that came, and the ends of the logs behind positions that lie beyond them; then where a
 topic begins that was made again. What is missing from an answer, and an end that went back, is a *suspicion*: a broker
 that just started, or a new leader, says the same for a moment. It counts when it was heard again after
-:data:`GRACE_MS`.
+:data:`GRACE_MS`. A topic is asked for that long also when its partitions have left us: the members of a group give up
+those of a deleted topic.
 """
 
 from collections.abc import Mapping
@@ -97,18 +98,21 @@ class Lookout:
         if not fresh and self.ends == self._positions and not self._missing_ms and not self._short_ms:
             return None
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
-        topics = tuple(sorted({tp.topic for tp in self._positions}))
+        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys()))
         return ev.Look(topics=topics, firsts=fresh, log_ends=beyond) if topics else None
 
     def _judge(self, answer: ev.Looked) -> ev.Look | None:
-        named = {tp.topic for tp in self._positions}
-        if silent := named - answer.topic_ids.keys():
-            for name in sorted(silent):
-                self._suspect_topic(name)
-            # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
-            self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
-        self._missing_ms = {n: ms for n, ms in self._missing_ms.items() if n in named and n not in answer.topic_ids}
-        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_}  # brokers before 2.8 have none
+        ours = {tp.topic for tp in self._positions}
+        silent = (ours | self._missing_ms.keys()) - answer.topic_ids.keys()
+        for name in sorted(silent):
+            self._suspect_topic(name)
+            if name not in ours and self._believed(self._missing_ms, name):
+                del self._missing_ms[name]
+        # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
+        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent} if silent else self.ends
+        self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in answer.topic_ids}
+        # brokers before 2.8 have no ids
+        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
         again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
         if again:
             return self._topics_made_again(again)

@@ -193,7 +193,7 @@ class GroupMachine:
         if self.plan is not None and offset.seq == self.plan.seq:
             self.seq, self.plan = offset.seq, None
             self._echo.durable(self._out.now_ms)
-            self.positions.durable(seq=self.seq)
+            self.positions.durable()
             self._move_phase(ev.Durable)
             return
         # commit() repeats, one batch late, what the start of latestOffset() said before

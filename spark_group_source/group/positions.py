@@ -118,15 +118,13 @@ class Positions:
         """A former run's batch is in flight; what it reads joins it as the partitions come."""
         self._in_flight = ranges
 
-    def durable(self, *, seq: int) -> None:
+    def durable(self) -> None:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
         ranges, self._in_flight = self._in_flight, {}
         planned, everything, due = PartitionState.PLANNED, self.all, self._due
         ready = _to(planned, ev.Durable)
         for tp, (start, end) in ranges.items():
-            partition = everything.get(tp)
-            if partition is None:
-                partition = everything[tp] = Partition()
+            partition = everything[tp]
             if partition.state is planned:
                 partition.position, partition.followed = partition.until, False
                 if partition.committed == partition.position:
@@ -139,8 +137,6 @@ class Positions:
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
                 partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
-            elif partition.position is None and partition.state is PartitionState.AWAY:
-                partition.position, partition.as_of = end, seq
 
     def gone(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Their records are gone: they go on there, which nobody committed."""

@@ -35,8 +35,9 @@ READ_FILES_MAX = 1_000
 DRAIN_S = 60.0
 """How long :func:`drain` waits unless told otherwise: a batch and its commit."""
 LOOK_S = 0.1
-IN_FLIGHT = frozenset({"planned", "reading"})
-"""The states of a run that has given Spark a batch which is not durable yet."""
+UNREAD = "planned"
+"""The state of a run that has given Spark a batch which Spark does not read: in a query with two streams, because it asks
+the other one first. A query that was just stopped shows another state while its reader closes."""
 QUERY_THREAD = "stream execution thread for "
 """How Spark's name for the thread of a streaming query begins."""
 
@@ -111,7 +112,7 @@ class Publisher:
         """
         if not only_one_query(os.getppid()):
             return None
-        return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") in IN_FLIGHT), default=None)
+        return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") == UNREAD), default=None)
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
         if self._broken or (statistics, drained) == (self._last, self._drained):

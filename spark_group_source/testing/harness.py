@@ -131,7 +131,7 @@ class GroupHarness:
             tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
-        return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read)))
+        return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read), epoch=0))
 
     def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
         """What the starting options stand for."""
@@ -352,7 +352,7 @@ class RunHarness:
                 return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
             case ev.FetchCommitted():
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
-                return ev.CommittedRead(offsets=read, asked=command.partitions)
+                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=0)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
                 return ev.StartsResolved(offsets=found, asked=tuple(command.starts))

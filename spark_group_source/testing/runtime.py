@@ -147,13 +147,16 @@ class Condition:
         for thread in waiting:
             thread.wake()
 
+    def _is_taken(self) -> bool:
+        return self._owner is not None
+
     def _take(self, me: Thread, depth: int) -> None:
-        while self._owner is not None:
+        while self._is_taken():
             self._entering.append(me)
             try:
                 me.block(None)
             except BaseException:
-                if me not in self._entering and self._owner is None:
+                if me not in self._entering and not self._is_taken():
                     self._free()  # it was this one's turn
                 raise
             finally:

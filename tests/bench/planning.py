@@ -101,7 +101,7 @@ def running(partitions: int, slots: int) -> GroupMachine:
         share = tuple(everything[slot::slots])
         machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
     found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in everything}
-    machine.handle(ev.CommittedRead(offsets=found, asked=tuple(found)), now_ms=0)
+    machine.handle(ev.CommittedRead(offsets=found, asked=tuple(found), epoch=0), now_ms=0)
     assert machine.gathered or not partitions
     return machine
 
@@ -170,7 +170,7 @@ def _answer(order: ev.Command, clients: dict[int, int]) -> ev.MachineEvent | Non
             return ev.Assigned(slot=order.slot, client=order.client, partitions=mine, generation=2)
         case ev.FetchCommitted():
             found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions}
-            return ev.CommittedRead(offsets=found, asked=order.partitions)
+            return ev.CommittedRead(offsets=found, asked=order.partitions, epoch=0)
         case ev.Echo():
             return ev.EchoDone(offsets=order.offsets)
         case _:

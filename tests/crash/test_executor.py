@@ -56,7 +56,7 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalanc
     broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
 ) -> None:
     name = topic(PARTITIONS)
-    given = options_of(broker.bootstrap_servers, group_id)
+    given = options_of(broker.bootstrap_servers, group_id, minPartitions=PARTITIONS)  # a task for each
     del given["kafka.bootstrap.servers"], given["kafka.group.id"]
     produce(name, numbered(0, 7, PARTITIONS))
     with job(tmp_path, servers=broker.bootstrap_servers, group=group_id, topic=name, **given) as process:

@@ -108,6 +108,29 @@ def test_a_missing_topic_is_a_suspicion_first_and_believed_when_it_is_still_miss
     assert "topic orders does not exist any more. Take it out of the subscription" in str(error)
 
 
+def test_a_topic_whose_partitions_the_group_gives_up_meanwhile_is_missed_all_the_same() -> None:
+    brokers = Brokers()
+    brokers.look({A: 100, OTHER: 100})
+    del brokers.ids["orders"], brokers.ends[A]
+    brokers.look({A: 100, OTHER: 100})
+    brokers.look({OTHER: 100}, after_ms=GRACE_MS - 1)
+    assert brokers.error() is None and brokers.lookout.suspects
+    brokers.look({}, after_ms=1)
+    assert isinstance(brokers.error(), TopicMissing)
+
+
+def test_a_topic_that_was_given_away_and_missed_for_a_moment_is_forgotten() -> None:
+    for comes_back in (True, False):
+        brokers = Brokers(fail=False)
+        id_ = brokers.ids.pop("orders")
+        brokers.look({A: 90, OTHER: 100})
+        if comes_back:
+            brokers.ids["orders"] = f"{id_}-again"
+        said = [text for _ in range(3) for text in brokers.look({OTHER: 100}, after_ms=GRACE_MS)]
+        assert said == ([] if comes_back else ["topic orders does not exist any more; the query goes on without it"])
+        assert brokers.questions == [ev.Look(ends=(OTHER,))] and not brokers.lookout.suspects
+
+
 def test_a_topic_that_comes_back_is_suspected_anew_the_next_time() -> None:
     brokers = Brokers()
     id_ = brokers.ids.pop("orders")

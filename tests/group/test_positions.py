@@ -550,3 +550,26 @@ def test_a_partition_that_left_before_the_reset_remembers_nothing(group: GroupHa
     group.assigned(A)
     group.committed({A: ev.Committed(offset=100, stream=STREAM)})
     assert group.machine.plannable().get(A) == 100
+
+
+def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
+    pair: GroupHarness,
+) -> None:
+    """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
+    first = pair.assigned(A, slot=0)
+    assert first == [ev.FetchCommitted(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
+    assert pair.assigned(B, slot=1) == []
+    answered = pair.committed({A: 100})
+    assert answered == [ev.FetchCommitted(partitions=(B,))]
+    assert answered[0].beside == ()  # type: ignore[union-attr]
+
+
+def test_an_answer_from_before_everything_was_lost_says_nothing_of_resets_since(group: GroupHarness) -> None:
+    group.settled(A)
+    group.lost(A)
+    group.assigned(B)
+    group.lost(B)
+    group.assigned(A)
+    group.committed({B: 7})
+    asked = only(ev.FetchCommitted, group.history)[-1]
+    assert asked.partitions == (A,) and B in asked.beside

@@ -130,20 +130,21 @@ def test_the_other_runs_of_the_group_under_the_same_driver_are_siblings(director
     assert runs.siblings("etl") == [], "a process that is gone has no run"
 
 
-def test_a_sibling_with_a_batch_in_flight_waits_for_us_if_it_is_of_this_very_query(
+def test_a_sibling_whose_batch_nobody_reads_waits_for_us_if_it_is_of_this_very_query(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runs.Publisher("etl")
     run.publish(statistics(state="gathering"))
     monkeypatch.setattr(runs, "only_one_query", lambda driver: driver == os.getppid())
-    with other_run(directory, driver=os.getppid(), state="reading") as pid:
+    with other_run(directory, driver=os.getppid(), state="planned") as pid:
         assert run.waiting_sibling() == pid
         monkeypatch.setattr(runs, "only_one_query", lambda driver: False)
         assert run.waiting_sibling() is None, "it may be of another query"
         monkeypatch.setattr(runs, "only_one_query", lambda driver: True)
     assert run.waiting_sibling() is None
-    with other_run(directory, driver=os.getppid(), state="open"):
-        assert run.waiting_sibling() is None, "its batch is done: it lets go"
+    for state in ("open", "reading", "stopping"):
+        with other_run(directory, driver=os.getppid(), state=state):
+            assert run.waiting_sibling() is None, "it does not wait for us: maybe its query was just stopped"
 
 
 def test_numbers_of_another_release_are_not_shown_as_ours(directory: Path) -> None:

@@ -200,7 +200,7 @@ class RunProcess:
     def __init__(self, options: Mapping[str, str], file: Path, *, held: bool = False) -> None:
         self.file = file
         self._log = file.with_suffix(".log").open("ab")
-        arguments = {"options": dict(options), "file": str(file), "log": self.offsets(), "held": held}
+        arguments = {"options": dict(options), "file": str(file), "earlier": self.offsets(), "held": held}
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(arguments)],
             stdin=subprocess.PIPE,
@@ -275,9 +275,9 @@ STOPPED = os.pipe() if __name__ == "__main__" else (-1, -1)
 """Readable as soon as SIGTERM came."""
 
 
-def _serve(options: dict[str, str], file: str, log: list[str], held: bool) -> None:
+def _serve(options: dict[str, str], file: str, earlier: list[str], held: bool) -> None:
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
-    run = Run(options, log, file=Path(file))
+    run = Run(options, earlier, file=Path(file))
     if held:
         run._gate.clear()
     signal.signal(signal.SIGTERM, lambda *_: os.close(STOPPED[1]))
