@@ -202,7 +202,9 @@ class GroupMachine:
     def _adopt(self, offset: StreamOffset, topics: tuple[str, ...], *, seq: int) -> None:
         self.stream, self.seq, self._lookups.known = offset.stream, seq, offset.known
         self.positions.epoch = offset.epoch
-        self.positions.remember(adopted(offset, replay=seq < offset.seq), as_of=seq)
+        replay = seq < offset.seq
+        ranges = {} if replay else offset.ranges
+        self.positions.remember(adopted(offset, replay=replay), as_of=seq, ranges=ranges)
         self._slots.join_all(self.stream, topics, static=self.static)
 
     def _replay(self, event: ev.Replay) -> None:

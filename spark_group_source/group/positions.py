@@ -34,6 +34,7 @@ class Partition:
     slot: int = -1
     position: int | None = None  # in a state without a known one: the last that was ours
     as_of: int = -1  # number of the durable batch up to which that position takes everything into account
+    start: int = 0  # where that batch began to read it, if a checkpoint says so
     committed: int | None = None  # what Kafka is known to have
     theirs: bool = False  # ... under somebody else's name
     followed: bool = False  # the position came from a commit that no stream made
@@ -72,10 +73,14 @@ class Positions:
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
-    def remember(self, positions: Mapping[TopicPartition, int], *, as_of: int) -> None:
-        """What a checkpoint says. Whether Kafka has it shows when the partitions come."""
+    def remember(self, positions: Mapping[TopicPartition, int], *, as_of: int, ranges: Ranges) -> None:
+        """What a checkpoint says. Whether Kafka has it shows when the partitions come.
+
+        Args:
+            as_of, ranges: the number of the last durable batch, and what it read if that is known.
+        """
         for tp, at in positions.items():
-            self.all[tp] = Partition(position=at, as_of=as_of)
+            self.all[tp] = Partition(position=at, as_of=as_of, start=ranges[tp][0] if tp in ranges else 0)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -87,7 +92,7 @@ class Positions:
         """It is not ours any more. Its position is remembered, with what is pending."""
         partition = self.all[tp]
         if partition.state not in UNKNOWN:
-            partition.as_of = as_of
+            partition.as_of, partition.start = as_of, 0
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
@@ -195,7 +200,7 @@ class Positions:
         elif committed.stream == stream:
             at = committed.offset
             # One that was made later than what we remember knows better: it may have followed somebody back.
-            if ours is not None and committed.seq < partition.as_of:
+            if ours is not None and committed.seq < partition.as_of and not _followed_back(committed, partition):
                 at = max(at, ours)
             partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
             self._move(tp, partition, ev.CommittedRead)
@@ -372,6 +377,12 @@ def adopted(offset: StreamOffset, *, replay: bool) -> dict[TopicPartition, int]:
     """The positions that a checkpoint's offset says: after its batch, or before it if that is to be run again."""
     starts = {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
     return dict(offset.owed) | starts
+
+
+def _followed_back(committed: ev.Committed, partition: Partition) -> bool:
+    """Whether a batch was in flight when its partition was moved back to before where that batch began, and the run
+    ended before it could plan from there: the batch after it would have begun at that very offset."""
+    return committed.followed and committed.seq == partition.as_of - 1 and committed.offset < partition.start
 
 
 def _after(at: int, batch: tuple[int, int]) -> int:

@@ -32,6 +32,7 @@ class Invariants:
         self._readers: dict[str, Reader] = {}
         self.books: dict[TopicPartition, Book] = {}
         self.starts_at_the_end = False  # startingOffsets=latest
+        self.ledgers = False  # somebody writes to a table with a ledger
         self.operator = ""  # the name of a process that may move the group
         self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
         self._reset = 0
@@ -189,6 +190,12 @@ class Invariants:
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
+            if book.again and reader.party not in book.begun and start in (book.start, *book.firsts):
+                # A stream that knew the former topic begins anew, whoever committed what since.
+                book.begun.add(reader.party)
+                reached = max([start, *book.reached.values()])
+                book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, reached))
+                last = start
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
             if start != last and start > book.stale and not self._may_start(tp, reader, start, last):
@@ -340,11 +347,10 @@ class Invariants:
             # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
             kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
             book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
-            # Nor does a table with a ledger take again what it has: it refuses that, or leaves it out.
-            rows = set[int]().union(*book.rows.values()) if not void else set[int]()
-            for i in range(max(0, at - book.start), len(book.times)):
-                offset = book.start + i
-                if offset not in rows and not any(start <= offset < end for start, end in kept):
+            # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
+            again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
+            for i in again:
+                if not any(start <= book.start + i < end for start, end in kept):
                     book.times[i] = 0
             book.whole = max(book.nobodys, min(book.whole, at))
             _advance(book)
@@ -394,11 +400,6 @@ class Invariants:
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
-        if book.again and reader.party not in book.begun and start in (book.start, *book.firsts):
-            # A stream that knew the former topic begins anew, whoever committed what since.
-            book.begun.add(reader.party)
-            book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, max([start, *book.reached.values()])))
-            return True
         if start in book.firsts and (start >= (last or 0) or reader.party in book.away):
             return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)

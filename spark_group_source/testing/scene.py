@@ -64,6 +64,7 @@ class Scene:
             cluster.misfortune = Misfortune(late, twice, never, refused, lied, partly)
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
+        truth.ledgers = bool(self.tables)
         self.others: list[OrdinaryMember] = []
         self.deleted: set[str] = set()  # topics that will be made again
         self.closed = False  # an operator wants nobody in the group

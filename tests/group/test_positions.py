@@ -449,9 +449,19 @@ def test_a_commit_under_our_name_that_is_as_new_as_our_memory_is_believed_also_w
 def test_a_commit_under_our_name_that_is_older_than_our_memory_is_not(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=5, followed=True)})
     assert fresh.machine.plannable() == {A: 150}
     assert fresh.machine.positions.followed() == frozenset()
+
+
+def test_a_partition_that_was_moved_back_during_the_last_batch_goes_on_there_after_a_restart(
+    fresh: GroupHarness,
+) -> None:
+    fresh.durable({A: (100, 150)})  # batch 7: it was planned before the move, or it would begin at 20
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
 
 
 def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
