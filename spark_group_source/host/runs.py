@@ -36,7 +36,7 @@ DRAIN_S = 60.0
 """How long :func:`drain` waits unless told otherwise: a batch and its commit."""
 LOOK_S = 0.1
 UNREAD = "planned"
-"""The state of a run that has given Spark a batch which Spark does not read: in a query with two streams, because it asks
+"""The state of a run that has given Spark a batch which Spark does not read: a query with two streams asks
 the other one first. A query that was just stopped shows another state while its reader closes."""
 QUERY_THREAD = "stream execution thread for "
 """How Spark's name for the thread of a streaming query begins."""

@@ -198,6 +198,15 @@ class RunHarness:
         self.history: Commands = []
         self._later: list[tuple[int, ev.Event]] = []
 
+    @classmethod
+    def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
+        """A run that continues a stream after this durable batch; Kafka has its offsets, and nothing came since."""
+        run = cls(slots, **rules)
+        run.start = past
+        run.ends = past.positions()
+        run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in run.ends.items()}
+        return run
+
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
@@ -352,7 +361,9 @@ class RunHarness:
                 return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
             case ev.FetchCommitted():
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
-                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=0)
+                noted = [self.committed[tp].epoch for tp in command.partitions + command.beside if tp in self.committed]
+                epoch = max(noted, default=0) if command.beside else None
+                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=epoch)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
                 return ev.StartsResolved(offsets=found, asked=tuple(command.starts))
