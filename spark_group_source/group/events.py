@@ -291,10 +291,14 @@ class SiblingsSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsGone:
-    """Positions that had to change because their records, or their whole topic, are gone."""
+    """Positions that had to change because their records, or their whole topic, are gone.
+
+    ``topics``: those that were made again; what is remembered of their other partitions is of the former ones.
+    """
 
     offsets: Mapping[TopicPartition, int]
     reason: str
+    topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Lookout:
         self._round = 0
         self._now_ms = self._took_ms = 0
         self._again: dict[str, str] = {}  # topics that were made again, and their new ids
+        self._renewed: set[str] = set()  # those whose beginnings were told
         self._error: GroupError | None = None
         self._gone: dict[TopicPartition, int] = {}
         self._reason = ""
@@ -50,6 +51,7 @@ class Lookout:
         """Start a look at these partitions. Returns the first question."""
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
         self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []
+        self._renewed = set()
         self._checked.intersection_update(positions)  # what comes back is looked at like what comes
         self._short_ms = {tp: since_ms for tp, since_ms in self._short_ms.items() if tp in positions}
         return ev.Look(ends=tuple(positions))
@@ -89,7 +91,9 @@ class Lookout:
     @property
     def gone(self) -> ev.RecordsGone | None:
         """Where partitions go on whose records are gone."""
-        return ev.RecordsGone(offsets=self._gone, reason=self._reason) if self._gone else None
+        if not self._gone:
+            return None
+        return ev.RecordsGone(offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)))
 
     # --- the rounds -------------------------------------------------------------------------------------------------
 
@@ -134,7 +138,8 @@ class Lookout:
         # One whose beginnings were not all told keeps its former id, and is not read: the next look asks again.
         silent = {tp.topic for tp in self._positions if tp.topic in self._again and tp not in firsts}
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
-        self.topic_ids.update({name: id_ for name, id_ in self._again.items() if name not in silent})
+        self._renewed = {name for name in self._again if name not in silent}
+        self.topic_ids.update({name: self._again[name] for name in self._renewed})
         self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._again and tp.topic not in silent}
         self._reason = f"{self._reason}; its new ones follow"
 

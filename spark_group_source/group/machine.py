@@ -108,7 +108,7 @@ class GroupMachine:
             case ev.Replaced():
                 self._end_with(self._slots.replaced(event.reason))
             case ev.RecordsGone():
-                self.positions.gone(event.offsets)
+                self.positions.gone(event.offsets, event.topics)
                 self._out.say(event.reason, warn=True)
             case ev.Tick():
                 self._tick()

@@ -9,7 +9,7 @@ when it is not. A batch that became durable while a partition's position was not
 is *pending*: it is applied to whatever the answer says, as if the answer had come first.
 """
 
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from dataclasses import dataclass
 
 from spark_group_source.group import events as ev
@@ -138,14 +138,22 @@ class Positions:
                 partition.pending = (start, end)
                 partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
 
-    def gone(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Their records are gone: they go on there, which nobody committed."""
+    def gone(self, offsets: Mapping[TopicPartition, int], topics: Collection[str] = ()) -> None:
+        """Their records are gone: they go on there, which nobody committed.
+
+        Args:
+            topics: those that were made again.
+        """
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is not None and partition.state is PartitionState.READY:
                 self._move(tp, partition, ev.RecordsGone)
                 partition.committed, partition.began, partition.followed = None, at, False
                 self._stand(tp, partition, at)
+        for tp, partition in self.all.items() if topics else ():
+            away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
+            if tp.topic in topics and tp not in offsets and away:
+                partition.position, partition.as_of, partition.start, partition.pending = None, -1, 0, None
 
     # --- lookups ----------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Book:
     commits: list[tuple[int, Entry]] = field(default_factory=list)
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
     again: bool = False  # its topic was deleted and made again
-    begun: set[str] = field(default_factory=set)  # parties that began at its beginning because of that
+    begun: set[Reader] = field(default_factory=set)  # runs that began at its beginning because of that
     firsts: set[int] = field(default_factory=set)  # where its log ever began
     moved: bool = False  # an operator moved it by Kafka's own tool
     rows: dict[str, set[int]] = field(default_factory=dict)  # by table with a ledger: the offsets that are in it

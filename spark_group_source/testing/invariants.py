@@ -38,12 +38,16 @@ class Invariants:
         self._reset = 0
         self._nobody = Reader("nobody", "nobody")
         self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
+        self._remade: set[str] = set()  # topics that were deleted and made again
         self.twice = 0
         self.processed = 0
         self.causes: dict[Cause, int] = defaultdict(int)
 
     def add_partition(self, tp: TopicPartition, start: int) -> None:
-        self.books[tp] = Book(start, start, whole=start)
+        if tp in self._former or tp.topic in self._remade:
+            self.made_again(tp)
+        else:
+            self.books[tp] = Book(start, start, whole=start)
 
     def gone(self, tp: TopicPartition, first: int) -> None:
         """Retention took the records below ``first``: who did not read them need not."""
@@ -69,6 +73,7 @@ class Invariants:
 
     def made_again(self, tp: TopicPartition) -> None:
         """As far as the former topic was read, whose records are meant is not judged."""
+        self._remade.add(tp.topic)
         stale = self._former.get(tp, -1)
         book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
         if stale >= 0:
@@ -190,11 +195,10 @@ class Invariants:
         for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             last = book.chain.get(reader.party)
-            if book.again and reader.party not in book.begun and start in (book.start, *book.firsts):
+            if book.again and reader not in book.begun and start in (book.start, *book.firsts):
                 # A stream that knew the former topic begins anew, whoever committed what since.
-                book.begun.add(reader.party)
-                reached = max([start, *book.reached.values()])
-                book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG, reached))
+                book.begun.add(reader)
+                book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG))
                 last = start
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
@@ -241,7 +245,9 @@ class Invariants:
             book = self.books[tp]
             known = book.flight.pop(reader, None) is not None or reader.counted is None  # else it is void
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
-            if end > book.end:
+            if book.again and end > book.end:
+                continue  # read before the topic was deleted
+            if end > max(book.end, book.start + len(book.times)):
                 self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
             for holding in book.holders.values():
                 chained = start <= (holding.begin if holding.until is None else holding.until)
@@ -306,7 +312,7 @@ class Invariants:
             return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
-        anew = book.again and writer.party not in book.begun  # it takes the topic for the former one as yet
+        anew = book.again and writer not in book.begun  # it takes the topic for the former one as yet
         if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
