@@ -121,7 +121,7 @@ def reset(
             console.print("nothing was changed; add --execute to do it")
             return
         number = resetting.move(admin, group, targets, spark=spark if table is not None else None, table=table)
-    console.print(f"moved {len(targets)} partitions of group {group}; this was its reset {number}")
+    typer.echo(f"moved {len(targets)} partitions of group {group}; this was its reset {number}")
 
 
 def drain(
