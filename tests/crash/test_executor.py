@@ -22,9 +22,9 @@ from spark_group_source.local.broker import Broker
 
 JOB = Path(__file__).with_name("executors.py")
 PARTITIONS = 4
-START_S = 120
+START_S = 200
 """Bound of a Spark with three JVMs, on a machine that is busy."""
-BATCH_S = 90
+BATCH_S = 120
 
 
 @contextmanager
@@ -52,6 +52,7 @@ def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.crash
 @pytest.mark.spark
 @pytest.mark.slow
+@pytest.mark.timeout(2 * START_S + 3 * BATCH_S)
 def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalance(
     broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
 ) -> None:
