@@ -5,6 +5,7 @@ their own, records (only where a log begins and ends), compaction.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ class Cluster:
         self.transactions = Transactions(world)
         self.transactions_allowed = True
         self.misfortune = Misfortune()
+        self.producers: Counter[str] = Counter()  # how many each process made
         self._created = 0
         self._clients = 0
 
@@ -169,6 +171,7 @@ class Cluster:
     def producer(self, process: Process, settings: Mapping[str, Any]) -> Any:
         from spark_group_source.testing.fake_producer import FakeProducer
 
+        self.producers[process.name] += 1
         return FakeProducer(process, self, settings)
 
     def admin(self, process: Process, settings: Mapping[str, Any]) -> Any:

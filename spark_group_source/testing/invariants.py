@@ -3,84 +3,24 @@
 Runs in: tests. The truth is kept apart from what any process believes: which consumer really has a partition, who
 processed which offset, what is committed. A record may be processed twice only where somebody had a partition taken
 away from it (its session ended, its hold overran, it was killed) and only those that Kafka did not know yet; and a
-process that lives to hear of it must have counted them. Deliberately absent: how the processes do it.
+process that lives to hear of it must have counted them. Deliberately absent: how the processes do it; what the world
+does to partitions (``accounts``).
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from spark_group_source.group.names import parse_note
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.books import Book, Cause, Holding, Loss, Reader
+from spark_group_source.testing.accounts import Accounts, Ranges, Violation, advance
+from spark_group_source.testing.books import Cause, Holding, Loss, Reader
 from spark_group_source.testing.kafka_client import Client, Tps
 from spark_group_source.testing.kafka_group import Entry
-from spark_group_source.testing.world import World
 
-Ranges = Mapping[TopicPartition, tuple[int, int]]
-
-
-class Violation(AssertionError):
-    """A rule did not hold. The message names the rule."""
+__all__ = ["Invariants", "Violation"]
 
 
-class Invariants:
-    """The books of all partitions, and the rules. Every method is called when the thing really happens."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._readers: dict[str, Reader] = {}
-        self.books: dict[TopicPartition, Book] = {}
-        self.starts_at_the_end = False  # startingOffsets=latest
-        self.ledgers = False  # somebody writes to a table with a ledger
-        self.operator = ""  # the name of a process that may move the group
-        self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
-        self._reset = 0
-        self._nobody = Reader("nobody", "nobody")
-        self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
-        self._remade: set[str] = set()  # topics that were deleted and made again
-        self.twice = 0
-        self.processed = 0
-        self.causes: dict[Cause, int] = defaultdict(int)
-
-    def add_partition(self, tp: TopicPartition, start: int) -> None:
-        if tp in self._former or tp.topic in self._remade:
-            self.made_again(tp)
-        else:
-            self.books[tp] = Book(start, start, whole=start)
-
-    def gone(self, tp: TopicPartition, first: int) -> None:
-        """Retention took the records below ``first``: who did not read them need not."""
-        self.books[tp].firsts.add(first)
-        self._nobodys(tp, first)
-
-    def shrunk(self, tp: TopicPartition, end: int) -> None:
-        """The log lost its end. What comes to these offsets now may be read, or be taken for what was read."""
-        book = self.books[tp]
-        former, book.end = book.end, end
-        self._grow(book, former)
-        for offset in range(end, former):
-            book.times[offset - book.start] = max(1, book.times[offset - book.start])
-        for rows in book.rows.values():
-            rows.difference_update(range(end, former))
-        book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
-        _advance(book)
-
-    def deleted(self, tp: TopicPartition) -> None:
-        """The topic is gone. One that is made under its name has other records at the same offsets."""
-        book = self.books.pop(tp)
-        self._former[tp] = max([book.end, book.whole, book.stale, *book.reached.values()])
-
-    def made_again(self, tp: TopicPartition) -> None:
-        """As far as the former topic was read, whose records are meant is not judged."""
-        self._remade.add(tp.topic)
-        stale = self._former.get(tp, -1)
-        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
-        if stale >= 0:
-            book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
-
-    def produce(self, tp: TopicPartition, count: int) -> None:
-        self.books[tp].end += count
+class Invariants(Accounts):
+    """The rules. Every method is called when the thing really happens."""
 
     # --- who has what -----------------------------------------------------------------------------------------------
 
@@ -272,7 +212,7 @@ class Invariants:
                     self.causes[Cause.REPLAY] += 1
                 else:
                     self._excuse(tp, offset, reader, book.first[at])
-            _advance(book)
+            advance(book)
 
     def durable(self, reader: Reader, ranges: Ranges) -> None:
         """A batch that a former run of this reader's stream had written already is not in flight any more."""
@@ -282,11 +222,6 @@ class Invariants:
             for holding in book.holders.values():
                 if holding.reader is reader and holding.loss is None and holding.until is not None:
                     holding.until = max(holding.until, end)
-
-    def _grow(self, book: Book, end: int) -> None:
-        missing = end - book.start - len(book.times)
-        book.times += [0] * missing
-        book.first += [self._nobody] * missing
 
     def _excuse(self, tp: TopicPartition, offset: int, second: Reader, first: Reader) -> None:
         book = self.books[tp]
@@ -326,47 +261,6 @@ class Invariants:
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
             book.losses.append(Loss(writer, new.offset, Cause.UNTOLD, old.offset))
 
-    def resets(self, epoch: int) -> None:
-        """``spark-group reset`` moves the group now: what was planned before is void."""
-        self._reset = epoch
-
-    def _moved(self, tp: TopicPartition, operator: Reader, new: Entry) -> None:
-        """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
-        from there on has to be processed once more."""
-        book, at, note = self.books[tp], new.offset, parse_note(new.note)
-        void, meant = note.epoch > 0, note.stream is None  # a reset keeps the notes of what it does not move
-        book.commits.append((self._world.now_ms, new))
-        book.away |= book.chain.keys()
-        back = meant and at < book.whole
-        if void or back:
-            book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
-        if void:
-            book.flight.clear()
-        book.moved |= not void
-        if at > book.whole:
-            # What a reset does not move stands where the table does: that may take an earlier move back.
-            self.require(
-                meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed"
-            )
-            self._nobodys(tp, at)
-        elif back:
-            # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
-            kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
-            book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
-            # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
-            again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
-            for i in again:
-                if not any(start <= book.start + i < end for start, end in kept):
-                    book.times[i] = 0
-            book.whole = max(book.nobodys, min(book.whole, at))
-            _advance(book)
-
-    def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
-        """An operator moved a table's ledger: what stands behind that is to be written again."""
-        for tp, at in offsets.items():
-            if tp in self.books and table in self.books[tp].rows:
-                self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
-
     # --- at the end -------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
@@ -392,17 +286,6 @@ class Invariants:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _there(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
-        """Those whose topic is not deleted."""
-        return sorted(tp for tp in tps if tp in self.books)
-
-    def _of(self, ranges: Ranges) -> list[tuple[TopicPartition, tuple[int, int]]]:
-        return [(tp, bounds) for tp, bounds in ranges.items() if tp in self.books]
-
-    def _committed(self, tp: TopicPartition) -> int:
-        book = self.books[tp]
-        return book.commits[-1][1].offset if book.commits else book.start
-
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
@@ -418,18 +301,6 @@ class Invariants:
             )
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
-    def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
-        """Whether this stream may begin at the end: under ``latest``, where nobody began before, and not on partitions
-        that were added since the stream began."""
-        known = reader.known.get(tp.topic, 0)
-        return self.starts_at_the_end and tp.partition < known and not self.books[tp].chain
-
-    def _nobodys(self, tp: TopicPartition, until: int) -> None:
-        """Records below this are nobody's to process."""
-        book = self.books[tp]
-        book.nobodys = max(book.nobodys, until)
-        _advance(book)
-
     def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
         parties = {reader.party for reader in readers}
         return any(loss.reader.party in parties for loss in self.books[tp].losses)
@@ -439,22 +310,6 @@ class Invariants:
         if committed < start and self.books[tp].moved:
             return False  # an operator wants it to be read again by whoever has it next
         return committed < end and start < end
-
-    def require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            self._break(otherwise)
-
-    def _break(self, rule: str) -> None:
-        self._world.note(f"VIOLATION: {rule}")
-        error = Violation(rule)
-        self._world.fail(error)
-        raise error
-
-
-def _advance(book: Book) -> None:
-    book.whole = max(book.whole, book.nobodys)
-    while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
-        book.whole += 1
 
 
 def _continues(reader: Reader, former: Reader) -> bool:

@@ -84,6 +84,7 @@ class WatchedRun(Run):
                     self._break(f"commits {tp}, which it was told is another member's")
 
     def _break(self, rule: str) -> None:
+        self._process.world.note(f"VIOLATION: {self._process.name}: {rule}")
         self._process.world.fail(Violation(f"{self._process.name}: {rule}"))
 
 

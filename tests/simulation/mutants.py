@@ -89,15 +89,15 @@ MUTANTS = [
     Mutant(
         "undoes-a-rewind",
         P,
-        "if ours is not None and committed.seq < partition.as_of:",
+        "if ours is not None and committed.seq < partition.as_of and not _followed_back(committed, partition):",
         "if ours is not None:",
         "a commit that is newer than what we remember counts, also when it goes back",
     ),
     Mutant(
         "never-takes",
         P,
-        "partition.committed, partition.theirs, partition.followed = at, True",
-        "partition.committed, partition.theirs, partition.followed = at, False",
+        "partition.committed, partition.theirs = at, True",
+        "partition.committed, partition.theirs = at, False",
         "what others committed is committed under our name before it is read",
     ),
     Mutant(
@@ -269,8 +269,8 @@ MUTANTS = [
     Mutant(
         "reads-unstable-offsets",
         "driver/worker.py",
-        "found = self._offsets.read(work.partitions)",
-        "found = self._offsets.read(work.partitions, stable=False)",
+        "self._offsets.read(order.partitions + order.beside)",
+        "self._offsets.read(order.partitions + order.beside, stable=False)",
         "offsets of an unfinished transaction are waited for",
     ),
     Mutant(

@@ -102,5 +102,5 @@ def test_a_failure_prints_its_story_and_how_to_see_it_again(monkeypatch: pytest.
         except Failed as failed:
             text = str(failed)
             break
-    assert "VIOLATION" in text and "batch 0 of" in text
+    assert "VIOLATION" in text and "Join(slot=0" in text
     assert text.splitlines()[-1].startswith("again: python -m tests.simulation ")

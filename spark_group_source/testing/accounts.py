@@ -1,0 +1,165 @@
+"""The books of all partitions, and what the world does to them: records come and go, topics are made again, operators
+move the group on purpose.
+
+Runs in: tests. Deliberately absent: who has what and who reads what (``invariants``).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from spark_group_source.group.names import parse_note
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.books import Book, Cause, Loss, Reader
+from spark_group_source.testing.kafka_group import Entry
+from spark_group_source.testing.world import World
+
+Ranges = Mapping[TopicPartition, tuple[int, int]]
+
+
+class Violation(AssertionError):
+    """A rule did not hold. The message names the rule."""
+
+
+class Accounts:
+    """The books, and what they need to be kept true."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._readers: dict[str, Reader] = {}
+        self.books: dict[TopicPartition, Book] = {}
+        self.starts_at_the_end = False  # startingOffsets=latest
+        self.ledgers = False  # somebody writes to a table with a ledger
+        self.operator = ""  # the name of a process that may move the group
+        self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
+        self._reset = 0
+        self._nobody = Reader("nobody", "nobody")
+        self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
+        self._remade: set[str] = set()  # topics that were deleted and made again
+        self.twice = 0
+        self.processed = 0
+        self.causes: dict[Cause, int] = defaultdict(int)
+
+    def add_partition(self, tp: TopicPartition, start: int) -> None:
+        if tp in self._former or tp.topic in self._remade:
+            self.made_again(tp)
+        else:
+            self.books[tp] = Book(start, start, whole=start)
+
+    def produce(self, tp: TopicPartition, count: int) -> None:
+        self.books[tp].end += count
+
+    def gone(self, tp: TopicPartition, first: int) -> None:
+        """Retention took the records below ``first``: who did not read them need not."""
+        self.books[tp].firsts.add(first)
+        self._nobodys(tp, first)
+
+    def shrunk(self, tp: TopicPartition, end: int) -> None:
+        """The log lost its end. What comes to these offsets now may be read, or be taken for what was read."""
+        book = self.books[tp]
+        former, book.end = book.end, end
+        self._grow(book, former)
+        for offset in range(end, former):
+            book.times[offset - book.start] = max(1, book.times[offset - book.start])
+        for rows in book.rows.values():
+            rows.difference_update(range(end, former))
+        book.losses.append(Loss(self._nobody, end, Cause.NEW_LOG, former))
+        advance(book)
+
+    def deleted(self, tp: TopicPartition) -> None:
+        """The topic is gone. One that is made under its name has other records at the same offsets."""
+        book = self.books.pop(tp)
+        self._former[tp] = max([book.end, book.whole, book.stale, *book.reached.values()])
+
+    def made_again(self, tp: TopicPartition) -> None:
+        """As far as the former topic was read, whose records are meant is not judged."""
+        self._remade.add(tp.topic)
+        stale = self._former.get(tp, -1)
+        book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
+        if stale >= 0:
+            book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
+
+    def resets(self, epoch: int) -> None:
+        """``spark-group reset`` moves the group now: what was planned before is void."""
+        self._reset = epoch
+
+    def _moved(self, tp: TopicPartition, operator: Reader, new: Entry) -> None:
+        """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
+        from there on has to be processed once more."""
+        book, at, note = self.books[tp], new.offset, parse_note(new.note)
+        void, meant = note.epoch > 0, note.stream is None  # a reset keeps the notes of what it does not move
+        book.commits.append((self._world.now_ms, new))
+        book.away |= book.chain.keys()
+        back = meant and at < book.whole
+        if void or back:
+            book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
+        if void:
+            book.flight.clear()
+        book.moved |= not void
+        if at > book.whole:
+            # What a reset does not move stands where the table does: that may take an earlier move back.
+            self.require(
+                meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed"
+            )
+            self._nobodys(tp, at)
+        elif back:
+            # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
+            kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
+            book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
+            # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
+            again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
+            for i in again:
+                if not any(start <= book.start + i < end for start, end in kept):
+                    book.times[i] = 0
+            book.whole = max(book.nobodys, min(book.whole, at))
+            advance(book)
+
+    def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
+        """An operator moved a table's ledger: what stands behind that is to be written again."""
+        for tp, at in offsets.items():
+            if tp in self.books and table in self.books[tp].rows:
+                self.books[tp].rows[table] = {row for row in self.books[tp].rows[table] if row < at}
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._break(otherwise)
+
+    def _break(self, rule: str) -> None:
+        self._world.note(f"VIOLATION: {rule}")
+        error = Violation(rule)
+        self._world.fail(error)
+        raise error
+
+    def _committed(self, tp: TopicPartition) -> int:
+        book = self.books[tp]
+        return book.commits[-1][1].offset if book.commits else book.start
+
+    def _there(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
+        """Those whose topic is not deleted."""
+        return sorted(tp for tp in tps if tp in self.books)
+
+    def _of(self, ranges: Ranges) -> list[tuple[TopicPartition, tuple[int, int]]]:
+        return [(tp, bounds) for tp, bounds in ranges.items() if tp in self.books]
+
+    def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
+        """Whether this stream may begin at the end: under ``latest``, where nobody began before, and not on partitions
+        that were added since the stream began."""
+        known = reader.known.get(tp.topic, 0)
+        return self.starts_at_the_end and tp.partition < known and not self.books[tp].chain
+
+    def _nobodys(self, tp: TopicPartition, until: int) -> None:
+        """Records below this are nobody's to process."""
+        book = self.books[tp]
+        book.nobodys = max(book.nobodys, until)
+        advance(book)
+
+    def _grow(self, book: Book, end: int) -> None:
+        missing = end - book.start - len(book.times)
+        book.times += [0] * missing
+        book.first += [self._nobody] * missing
+
+
+def advance(book: Book) -> None:
+    book.whole = max(book.whole, book.nobodys)
+    while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
+        book.whole += 1
