@@ -352,7 +352,9 @@ class RunHarness:
                 return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
             case ev.FetchCommitted():
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
-                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=0)
+                noted = [self.committed[tp].epoch for tp in command.partitions + command.beside if tp in self.committed]
+                epoch = max(noted, default=0) if command.beside else None
+                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=epoch)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
                 return ev.StartsResolved(offsets=found, asked=tuple(command.starts))

@@ -11,12 +11,12 @@ time.)
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import pytest
 
+from model.group_rules import ALL, KNOWN, START, Model
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset, parse
@@ -26,139 +26,11 @@ from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import HOLD_BUDGET_MS, STREAM, rules_with
 
 SLOTS = 2
-ALL = [TopicPartition("orders", p) for p in range(4)]
-KNOWN = {"orders": 3}  # partition 3 was added later
 OFFSET_MAX = 60
 MOVES_EACH = 60
-START = {ALL[0]: 5, ALL[1]: 0, ALL[2]: 9, ALL[3]: 0}
+OTHERS = (None, "another", "nobody")
 RULES = rules_with(slots=SLOTS, starting=StartingPosition(everywhere=LATEST))
 LONGEST_PAUSE_MS = 5_000
-
-Offsets = dict[TopicPartition, int]
-Ranges = dict[TopicPartition, tuple[int, int]]
-
-
-def after(at: int, batch: tuple[int, int]) -> int:
-    """A batch moves what stands within it to its end."""
-    start, end = batch
-    return end if start <= at < end else at
-
-
-@dataclass
-class Model:
-    """What is true, in as few words as possible."""
-
-    kafka: dict[TopicPartition, ev.Committed] = field(default_factory=dict)
-    epoch: int = 0  # the newest reset that this run knows of
-    seq: int = -1  # the last durable batch
-    flight: Ranges = field(default_factory=dict)
-    held: dict[TopicPartition, int] = field(default_factory=dict)  # -> slot
-    position: Offsets = field(default_factory=dict)  # of what is held and was looked up
-    memory: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)  # of the rest: position, and as of when
-    pending: Ranges = field(default_factory=dict)  # became durable before the position was known
-    uncounted: Offsets = field(default_factory=dict)  # how much of that while the partition was ours
-    known: Offsets = field(default_factory=dict)  # what we know that Kafka has
-    began: Offsets = field(default_factory=dict)  # position at the first answer
-    theirs: set[TopicPartition] = field(default_factory=set)  # committed by others, not yet under our name
-    followed: set[TopicPartition] = field(default_factory=set)  # stands where no stream of ours committed
-    leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
-
-    # --- where a partition stands ----------------------------------------------------------------------------------
-
-    def resolve(self, tp: TopicPartition) -> None:
-        """An answer counts: what is committed, our memory, or the starting options; then what is pending."""
-        found = self.kafka.get(tp)
-        ours, as_of = self.memory.pop(tp, (None, -1))
-        pending = self.pending.pop(tp, None)
-        self.uncounted.pop(tp, None)
-        if found is None:
-            self.known.pop(tp, None)
-            at = ours if ours is not None else pending[0] if pending else START[tp]
-        else:
-            self.known[tp] = at = found.offset
-            if found.stream != STREAM:
-                self.theirs.add(tp)
-            elif ours is not None and found.seq < as_of:
-                at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
-            own = found.stream == STREAM
-            self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None)
-        self.began[tp] = at
-        if pending and after(at, pending) != at:
-            self.mark(tp, False)
-            at = after(at, pending)
-        self.position[tp] = at
-
-    def mark(self, tp: TopicPartition, followed: bool) -> None:
-        (self.followed.add if followed else self.followed.discard)(tp)
-
-    def drop(self, tp: TopicPartition) -> None:
-        slot = self.held.pop(tp)
-        self.leaving.get(slot, set()).discard(tp)
-        self.theirs.discard(tp)
-        self.uncounted.pop(tp, None)
-        if tp in self.position:
-            self.memory[tp] = self.position.pop(tp), self.seq
-
-    def finish(self) -> None:
-        """The batch in flight is durable."""
-        for tp, (start, end) in self.flight.items():
-            if self.busy(tp):
-                self.position[tp] = end
-                self.mark(tp, False)
-            elif tp not in self.position:
-                self.pending[tp] = start, end
-                self.uncounted[tp] = end - start if tp in self.held else 0
-        self.flight = {}
-
-    def reset(self, epoch: int) -> None:
-        """A reset of the group shows: nothing that was known of before counts any more."""
-        self.epoch = epoch
-        self.followed, self.theirs = set(), set()
-        self.flight, self.position, self.memory, self.pending, self.uncounted, self.known = {}, {}, {}, {}, {}, {}
-
-    # --- what follows from it --------------------------------------------------------------------------------------
-
-    def busy(self, tp: TopicPartition) -> bool:
-        """Whether the batch in flight reads on from where the partition stands."""
-        at = self.position.get(tp)
-        return at is not None and tp in self.flight and after(at, self.flight[tp]) != at
-
-    def reached(self, tp: TopicPartition) -> int | None:
-        """The end of what is durable of a partition without a position."""
-        ours, _ = self.memory.get(tp, (None, -1))
-        pending = self.pending.get(tp)
-        if ours is None or pending is None:
-            return ours if pending is None else pending[1]
-        return after(ours, pending)
-
-    def dirty(self) -> Offsets:
-        return {tp: at for tp, at in self.position.items() if self.known.get(tp) != at or tp in self.theirs}
-
-    def owed(self) -> Offsets:
-        """What Kafka may not have, ours or not."""
-        others = {tp: at for tp in ALL if tp not in self.position and (at := self.reached(tp)) is not None}
-        return self.dirty() | {tp: at for tp, at in others.items() if self.known.get(tp) != at}
-
-    def plannable(self) -> Offsets:
-        away = {tp for tps in self.leaving.values() for tp in tps} | self.theirs
-        return {tp: at for tp, at in self.position.items() if tp not in away and not self.busy(tp)}
-
-    def must_stay(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
-        if tp not in self.position:
-            return tp in self.flight or tp in self.owed()
-        unknown = tp in self.dirty() and (self.known.get(tp) != self.position[tp] or tp in on_its_way)
-        return self.busy(tp) or unknown
-
-    def uncommitted(self, gone: tuple[TopicPartition, ...]) -> int:
-        """Offsets that the next reader of these reads again."""
-        total = 0
-        for tp in gone:
-            start, end = self.flight.get(tp, (0, 0))
-            if (at := self.position.get(tp)) is None:
-                total += end - start + self.uncounted.get(tp, 0)
-            else:
-                total += (end if self.busy(tp) else at) - min(at, self.known.get(tp, self.began[tp]))
-        return total
 
 
 class GroupRun:
@@ -178,7 +50,9 @@ class GroupRun:
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
         self.echoes: list[tuple[ev.Echo, Counter[TopicPartition]]] = []
-        self.lookups: list[tuple[ev.FetchCommitted | ev.ResolveStarts, Counter[TopicPartition]]] = []
+        self.lookups: list[tuple[ev.FetchCommitted | ev.ResolveStarts, Counter[TopicPartition], int]] = []
+        self.stay = 0  # how often it had no partition at all
+        self.knows = False  # of every reset before this stay
         self.arrivals: Counter[TopicPartition] = Counter()  # how often it became ours, or all was void
         self.out: set[int] = set()  # slots that an echo left out
         self.revoked_at: dict[int, int] = {}
@@ -192,10 +66,12 @@ class GroupRun:
                 case ev.Join():
                     self.clients[command.slot] = command.client
                 case ev.FetchCommitted():
-                    self.lookups.append((command, self.arrivals.copy()))
+                    unasked = set(ALL[:3]) - set(command.partitions)
+                    assert self.knows or unasked <= set(command.beside), "who comes back asks for every note"
+                    self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.ResolveStarts():
                     assert command.starts == {tp: EARLIEST if tp is ALL[3] else LATEST for tp in command.starts}
-                    self.lookups.append((command, self.arrivals.copy()))
+                    self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.Echo():
                     self.compare(command)
                     assert not self.echoes, "one commit at a time"
@@ -215,6 +91,8 @@ class GroupRun:
                 for tp in list(self.model.leaving.pop(slot)):
                     self.model.drop(tp)
         assert not released, f"slots {released} must be held"
+        if not self.model.held:
+            self.stay, self.knows = self.stay + 1, False
 
     def compare(self, echo: ev.Echo) -> None:
         """The echo carries all that Kafka does not have, but for slots that the one before had left out."""
@@ -364,7 +242,7 @@ class GroupRun:
         """An answer, in any order; maybe an error, maybe only for some of what was asked."""
         if not self.lookups:
             return
-        lookup, arrivals = self.lookups.pop(which % len(self.lookups))
+        lookup, arrivals, stay = self.lookups.pop(which % len(self.lookups))
         asked = lookup.partitions if isinstance(lookup, ev.FetchCommitted) else tuple(lookup.starts)
         told = [tp for tp in asked if tp not in left_out]
         counts = {tp for tp in told if self.waits(tp, arrivals)}
@@ -378,8 +256,9 @@ class GroupRun:
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
-            seen = [*read.values(), *(self.model.kafka.get(tp) for tp in lookup.beside)]
-            epoch = max((found.epoch for found in seen if found is not None), default=0)
+            notes = [found.epoch for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
+            epoch = max(notes, default=0)
+            self.knows |= bool(lookup.beside) and stay == self.stay
             if epoch > self.model.epoch:
                 self.model.reset(epoch)
                 self.arrivals.update(ALL)
@@ -420,8 +299,13 @@ class GroupRun:
         self.send(ev.EchoDone(offsets=done, left=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
-        """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which knows of no epoch."""
-        if tp not in self.model.held and tp not in self.on_its_way():
+        """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which knows of no epoch and may
+        delete an offset."""
+        if tp in self.model.held or tp in self.on_its_way():
+            return
+        if by == "nobody":
+            self.model.kafka.pop(tp, None)
+        else:
             epoch = max((found.epoch for found in self.model.kafka.values()), default=0) if by else 0
             self.model.kafka[tp] = ev.Committed(offset=offset, stream=by, epoch=epoch)
 
@@ -472,7 +356,7 @@ def slot(r: Random) -> int:
 MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "assign": lambda r: (slot(r), some(r)),
     "revoke": lambda r: (slot(r), some(r), r.random() < 0.2),
-    "lose": lambda r: (some(r), r.choice([None, "another", STREAM, STREAM]), numbers(r, OFFSET_MAX), r.random() < 0.7),
+    "lose": lambda r: (some(r), r.choice((*OTHERS, STREAM, STREAM)), numbers(r, OFFSET_MAX), r.random() < 0.7),
     "fail": lambda r: (slot(r), r.random() < 0.5),
     "plan": lambda r: (numbers(r, 9), r.random() < 0.5),
     "finish": lambda r: (r.random() < 0.3,),
@@ -480,7 +364,7 @@ MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "rest": lambda r: (),
     "answer": lambda r: (r.randrange(4), r.randrange(8), some(r) if r.random() < 0.2 else set()),
     "echo": lambda r: (r.random() < 0.8, r.random() < 0.7, slot(r) if r.random() < 0.3 else None),
-    "commit_of_others": lambda r: (r.choice(ALL), r.choice([None, "another"]), r.randint(0, OFFSET_MAX)),
+    "commit_of_others": lambda r: (r.choice(ALL), r.choice(OTHERS), r.randint(0, OFFSET_MAX)),
     "tick": lambda r: (r.choice([1, 100, LONGEST_PAUSE_MS, LONGEST_PAUSE_MS, HOLD_BUDGET_MS]),),
 }
 """What can happen, and what it is told: nothing that depends on what happened before."""

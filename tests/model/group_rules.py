@@ -1,0 +1,140 @@
+"""What the design promises of positions and commits, as a model: in as few words as possible, written from the rules.
+
+Runs in: tests. Deliberately absent: slots' consumers, lookups on their way, pauses (``test_group_model`` plays them).
+"""
+
+from dataclasses import dataclass, field
+
+from spark_group_source.group import events as ev
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.harness import STREAM
+
+ALL = [TopicPartition("orders", p) for p in range(4)]
+KNOWN = {"orders": 3}  # partition 3 was added later
+START = {ALL[0]: 5, ALL[1]: 0, ALL[2]: 9, ALL[3]: 0}  # what the starting options stand for
+
+Offsets = dict[TopicPartition, int]
+Ranges = dict[TopicPartition, tuple[int, int]]
+
+
+def after(at: int, batch: tuple[int, int]) -> int:
+    """A batch moves what stands within it to its end."""
+    start, end = batch
+    return end if start <= at < end else at
+
+
+@dataclass
+class Model:
+    """What is true, in as few words as possible."""
+
+    kafka: dict[TopicPartition, ev.Committed] = field(default_factory=dict)
+    epoch: int = 0  # the newest reset that this run knows of
+    seq: int = -1  # the last durable batch
+    flight: Ranges = field(default_factory=dict)
+    held: dict[TopicPartition, int] = field(default_factory=dict)  # -> slot
+    position: Offsets = field(default_factory=dict)  # of what is held and was looked up
+    memory: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)  # of the rest: position, and as of when
+    pending: Ranges = field(default_factory=dict)  # became durable before the position was known
+    uncounted: Offsets = field(default_factory=dict)  # how much of that while the partition was ours
+    known: Offsets = field(default_factory=dict)  # what we know that Kafka has
+    began: Offsets = field(default_factory=dict)  # position at the first answer
+    theirs: set[TopicPartition] = field(default_factory=set)  # committed by others, not yet under our name
+    followed: set[TopicPartition] = field(default_factory=set)  # stands where no stream of ours committed
+    leaving: dict[int, set[TopicPartition]] = field(default_factory=dict)
+
+    # --- where a partition stands ----------------------------------------------------------------------------------
+
+    def resolve(self, tp: TopicPartition) -> None:
+        """An answer counts: what is committed, our memory, or the starting options; then what is pending."""
+        found = self.kafka.get(tp)
+        ours, as_of = self.memory.pop(tp, (None, -1))
+        pending = self.pending.pop(tp, None)
+        self.uncounted.pop(tp, None)
+        if found is None:
+            self.known.pop(tp, None)
+            at = ours if ours is not None else pending[0] if pending else START[tp]
+        else:
+            self.known[tp] = at = found.offset
+            if found.stream != STREAM:
+                self.theirs.add(tp)
+            elif ours is not None and found.seq < as_of:
+                at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
+            own = found.stream == STREAM
+            self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None)
+        self.began[tp] = at
+        if pending and after(at, pending) != at:
+            self.mark(tp, False)
+            at = after(at, pending)
+        self.position[tp] = at
+
+    def mark(self, tp: TopicPartition, followed: bool) -> None:
+        (self.followed.add if followed else self.followed.discard)(tp)
+
+    def drop(self, tp: TopicPartition) -> None:
+        slot = self.held.pop(tp)
+        self.leaving.get(slot, set()).discard(tp)
+        self.theirs.discard(tp)
+        self.uncounted.pop(tp, None)
+        if tp in self.position:
+            self.memory[tp] = self.position.pop(tp), self.seq
+
+    def finish(self) -> None:
+        """The batch in flight is durable."""
+        for tp, (start, end) in self.flight.items():
+            if self.busy(tp):
+                self.position[tp] = end
+                self.mark(tp, False)
+            elif tp not in self.position:
+                self.pending[tp] = start, end
+                self.uncounted[tp] = end - start if tp in self.held else 0
+        self.flight = {}
+
+    def reset(self, epoch: int) -> None:
+        """A reset of the group shows: nothing that was known of before counts any more."""
+        self.epoch = epoch
+        self.followed, self.theirs = set(), set()
+        self.flight, self.position, self.memory, self.pending, self.uncounted, self.known = {}, {}, {}, {}, {}, {}
+
+    # --- what follows from it --------------------------------------------------------------------------------------
+
+    def busy(self, tp: TopicPartition) -> bool:
+        """Whether the batch in flight reads on from where the partition stands."""
+        at = self.position.get(tp)
+        return at is not None and tp in self.flight and after(at, self.flight[tp]) != at
+
+    def reached(self, tp: TopicPartition) -> int | None:
+        """The end of what is durable of a partition without a position."""
+        ours, _ = self.memory.get(tp, (None, -1))
+        pending = self.pending.get(tp)
+        if ours is None or pending is None:
+            return ours if pending is None else pending[1]
+        return after(ours, pending)
+
+    def dirty(self) -> Offsets:
+        return {tp: at for tp, at in self.position.items() if self.known.get(tp) != at or tp in self.theirs}
+
+    def owed(self) -> Offsets:
+        """What Kafka may not have, ours or not."""
+        others = {tp: at for tp in ALL if tp not in self.position and (at := self.reached(tp)) is not None}
+        return self.dirty() | {tp: at for tp, at in others.items() if self.known.get(tp) != at}
+
+    def plannable(self) -> Offsets:
+        away = {tp for tps in self.leaving.values() for tp in tps} | self.theirs
+        return {tp: at for tp, at in self.position.items() if tp not in away and not self.busy(tp)}
+
+    def must_stay(self, tp: TopicPartition, on_its_way: set[TopicPartition]) -> bool:
+        if tp not in self.position:
+            return tp in self.flight or tp in self.owed()
+        unknown = tp in self.dirty() and (self.known.get(tp) != self.position[tp] or tp in on_its_way)
+        return self.busy(tp) or unknown
+
+    def uncommitted(self, gone: tuple[TopicPartition, ...]) -> int:
+        """Offsets that the next reader of these reads again."""
+        total = 0
+        for tp in gone:
+            start, end = self.flight.get(tp, (0, 0))
+            if (at := self.position.get(tp)) is None:
+                total += end - start + self.uncounted.get(tp, 0)
+            else:
+                total += (end if self.busy(tp) else at) - min(at, self.known.get(tp, self.began[tp]))
+        return total
