@@ -198,6 +198,15 @@ class RunHarness:
         self.history: Commands = []
         self._later: list[tuple[int, ev.Event]] = []
 
+    @classmethod
+    def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
+        """A run that continues a stream after this durable batch; Kafka has its offsets, and nothing came since."""
+        run = cls(slots, **rules)
+        run.start = past
+        run.ends = past.positions()
+        run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in run.ends.items()}
+        return run
+
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:

@@ -6,7 +6,7 @@ import pytest
 
 from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken, OptionError, RebalanceTimeout
 from spark_group_source.group import events as ev
-from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import RunState
 from spark_group_source.group.steps import (
     ECHO_MS_MAX,
@@ -17,7 +17,7 @@ from spark_group_source.group.steps import (
     SIBLINGS_EVERY_MS,
     STOP_ECHO_MS_MAX,
 )
-from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import (
     ANSWER_MS,
@@ -39,15 +39,6 @@ PAST = StreamOffset(
     known={"orders": 2},
     ranges={A: (100, 150), B: (40, 40)},
 )
-
-
-def returning(slots: int = 1, **rules: Any) -> RunHarness:
-    """A run that continues a stream whose last batch is durable; Kafka has its offsets."""
-    run = RunHarness(slots, **rules)
-    run.start = PAST
-    run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=7) for tp, at in PAST.positions().items()}
-    run.ends = PAST.positions()
-    return run
 
 
 def idle(**rules: Any) -> RunHarness:
@@ -162,7 +153,7 @@ def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone
 
 
 def test_a_returning_run_goes_on_after_its_durable_batch() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.ends = {A: 160, B: 40}
     following = run.latest()
     assert (following.seq, following.ranges) == (8, {A: (150, 160), B: (40, 40)})
@@ -170,7 +161,7 @@ def test_a_returning_run_goes_on_after_its_durable_batch() -> None:
 
 
 def test_a_returning_run_does_not_say_nothing_before_it_has_its_partitions() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     run.ends = {A: 160, B: 40}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=7_000)
@@ -178,7 +169,7 @@ def test_a_returning_run_does_not_say_nothing_before_it_has_its_partitions() -> 
 
 
 def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     assert run.latest() is run.start
     assert waited_ms(run) == SETTLE_MS_MAX
@@ -188,13 +179,13 @@ def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> Non
 
 def test_a_returning_run_waits_for_a_commit_that_it_takes_over() -> None:
     """A partition under somebody else's name cannot be planned before Kafka has it under ours."""
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)
     assert run.latest().ranges == {A: (20, 150), B: (40, 40)}
 
 
 def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     assert run.call(ev.Reading(offset=PAST)) == PAST
     assert waited_ms(run) == 0 and run.state() is RunState.READING
@@ -205,7 +196,7 @@ def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
 
 
 def test_sparks_late_word_of_a_durable_batch_changes_nothing() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     assert run.feed(ev.Durable(offset=PAST)) == []
     run.latest()
     assert run.feed(ev.Durable(offset=PAST)) == []
@@ -338,7 +329,7 @@ def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -
 
 
 def test_a_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.feed(ev.TargetTaken(ends={A: 150, B: 50}))
     run.silent = {ev.Join}
     run.ends = {A: 150, B: 50}
@@ -367,7 +358,7 @@ def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -
 
 
 def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.feed(ev.TargetTaken(ends=PAST.positions()))
     run.group_state = "completing_rebalance"
     with pytest.raises(RebalanceTimeout) as failure:
@@ -378,7 +369,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
 
 
 def test_reading_on_begins_the_bound_of_settling_anew() -> None:
-    run = returning(max_offsets=1)
+    run = RunHarness.returning(PAST, max_offsets=1)
     run.feed(ev.TargetTaken(ends={A: 160, B: 40}))
     run.ends = {A: 160, B: 40}
     run.group_state = "completing_rebalance"
@@ -415,7 +406,7 @@ def test_once_without_such_a_mark_says_that_kafka_learns_of_its_offsets_later(du
 
 
 def test_once_with_nothing_to_read_returns_the_start() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     assert run.latest(unlimited=True) is run.start
     assert run.state() is RunState.OPEN
 
@@ -530,7 +521,7 @@ def test_a_failure_while_the_call_waits_ends_it() -> None:
 
 
 def test_a_failure_before_the_stream_has_a_name_makes_no_members_later() -> None:
-    run = returning()
+    run = RunHarness.returning(PAST)
     run.feed(ev.Asked(start=PAST, name=STREAM), ev.Broken(error=BrokerUnavailable("nobody answered")))
     with pytest.raises(BrokerUnavailable):
         run.latest()
@@ -615,110 +606,3 @@ def test_a_run_that_never_began_stops_at_once() -> None:
     assert run.state() is RunState.CLOSED
     assert run.took(ev.End) == []
     run.stop()
-
-
-# --- crashes ---------------------------------------------------------------------------------------------------------
-
-
-def after_a_crash(
-    before: RunHarness, offset: StreamOffset, *, durable: bool, given: tuple[TopicPartition, ...] = (A, B), **rules: Any
-) -> RunHarness:
-    """The next run finds the checkpoint, as text, and Kafka as it was left; ``offset`` is the newest of the offset log.
-
-    ``durable``: the commit log has it, too; else Spark runs the batch again first. ``given``: what it has now.
-    """
-    run = RunHarness(**rules)
-    run.committed, run.ends, run.gives = before.committed, before.ends, {0: given}
-    run.start = parse(offset.to_json())
-    if not durable:
-        run.call(ev.Reading(offset=run.start))
-    return run
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bool) -> None:
-    """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
-    starting = StartingPosition(everywhere=LATEST)
-    first = RunHarness(starting=starting)
-    first.silent = {ev.Echo}  # Kafka hears of nothing
-    first.ends = {A: 10, B: 20}
-    first.batch()
-    first.ends = {A: 10, B: 30}
-    first.batch()
-    first.latest()  # batch 1 is durable
-
-    second = after_a_crash(first, first.start, durable=True, given=(A,), starting=starting)  # somebody else has B
-    second.ends = {A: 15, B: 50}
-    planned = second.batch()
-    assert planned.ranges == {A: (10, 15)}
-    assert planned.owed == {B: 30}
-
-    third = after_a_crash(second, planned, durable=durable, starting=starting)
-    assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_what_is_owed_stays_written_down_through_any_number_of_runs_without_the_partition(durable: bool) -> None:
-    run = returning()
-    run.gives = {0: (A,)}
-    run.committed[B] = ev.Committed(offset=15, stream=STREAM, seq=6)
-    for end in range(151, 156):
-        run.ends = {A: end, B: 60}
-        offset = run.batch()
-        assert offset.owed == {B: 40}
-        run = after_a_crash(run, offset, durable=durable, given=(A,) if end < 155 else (A, B))
-    assert run.batch().ranges == {A: (155, 155), B: (40, 60)}
-
-
-def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
-    run = returning()
-    run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
-    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
-    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
-    again = after_a_crash(run, run.start, durable=True)
-    planned = again.batch()
-    assert planned.ranges == {A: (20, 150), B: (40, 40)}
-    assert planned.followed == {A}
-
-
-def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
-    run = returning()
-    run.committed[A] = ev.Committed(offset=20)
-    planned = run.latest()
-    again = after_a_crash(run, planned, durable=False)
-    again.start = planned
-    assert again.latest() is planned  # the batch moved it on: nothing is left to read
-    assert again.latest().ranges == planned.ranges
-    again.pass_time(ANSWER_MS)
-    assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
-
-
-def test_a_second_rewind_is_followed_like_the_first() -> None:
-    run = returning()
-    run.committed[A] = ev.Committed(offset=20)
-    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
-    run.committed[A] = ev.Committed(offset=60)
-    assert after_a_crash(run, run.start, durable=True).batch().ranges[A] == (60, 150)
-
-
-def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
-    past = returning()
-    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
-    run = after_a_crash(past, PAST, durable=False)
-    run.pass_time(1_000)  # while Spark reads the batch: its sink writes nothing of it
-    planned = run.batch()
-    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
-    run.latest()
-    run.pass_time(ANSWER_MS)
-    assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, epoch=1)
-
-
-def test_a_reset_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
-    past = returning()
-    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
-    run = after_a_crash(past, PAST, durable=False)
-    run.pass_time(1_000)
-    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
-    again = after_a_crash(run, PAST, durable=True)
-    planned = again.batch()
-    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})

@@ -5,7 +5,7 @@ is written from the rules, and says after each event which revocations must go, 
 partition stands and what the next plan carries.
 
 A history is a list of moves that are drawn before it begins, so it can be played again without one of them: a failure
-is told with the shortest history that still has it. (Hypothesis draws and checks thirty times fewer moves in the same
+is told with the shortest history that still has it. (Hypothesis plays some twenty times fewer moves in the same
 time.)
 """
 

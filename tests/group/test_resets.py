@@ -1,0 +1,137 @@
+"""Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
+
+A, B, C = tps("orders", 0, 1, 2)
+
+
+def test_a_commit_under_our_name_that_is_as_new_as_our_memory_is_believed_also_when_it_is_behind(
+    fresh: GroupHarness,
+) -> None:
+    """A former run followed an operator back, committed that under our name, and failed before the next plan."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
+
+
+def test_a_commit_under_our_name_that_is_older_than_our_memory_is_not(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
+    assert fresh.machine.plannable() == {A: 150}
+    assert fresh.machine.positions.followed() == frozenset()
+
+
+def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
+    group.settled(A)
+    group.revoking(A)
+    group.assigned(A)
+    assert group.committed({A: None}) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+
+
+def reset(offset: int, epoch: int = 1) -> ev.Committed:
+    return ev.Committed(offset=offset, epoch=epoch)
+
+
+def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
+    replayed = StreamOffset(
+        group="etl", stream=STREAM, seq=3, known={"orders": 3}, ranges={A: (100, 150), B: (40, 40)}, owed={C: 9}
+    )
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
+    fresh.assigned(A, B)
+    again = fresh.committed({A: reset(20), B: reset(30)})
+    assert again == [ev.FetchCommitted(partitions=(A, B))]  # all are looked up again, in the light of it
+    assert fresh.machine.positions.owed() == {}
+    assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
+    assert fresh.committed({A: reset(20), B: reset(30)}) == [
+        ev.Echo(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
+    ]
+    fresh.echoed()
+    fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
+    assert fresh.machine.plannable() == {A: 20, B: 30}
+    assert not any("was moved" in text for text in fresh.said())
+
+
+def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: reset(20, epoch=2)})
+    group.taken({A: reset(20, epoch=2)})
+    group.plan({A: (20, 30)})
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
+
+
+def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
+    """A former run had taken the reset, and failed before it planned anything."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    ours = ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
+    assert fresh.committed({A: ours}) == [ev.FetchCommitted(partitions=(A,))]
+    fresh.committed({A: ours})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
+    assert fresh.machine.positions.epoch == 1
+
+
+def test_a_reset_that_is_known_is_no_news(fresh: GroupHarness) -> None:
+    fresh.feed(
+        ev.Durable(
+            offset=StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 1}, ranges={A: (5, 9)}, epoch=2),
+            topics=("orders",),
+        )
+    )
+    fresh.assigned(A, B)
+    fresh.taken({A: ev.Committed(offset=9, stream=STREAM, seq=7, epoch=2), B: reset(30, epoch=2)})
+    assert fresh.machine.plannable() == {A: 9, B: 30}
+    assert not any("was reset" in text for text in fresh.said())
+
+
+def test_an_answer_from_before_a_reset_showed_is_asked_for_again(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.assigned(B)  # two questions are on their way
+    assert group.committed({B: reset(30)}) == [ev.FetchCommitted(partitions=(B,))]
+    assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
+    group.taken({A: reset(20), B: reset(30)})
+    assert group.machine.plannable() == {A: 20, B: 30}
+
+
+def test_a_partition_that_left_before_the_reset_remembers_nothing(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.plan({A: (100, 150)})
+    group.durable()
+    group.lost(A)
+    group.settled(C)
+    group.lost(B)
+    group.assigned(B)
+    group.committed({B: reset(30)})
+    assert group.machine.positions.owed() == {}
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=100, stream=STREAM)})
+    assert group.machine.plannable().get(A) == 100
+
+
+def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
+    pair: GroupHarness,
+) -> None:
+    """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
+    first = pair.assigned(A, slot=0)
+    assert first == [ev.FetchCommitted(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
+    assert pair.assigned(B, slot=1) == []
+    answered = pair.committed({A: 100})
+    assert answered == [ev.FetchCommitted(partitions=(B,))]
+    assert answered[0].beside == ()  # type: ignore[union-attr]
+
+
+def test_an_answer_from_before_everything_was_lost_says_nothing_of_resets_since(group: GroupHarness) -> None:
+    group.settled(A)
+    group.lost(A)
+    group.assigned(B)
+    group.lost(B)
+    group.assigned(A)
+    group.committed({B: 7})
+    asked = only(ev.FetchCommitted, group.history)[-1]
+    assert asked.partitions == (A,) and B in asked.beside

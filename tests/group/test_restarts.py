@@ -1,0 +1,125 @@
+"""What a run finds after a crash, an operator's rewind or a reset: the checkpoint as text, and Kafka as it was left."""
+
+from typing import Any
+
+import pytest
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.testing.harness import ANSWER_MS, GROUP, STREAM, RunHarness, tps
+
+A, B = tps("orders", 0, 1)
+PAST = StreamOffset(
+    group=GROUP,
+    stream=STREAM,
+    seq=7,
+    topic_ids={"orders": "id-orders"},
+    known={"orders": 2},
+    ranges={A: (100, 150), B: (40, 40)},
+)
+
+
+def after_a_crash(
+    before: RunHarness, offset: StreamOffset, *, durable: bool, given: tuple[TopicPartition, ...] = (A, B), **rules: Any
+) -> RunHarness:
+    """The next run finds the checkpoint, as text, and Kafka as it was left; ``offset`` is the newest of the offset log.
+
+    ``durable``: the commit log has it, too; else Spark runs the batch again first. ``given``: what it has now.
+    """
+    run = RunHarness(**rules)
+    run.committed, run.ends, run.gives = before.committed, before.ends, {0: given}
+    run.start = parse(offset.to_json())
+    if not durable:
+        run.call(ev.Reading(offset=run.start))
+    return run
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bool) -> None:
+    """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
+    starting = StartingPosition(everywhere=LATEST)
+    first = RunHarness(starting=starting)
+    first.silent = {ev.Echo}  # Kafka hears of nothing
+    first.ends = {A: 10, B: 20}
+    first.batch()
+    first.ends = {A: 10, B: 30}
+    first.batch()
+    first.latest()  # batch 1 is durable
+
+    second = after_a_crash(first, first.start, durable=True, given=(A,), starting=starting)  # somebody else has B
+    second.ends = {A: 15, B: 50}
+    planned = second.batch()
+    assert planned.ranges == {A: (10, 15)}
+    assert planned.owed == {B: 30}
+
+    third = after_a_crash(second, planned, durable=durable, starting=starting)
+    assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_owed_stays_written_down_through_any_number_of_runs_without_the_partition(durable: bool) -> None:
+    run = RunHarness.returning(PAST)
+    run.gives = {0: (A,)}
+    run.committed[B] = ev.Committed(offset=15, stream=STREAM, seq=6)
+    for end in range(151, 156):
+        run.ends = {A: end, B: 60}
+        offset = run.batch()
+        assert offset.owed == {B: 40}
+        run = after_a_crash(run, offset, durable=durable, given=(A,) if end < 155 else (A, B))
+    assert run.batch().ranges == {A: (155, 155), B: (40, 60)}
+
+
+def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
+    run = RunHarness.returning(PAST)
+    run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
+    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
+    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    again = after_a_crash(run, run.start, durable=True)
+    planned = again.batch()
+    assert planned.ranges == {A: (20, 150), B: (40, 40)}
+    assert planned.followed == {A}
+
+
+def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
+    run = RunHarness.returning(PAST)
+    run.committed[A] = ev.Committed(offset=20)
+    planned = run.latest()
+    again = after_a_crash(run, planned, durable=False)
+    again.start = planned
+    assert again.latest() is planned  # the batch moved it on: nothing is left to read
+    assert again.latest().ranges == planned.ranges
+    again.pass_time(ANSWER_MS)
+    assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
+
+
+def test_a_second_rewind_is_followed_like_the_first() -> None:
+    run = RunHarness.returning(PAST)
+    run.committed[A] = ev.Committed(offset=20)
+    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
+    run.committed[A] = ev.Committed(offset=60)
+    assert after_a_crash(run, run.start, durable=True).batch().ranges[A] == (60, 150)
+
+
+def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
+    past = RunHarness.returning(PAST)
+    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    run = after_a_crash(past, PAST, durable=False)
+    run.pass_time(1_000)  # while Spark reads the batch: its sink writes nothing of it
+    planned = run.batch()
+    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
+    run.latest()
+    run.pass_time(ANSWER_MS)
+    assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, epoch=1)
+
+
+def test_a_reset_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
+    past = RunHarness.returning(PAST)
+    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    run = after_a_crash(past, PAST, durable=False)
+    run.pass_time(1_000)
+    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
+    again = after_a_crash(run, PAST, durable=True)
+    planned = again.batch()
+    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
