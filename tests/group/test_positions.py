@@ -430,13 +430,3 @@ def test_a_batch_that_is_durable_while_its_partition_is_away_is_owed_until_the_a
     assert group.revoking(A) == []  # Kafka is to have it before it goes
     assert only(ev.Echo, group.committed({A: 100}))[0].offsets == {A: 150}
     assert group.echoed() == [ev.Release(slot=0, client=1)]
-
-
-def test_a_partition_that_was_moved_back_during_the_last_batch_goes_on_there_after_a_restart(
-    fresh: GroupHarness,
-) -> None:
-    fresh.durable({A: (100, 150)})  # batch 7: it was planned before the move, or it would begin at 20
-    fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
-    assert fresh.machine.plannable() == {A: 20}
-    assert fresh.machine.positions.followed() == {A}

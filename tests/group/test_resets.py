@@ -135,3 +135,13 @@ def test_an_answer_from_before_everything_was_lost_says_nothing_of_resets_since(
     group.committed({B: 7})
     asked = only(ev.FetchCommitted, group.history)[-1]
     assert asked.partitions == (A,) and B in asked.beside
+
+
+def test_a_partition_that_was_moved_back_during_the_last_batch_goes_on_there_after_a_restart(
+    fresh: GroupHarness,
+) -> None:
+    fresh.durable({A: (100, 150)})  # batch 7: it was planned before the move, or it would begin at 20
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
