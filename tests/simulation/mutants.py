@@ -19,15 +19,13 @@ PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A rule, and the line that breaks it. ``seed`` and ``protocol``: a history that is known to find it."""
+    """A rule, and the line that breaks it."""
 
     name: str
     file: str
     old: str
     new: str
     rule: str
-    protocol: str = "cooperative"
-    seed: int = 0
 
     @property
     def module(self) -> str:
@@ -346,7 +344,7 @@ def main(arguments: list[str]) -> int:
     from spark_group_source.testing.simulation import Failed, run
 
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
-    for protocol, seed in pairs or [(mutant.protocol, mutant.seed)]:
+    for protocol, seed in pairs or [FOUND_BY[mutant.name]]:
         try:
             run(seed, protocol=protocol)
         except Failed as failed:
