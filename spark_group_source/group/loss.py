@@ -41,6 +41,7 @@ class Lookout:
         self._said: set[str] = set()
         self._round = 0
         self._now_ms = self._took_ms = 0
+        self._left: set[str] = set()  # topics whose partitions have all left us since the last question about topics
         self._again: dict[str, str] = {}  # topics that were made again, and their new ids
         self._renewed: set[str] = set()  # those whose beginnings were told
         self._error: GroupError | None = None
@@ -49,6 +50,7 @@ class Lookout:
 
     def begin(self, positions: Mapping[TopicPartition, int], now_ms: int) -> ev.Look:
         """Start a look at these partitions. Returns the first question."""
+        self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
         self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []
         self._renewed = set()
@@ -99,18 +101,20 @@ class Lookout:
 
     def _second_question(self) -> ev.Look | None:
         fresh = tuple(tp for tp in self._positions if tp not in self._checked)
-        if not fresh and self.ends == self._positions and not self._missing_ms and not self._short_ms:
+        suspects = self._missing_ms or self._short_ms or self._left
+        if not fresh and self.ends == self._positions and not suspects:
             return None
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
-        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys()))
+        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys() | self._left))
         return ev.Look(topics=topics, firsts=fresh, log_ends=beyond) if topics else None
 
     def _judge(self, answer: ev.Looked) -> ev.Look | None:
         ours = {tp.topic for tp in self._positions}
-        for name in sorted((ours | self._missing_ms.keys()) - answer.topic_ids.keys()):
+        for name in sorted((ours | self._missing_ms.keys() | self._left) - answer.topic_ids.keys()):
             self._suspect_topic(name)
             if name not in ours and self._believed(self._missing_ms, name):
                 del self._missing_ms[name]
+        self._left = set()
         # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in answer.topic_ids}
         self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in answer.topic_ids}

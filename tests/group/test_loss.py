@@ -119,6 +119,26 @@ def test_a_topic_whose_partitions_the_group_gives_up_meanwhile_is_missed_all_the
     assert isinstance(brokers.error(), TopicMissing)
 
 
+def test_a_topic_whose_partitions_were_given_up_before_anybody_looked_is_missed_too() -> None:
+    brokers = Brokers()
+    brokers.look({A: 100, OTHER: 100})
+    del brokers.ids["orders"], brokers.ends[A]
+    brokers.look({OTHER: 100})
+    assert brokers.error() is None and brokers.lookout.suspects
+    brokers.look({OTHER: 100}, after_ms=GRACE_MS)
+    assert isinstance(brokers.error(), TopicMissing)
+
+
+def test_a_topic_that_goes_to_another_member_is_asked_for_once() -> None:
+    brokers = Brokers()
+    brokers.look({A: 100, OTHER: 100})
+    brokers.look({OTHER: 100})
+    assert brokers.questions == [ev.Look(ends=(OTHER,)), ev.Look(topics=("orders", "payments"))]
+    brokers.look({OTHER: 100})
+    assert brokers.questions == [ev.Look(ends=(OTHER,))]
+    assert brokers.error() is None and not brokers.lookout.suspects
+
+
 def test_a_topic_that_was_given_away_and_missed_for_a_moment_is_forgotten() -> None:
     for comes_back in (True, False):
         brokers = Brokers(fail=False)
