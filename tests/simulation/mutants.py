@@ -255,14 +255,6 @@ MUTANTS = [
         "backlogs = {tp: (at, max(at, ends.get(tp, at)) + 1)",
         "a batch ends where the log ends",
     ),
-    # --- loss
-    Mutant(
-        "believes-a-passing-answer",
-        L,
-        "GRACE_MS = 2_000",
-        "GRACE_MS = -1",
-        "a topic is gone when it was missing twice, and for a while",
-    ),
     # --- shells
     Mutant(
         "does-not-read-back",
@@ -329,7 +321,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "does-not-move-on": ("cooperative", 0),
     "commits-ahead": ("cooperative", 0),
     "reads-beyond-the-end": ("cooperative", 0),
-    "believes-a-passing-answer": ("eager", 13),
     "does-not-read-back": ("cooperative", 1),
     "calls-all-committed": ("cooperative", 1),
     "wakes-nobody": ("consumer", 0),
