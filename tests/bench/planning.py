@@ -97,11 +97,13 @@ def running(partitions: int, slots: int) -> GroupMachine:
     machine = GroupMachine(Rules(group=GROUP, slots=slots))
     machine.handle(ev.Born(stream=STREAM, known={"orders": partitions}, topics=("orders",)), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
+    orders: list[ev.Command] = []
     for slot in range(slots):
         share = tuple(everything[slot::slots])
-        machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
-    found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in everything}
-    machine.handle(ev.CommittedRead(offsets=found, asked=tuple(found), epoch=0), now_ms=0)
+        orders += machine.handle(ev.Assigned(slot=slot, client=1, partitions=share, generation=1), now_ms=0)
+    while orders:
+        answers = [answer for order in orders if (answer := _answer(order, {})) is not None]
+        orders = [order for answer in answers for order in machine.handle(answer, now_ms=0)]
     assert machine.gathered or not partitions
     return machine
 
