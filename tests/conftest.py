@@ -54,9 +54,10 @@ JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
 
 LANES = {
-    "spark": ("tests/source/", "tests/delta/", "tests/cli/test_group.py", "tests/rebalance/test_spark.py"),
+    "source": ("tests/source/", "tests/rebalance/test_spark.py"),
+    "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
     "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py"),
-    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_jobs.py", "tests/test_notebooks.py"),
+    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
 }
 """Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. A test
 that is missing here works as well; it may start a second Spark."""

@@ -81,6 +81,7 @@ class Member:
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
         self._assigned = False
+        self._given: tuple[TopicPartition, ...] = ()  # by the last assignment, if this member is eager
         self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._moved_ms = 0
         self._thread: Thread | None = None
@@ -209,6 +210,12 @@ class Member:
 
     def _on_assigned(self, partitions: tuple[TopicPartition, ...], generation: int) -> None:
         self._assigned = True
+        if self._consumer is not None and not self._consumer.incremental:
+            # Rebalances that the library went through while this thread was busy are told as assignments alone: what it
+            # had before may have been another member's since, and may not be its own any more.
+            if self._given:
+                self._report(ev.Lost(**self._me(), partitions=self._given))
+            self._given = partitions
         self._report(ev.Assigned(**self._me(), partitions=partitions, generation=generation))
 
     def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
@@ -217,6 +224,7 @@ class Member:
             return None
         eager = self._consumer is not None and not self._consumer.incremental
         self._assigned = not eager
+        self._given = ()
         self._report(ev.Revoking(**self._me(), partitions=partitions, eager=eager))
         why: GroupError | None = self._stood_still()
         while why is None and self._leaving is None:
@@ -244,7 +252,7 @@ class Member:
         return self._consumer.identity is None
 
     def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
-        self._assigned = False
+        self._assigned, self._given = False, ()
         self._report(ev.Lost(**self._me(), partitions=partitions))
         return self._why_not_again()
 

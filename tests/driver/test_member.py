@@ -76,6 +76,21 @@ def test_it_is_known_by_the_names_that_it_was_given(scene: Scene) -> None:
     assert scene.runtime.called("subscribe") == [("a",)]
 
 
+def test_an_eager_member_that_is_given_a_second_assignment_has_lost_the_first(scene: Scene) -> None:
+    """The library tells nothing of what it gave up in rebalances that passed while the thread was busy."""
+    scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
+    first, lost, second = scene.reported
+    assert first == ev.Assigned(slot=3, client=2, partitions=(A0,), generation=1)
+    assert lost == ev.Lost(slot=3, client=2, partitions=(A0,))
+    assert second == ev.Assigned(slot=3, client=2, partitions=(A1,), generation=2)
+
+
+def test_a_member_that_keeps_its_partitions_is_given_more(scene: Scene) -> None:
+    scene.make(COOPERATIVE)
+    scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
+    assert scene.kinds() == ["Assigned", "Assigned"]
+
+
 # --- asking before it joins again -----------------------------------------------------------------------------------
 
 

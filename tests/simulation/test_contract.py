@@ -201,10 +201,10 @@ def test_an_eager_member_without_partitions_gives_back_nothing_and_is_told_so(st
         one = Watched(play, topic, "one")
         play.until(lambda: one.owned == {0}, "assignment")
         two = Watched(play, topic, "two")
-        play.until(lambda: two.count("assigned") == 1, "word")
+        play.until(lambda: two.count("assigned") == 1 and one.count("assigned") == 2, "word")
+        idle = next(each for each in (one, two) if not each.owned)  # which one, member ids decide
         three = Watched(play, topic, "three")
         play.until(lambda: three.count("assigned") == 1, "word")
-        idle = next(each for each in (one, two) if not each.owned)
         assert ("revoked", ()) in idle.told
         for each in (one, two, three):
             each.stop()
