@@ -382,9 +382,8 @@ class NotInTable(Exception):
 
 
 def adopted(offset: StreamOffset, *, replay: bool) -> dict[TopicPartition, int]:
-    """The positions that a checkpoint's offset says: after its batch, or before it if that is to be run again."""
-    starts = {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
-    return dict(offset.owed) | starts
+    """The positions that a checkpoint's batch leads to: after it, or before it if that is to be run again."""
+    return {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
 
 
 def _followed_back(committed: ev.Committed, partition: Partition) -> bool:

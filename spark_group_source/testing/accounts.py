@@ -114,6 +114,13 @@ class Accounts:
             book.whole = max(book.nobodys, min(book.whole, at))
             advance(book)
 
+    def left_out(self, ranges: Ranges) -> None:
+        """A table left a batch out, because it was planned before a reset. If its stream does not know of that reset,
+        because others wrote over all notes of it, the next batch is refused, and the operator who settles that brings
+        the group back to before it: until then Kafka may have more than was processed."""
+        for tp, (_, end) in self._of(ranges):
+            self.books[tp].void = max(self.books[tp].void, end)
+
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
         """An operator moved a table's ledger: what stands behind that is to be written again."""
         for tp, at in offsets.items():
@@ -142,10 +149,11 @@ class Accounts:
         return [(tp, bounds) for tp, bounds in ranges.items() if tp in self.books]
 
     def _may_skip(self, tp: TopicPartition, reader: Reader) -> bool:
-        """Whether this stream may begin at the end: under ``latest``, where nobody began before, and not on partitions
-        that were added since the stream began."""
+        """Whether this stream may begin at the end: under ``latest``, if it did not begin before, and not on partitions
+        that were added since. Another stream may have begun, and lost the partition before it committed where: nobody
+        can know of that."""
         known = reader.known.get(tp.topic, 0)
-        return self.starts_at_the_end and tp.partition < known and not self.books[tp].chain
+        return self.starts_at_the_end and tp.partition < known and reader.party not in self.books[tp].chain
 
     def _nobodys(self, tp: TopicPartition, until: int) -> None:
         """Records below this are nobody's to process."""

@@ -80,5 +80,6 @@ class Book:
     again: bool = False  # its topic was deleted and made again
     begun: set[Reader] = field(default_factory=set)  # runs that began at its beginning because of that
     firsts: set[int] = field(default_factory=set)  # where its log ever began
+    void: int = 0  # up to here batches were left out because they were planned before a reset
     moved: bool = False  # an operator moved it by Kafka's own tool
     rows: dict[str, set[int]] = field(default_factory=dict)  # by table with a ledger: the offsets that are in it

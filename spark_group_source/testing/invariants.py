@@ -248,7 +248,7 @@ class Invariants(Accounts):
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
         anew = book.again and writer not in book.begun  # it takes the topic for the former one as yet
-        if new.offset > book.whole and not anew:
+        if new.offset > max(book.whole, book.void) and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}

@@ -109,7 +109,9 @@ class Table:
             return True
         if self._now is not seen:
             return False
-        self.voids += sum(verdict.void for verdict in decision.verdicts)
+        if any(verdict.void for verdict in decision.verdicts):
+            self.voids += 1
+            self._truth.left_out(offset.ranges)
         after = replace(decision.ledgers[self._group], table_version=-1)
         self._world.note(lambda: f"table {self.name}: batch {offset.seq} of {offset.stream}, without {decision.drop}")
         self._now = _Version(
