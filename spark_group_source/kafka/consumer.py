@@ -143,7 +143,8 @@ class MemberConsumer:
     def close(self, *, leave: bool) -> None:
         """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
         session ends (classic: nothing is sent; KIP-848: epoch -2)."""
-        with contextlib.suppress(KafkaException, RuntimeError):
+        # SystemError is the binding's own, when a callback's refusal was still to be told: it is closed all the same.
+        with contextlib.suppress(KafkaException, RuntimeError, SystemError):
             if leave:
                 # A close() right behind it would suppress a static member's leave: let the revocation be served first.
                 self._consumer.unsubscribe()
