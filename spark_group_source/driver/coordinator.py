@@ -251,7 +251,7 @@ def rules_of(options: Options) -> Rules:
         group=options.group_id,
         slots=options.group_members,
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
-        founding_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
+        joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         static_when_bounded=options.group_protocol == "classic",
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,

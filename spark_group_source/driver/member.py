@@ -83,7 +83,7 @@ class Member:
         self._assigned = False
         self._given: tuple[TopicPartition, ...] = ()  # by the last assignment, if this member is eager
         self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
-        self._moved_ms = 0
+        self._ran_ms = 0
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -153,7 +153,7 @@ class Member:
             on_lost=self._on_lost,
         )
         subscribed: tuple[str, ...] = ()
-        self._moved_ms = self._runtime.now_ms()
+        self._ran_ms = self._runtime.now_ms()
         while self._leaving is None:
             if (why := self._stood_still()) is not None:
                 raise why
@@ -264,8 +264,8 @@ class Member:
         A member that has no partitions, or holds a revocation, is not told that its session ended meanwhile: the
         library joins again by itself, under the name that may be another process's by now.
         """
-        since_ms, self._moved_ms = self._moved_ms, self._runtime.now_ms()
-        return self._why_not_again() if self._moved_ms - since_ms > self._still_ms_max else None
+        since_ms, self._ran_ms = self._ran_ms, self._runtime.now_ms()
+        return self._why_not_again() if self._ran_ms - since_ms > self._still_ms_max else None
 
     def _why_not_again(self) -> Fenced | None:
         """Why this member must not join again: a process that was frozen past its session would take the place back
@@ -273,7 +273,7 @@ class Member:
         if self._join.instance_id is None or self._leaving is not None:
             return None
         replaced = self._replaced()
-        self._moved_ms = self._runtime.now_ms()
+        self._ran_ms = self._runtime.now_ms()
         if replaced is None:
             return Fenced("whether a newer driver of this stream has the place is not known")
         return Fenced("a newer driver of this stream took the place while this one stood still") if replaced else None

@@ -69,7 +69,7 @@ class Lookups:
                 continue
             if committed is None and partition.position is None and partition.pending is None:
                 unknown.append(tp)
-            elif (ours := self._positions.found(tp, committed, stream=stream)) is not None and committed:
+            elif (ours := self._positions.take_answer(tp, committed, stream=stream)) is not None and committed:
                 self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
         for tp in unknown:
             self._positions.start(tp)

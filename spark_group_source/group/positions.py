@@ -191,7 +191,7 @@ class Positions:
         partition.questions += 1
         self._move(tp, partition, ev.ResolveStarts)
 
-    def found(self, tp: TopicPartition, committed: ev.Committed | None, *, stream: str) -> int | None:
+    def take_answer(self, tp: TopicPartition, committed: ev.Committed | None, *, stream: str) -> int | None:
         """The start-position rules, but for ``startingOffsets``: our own position, or the group's committed offset.
 
         Returns:

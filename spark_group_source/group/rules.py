@@ -45,7 +45,7 @@ class Rules:
     """One query's rules.
 
     ``hold_budget_ms``: how long a revocation may be held for the batch in flight; after it the partition goes without a
-    commit and is counted. ``founding_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
+    commit and is counted. ``joining_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
     before the run gives up. ``static_when_bounded``: whether members of a run that ends by itself are static, too
     (KIP-848 members that are cannot leave).
     """
@@ -53,7 +53,7 @@ class Rules:
     group: str
     slots: int = 1
     hold_budget_ms: int = 240_000
-    founding_budget_ms: int = 345_000
+    joining_budget_ms: int = 345_000
     static_when_bounded: bool = True
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     starting: Starting = FromTheBeginning()

@@ -126,7 +126,7 @@ class Steps:
         return None
 
     def _wait_for_the_group(self) -> ev.Step | None:
-        budget_ms = self.rules.founding_budget_ms
+        budget_ms = self.rules.joining_budget_ms
         waited_ms = self._now_ms - self._since_ms
         if waited_ms >= budget_ms:
             self._fail(self._timeout("given an assignment", waited_ms))
@@ -236,7 +236,7 @@ class Steps:
             if self._unsettled_since_ms is None:
                 self._unsettled_since_ms = self._now_ms
             waited_ms = self._now_ms - self._unsettled_since_ms
-            if waited_ms >= self.rules.founding_budget_ms:
+            if waited_ms >= self.rules.joining_budget_ms:
                 self._fail(self._timeout('come to rest, so that "nothing to read" could be believed,', waited_ms))
             else:
                 self._move(ev.Unsettled)

@@ -22,7 +22,7 @@ from spark_group_source.testing.clock import ManualClock
 GROUP = "etl"
 STREAM = "9f2c"
 HOLD_BUDGET_MS = 24_000
-FOUNDING_BUDGET_MS = 75_000
+JOINING_BUDGET_MS = 75_000
 ANSWER_MS = 10
 """How long an order to Kafka takes in a :class:`RunHarness`."""
 STEPS_MAX = 20_000
@@ -45,7 +45,7 @@ def only(kind: type[C], commands: Commands) -> list[C]:
 
 def rules_with(**rules: Any) -> Rules:
     """The rules of the tests, but for these."""
-    usual: dict[str, Any] = {"group": GROUP, "hold_budget_ms": HOLD_BUDGET_MS, "founding_budget_ms": FOUNDING_BUDGET_MS}
+    usual: dict[str, Any] = {"group": GROUP, "hold_budget_ms": HOLD_BUDGET_MS, "joining_budget_ms": JOINING_BUDGET_MS}
     return Rules(**usual | rules)
 
 

@@ -21,8 +21,8 @@ from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.testing.harness import (
     ANSWER_MS,
-    FOUNDING_BUDGET_MS,
     GROUP,
+    JOINING_BUDGET_MS,
     STREAM,
     RunHarness,
     only,
@@ -127,7 +127,7 @@ def test_a_group_that_gives_nothing_is_told_of_and_then_given_up() -> None:
     run.later(ev.Tick(), ms=PATIENCE_MS + 1)
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
-    assert waited_ms(run) == FOUNDING_BUDGET_MS
+    assert waited_ms(run) == JOINING_BUDGET_MS
     assert "has not given an assignment within 75 s, for all 1 members of this query (joining)" in str(failure.value)
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
@@ -363,9 +363,9 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
     run.group_state = "completing_rebalance"
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
-    assert FOUNDING_BUDGET_MS <= waited_ms(run) <= FOUNDING_BUDGET_MS + 1_000
+    assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
     assert 'has not come to rest, so that "nothing to read" could be believed' in str(failure.value)
-    assert len(run.took(ev.Describe)) <= FOUNDING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
+    assert len(run.took(ev.Describe)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
 def test_reading_on_begins_the_bound_of_settling_anew() -> None:

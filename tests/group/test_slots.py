@@ -4,12 +4,12 @@ from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.states import Phase
 from spark_group_source.model import EARLIEST
-from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, STREAM, GroupHarness, only, tps
+from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
 
-def test_a_failed_member_is_founded_again_after_a_growing_pause(group: GroupHarness) -> None:
+def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
     for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
         assert group.failed() == []
         assert group.machine.statistics().slots == ("out",)
@@ -42,11 +42,11 @@ def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
 def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupHarness) -> None:
     group.failed("first")
     group.tick(ms=100)
-    group.clock.advance(ms=FOUNDING_BUDGET_MS - 101)
+    group.clock.advance(ms=JOINING_BUDGET_MS - 101)
     group.failed("still refused")
     assert group.phase() is Phase.OPEN
     group.tick(ms=500)
-    assert group.clock() > FOUNDING_BUDGET_MS
+    assert group.clock() > JOINING_BUDGET_MS
     (fail,) = only(ev.Fail, group.failed("the place is still taken"))
     assert isinstance(fail.error, RebalanceTimeout)
     assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
@@ -58,10 +58,10 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
 
 def test_the_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
     group.failed()
-    group.tick(ms=FOUNDING_BUDGET_MS - 1)
+    group.tick(ms=JOINING_BUDGET_MS - 1)
     assert only(ev.Fail, group.failed()) == []
     group.tick(ms=200)
-    group.clock.now_ms = FOUNDING_BUDGET_MS
+    group.clock.now_ms = JOINING_BUDGET_MS
     assert len(only(ev.Fail, group.failed())) == 1
 
 
@@ -69,7 +69,7 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
     group.failed()
     group.tick(ms=100)
     group.settled(A)
-    group.clock.advance(ms=FOUNDING_BUDGET_MS)
+    group.clock.advance(ms=JOINING_BUDGET_MS)
     assert only(ev.Fail, group.failed()) == []
     assert group.tick(ms=100) == [group.join(client=3)]
 
@@ -117,11 +117,11 @@ def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -
 
 def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(group: GroupHarness) -> None:
     fails: list[ev.Fail] = []
-    while not fails and group.clock() < 2 * FOUNDING_BUDGET_MS:
+    while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
         group.fenced()
         fails = only(ev.Fail, group.feed(ev.NotReplaced(slot=0)))
         group.tick(ms=5_000)
-    assert FOUNDING_BUDGET_MS <= group.clock() <= FOUNDING_BUDGET_MS + 10_000
+    assert JOINING_BUDGET_MS <= group.clock() <= JOINING_BUDGET_MS + 10_000
     assert isinstance(fails[0].error, RebalanceTimeout)
 
 
@@ -132,10 +132,10 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
         assert group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")) == []
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.AskReplaced(slot=0)]
-    while not fails and group.clock() < 2 * FOUNDING_BUDGET_MS:
+    while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
         fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
         group.tick(ms=5_000)
-    assert FOUNDING_BUDGET_MS <= group.clock() <= FOUNDING_BUDGET_MS + 10_000
+    assert JOINING_BUDGET_MS <= group.clock() <= JOINING_BUDGET_MS + 10_000
     assert isinstance(fails[0].error, RebalanceTimeout)
     assert "nobody could say by whom; the last answer: no broker" in str(fails[0].error)
 

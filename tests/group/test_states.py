@@ -25,7 +25,7 @@ from spark_group_source.group.states import (
     SlotState,
     render_markdown,
 )
-from spark_group_source.testing.harness import FOUNDING_BUDGET_MS, STREAM, GroupHarness, RunHarness, tps
+from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, RunHarness, tps
 
 A, B, C = tps("orders", 0, 1, 2)
 REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (100, 150)})
@@ -71,7 +71,7 @@ def asking(g: GroupHarness) -> None:
 def unable_to_join(g: GroupHarness) -> None:
     g.failed()
     g.tick(ms=100)
-    g.clock.advance(ms=FOUNDING_BUDGET_MS)
+    g.clock.advance(ms=JOINING_BUDGET_MS)
     g.failed()
 
 

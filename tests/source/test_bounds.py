@@ -44,7 +44,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
     name = topic(4)
     produce(name, numbered(0, 3, 4))
     rules_of = coordinator.rules_of
-    monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), founding_budget_ms=BUDGET_MS))
+    monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
     monkeypatch.setattr("spark_group_source.group.steps.SETTLE_MS_MAX", 500)  # the first batch goes without its share
     given = options_of(broker.bootstrap_servers, group_id, protocol="consumer", subscribe=name)
     with Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy="consumer") as other:
