@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling"})
 """States in which Kafka refuses to move a group's offsets, because its members go on from where they are."""
 
-MISSING_ASKS = 3
-MISSING_PAUSE_S = 1.0
-"""How often, and after which pause, a topic that seems to be gone is asked for again."""
-
 
 def partitions_of(admin: Admin, group: str, topics: Iterable[str]) -> list[TopicPartition]:
     """The partitions to move: those of the named topics, or all that the group ever committed."""
@@ -57,19 +53,6 @@ def named_targets(admin: Admin, offsets: Mapping[TopicPartition, int]) -> dict[T
         for tp, at in offsets.items()
         if tp in first and tp in end
     }
-
-
-def existing(admin: Admin, tps: Iterable[TopicPartition]) -> dict[str, Topic]:
-    """The topics of these partitions that exist. One that an answer leaves out is asked for again: for a moment a
-    broker may not know it, and a reset without it would not be known to who reads it."""
-    names = {tp.topic for tp in tps}
-    found = admin.describe(names)
-    for _ in range(MISSING_ASKS):
-        if found.keys() >= names:
-            break
-        admin.pause(MISSING_PAUSE_S)
-        found |= admin.describe(names - found.keys())
-    return found
 
 
 class Reset(NamedTuple):
@@ -143,7 +126,7 @@ def move(
     ledger = None if spark is None or table is None else _ledger(spark, table, group)
     committed = admin.committed(group)
     known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
-    topics = existing(admin, known)
+    topics = admin.existing(tp.topic for tp in known)
     reset = plan(targets, committed, ledger, topics)
     admin.move_committed(group, reset.offsets, notes=reset.notes)
     if spark is not None and table is not None:

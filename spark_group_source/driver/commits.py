@@ -155,7 +155,7 @@ class Commits:
     def _still_there(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
         """Without what was deleted: Kafka takes no offsets for it, and all of a commit or nothing."""
         asked = set(tps)
-        topics = self._admin.describe(tp.topic for tp in asked)
+        topics = self._admin.existing(tp.topic for tp in asked)
         return {tp for tp in asked if tp.topic in topics and tp.partition < topics[tp.topic].partitions}
 
     def _commit(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str], left: dict[int, str]) -> None:

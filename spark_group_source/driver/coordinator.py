@@ -19,7 +19,7 @@ from typing import assert_never
 from spark_group_source.driver.member import Member
 from spark_group_source.driver.questions import Questions
 from spark_group_source.driver.worker import Worker, topics_every_s
-from spark_group_source.errors import SourceError
+from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
@@ -83,7 +83,7 @@ class Coordinator:
 
     def prepare_available_now(self) -> None:
         """Fix the end of an AvailableNow run: records that come later are left for the next one."""
-        self._handle(self._questions.target())
+        self._call(ev.TargetAsked())
 
     def latest(self, start: StreamOffset, *, unlimited: bool = False) -> StreamOffset:
         """The boundary between two batches: ``start`` is durable; what comes next?
@@ -136,16 +136,18 @@ class Coordinator:
                 case ev.End():
                     self._handle(ev.Closing(leave=step.leave))
                     self._end(leave=step.leave)
-                case ev.ListTopics() | ev.Look() | ev.Describe() | ev.LookForSiblings():
+                case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() | ev.LookForSiblings():
                     self._handle(self._ask(step))
                 case _:
                     assert_never(step)
 
-    def _ask(self, step: ev.ListTopics | ev.Look | ev.Describe | ev.LookForSiblings) -> ev.Event:
+    def _ask(self, step: ev.Question | ev.LookForSiblings) -> ev.Event:
         try:
             match step:
                 case ev.ListTopics():
                     return ev.TopicsListed(topics=self._questions.topics())
+                case ev.TakeTarget():
+                    return self._questions.target()
                 case ev.Look():
                     return self._questions.look(step)
                 case ev.Describe():
@@ -154,6 +156,8 @@ class Coordinator:
                     return ev.SiblingsSeen(waiting=self._publisher.waiting_sibling())
                 case _:
                     assert_never(step)
+        except BrokerUnavailable as exc:
+            return ev.NotAnswered(error=exc)
         except SourceError as exc:
             return ev.Broken(error=exc)
 
@@ -252,6 +256,7 @@ def rules_of(options: Options) -> Rules:
         slots=options.group_members,
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
+        broker_timeout_ms=options.broker_timeout_ms,
         static_when_bounded=options.group_protocol == "classic",
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,

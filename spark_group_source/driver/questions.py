@@ -47,10 +47,10 @@ class Questions:
     def look(self, question: ev.Look) -> ev.Looked:
         """Ask what is asked, in the order of its fields."""
         began_ms = self._now_ms()
-        ends = self._admin.latest(question.ends, committed=self._committed)
+        ends = self._admin.latest(question.ends, committed=self._committed, whole=False)
         topics = self._admin.describe(question.topics)
-        firsts = self._admin.earliest(question.firsts)
-        log_ends = self._admin.latest(question.log_ends, committed=False)
+        firsts = self._admin.earliest(question.firsts, whole=False)
+        log_ends = self._admin.latest(question.log_ends, committed=False, whole=False)
         return ev.Looked(
             ends=ends,
             firsts=firsts,

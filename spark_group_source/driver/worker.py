@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from spark_group_source.driver import commits
 from spark_group_source.driver.member import Member
-from spark_group_source.errors import CommitFailed, Fenced, GroupError, InvariantBroken, SourceError
+from spark_group_source.errors import BrokerUnavailable, CommitFailed, Fenced, GroupError, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
@@ -201,9 +201,9 @@ class Worker:
             self._handle(ev.Replaced(reason=str(exc)))
         elif isinstance(work, commits.Order):
             self._handle(ev.EchoFailed(reason=str(exc)))
-        elif isinstance(work, ev.FetchCommitted | ev.ResolveStarts) and isinstance(exc, GroupError) and exc.retriable:
+        elif isinstance(work, ev.FetchCommitted | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
             asked = work.partitions if isinstance(work, ev.FetchCommitted) else tuple(work.starts)
-            self._handle(ev.LookupFailed(partitions=asked, reason=str(exc)))
+            self._handle(ev.LookupFailed(partitions=asked, error=exc))
         else:
             self._handle(ev.Broken(error=exc))
 

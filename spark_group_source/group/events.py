@@ -11,7 +11,7 @@ event of a consumer that was replaced is told apart from its successor's.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spark_group_source.errors import SourceError
+from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import StartAt, TopicPartition
 
@@ -130,8 +130,13 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetAsked:
+    """Spark begins an AvailableNow run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTaken:
-    """An AvailableNow run ends where every partition ends now."""
+    """An AvailableNow run ends where every partition ends now: the answer to :class:`TakeTarget`."""
 
     ends: Mapping[TopicPartition, int]
 
@@ -192,7 +197,7 @@ class LookupFailed:
     """A :class:`FetchCommitted` or :class:`ResolveStarts` was not answered; it is ordered again after a pause."""
 
     partitions: tuple[TopicPartition, ...]
-    reason: str
+    error: BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +287,13 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotAnswered:
+    """The brokers did not answer the question of a step; the run says when it is asked again."""
+
+    error: BrokerUnavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiblingsSeen:
     """The answer to :class:`LookForSiblings`. ``waiting``: process id of another stream of this very query and group
     whose batch cannot begin before this one's; None where there is no such one, or nothing can be told."""
@@ -330,7 +342,19 @@ MachineEvent = (
 )
 """What the machine of slots and positions takes in."""
 
-Event = MachineEvent | Asked | Reading | TargetTaken | Stopping | TopicsListed | GroupSeen | Looked | SiblingsSeen
+Event = (
+    MachineEvent
+    | Asked
+    | Reading
+    | TargetAsked
+    | TargetTaken
+    | Stopping
+    | TopicsListed
+    | GroupSeen
+    | Looked
+    | NotAnswered
+    | SiblingsSeen
+)
 """What a run takes in."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -491,6 +515,11 @@ class ListTopics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeTarget:
+    """Ask where every partition of the subscription ends now; answer with :class:`TargetTaken`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """Until any event was handled, or the time has come; then ask for the next step."""
 
@@ -543,4 +572,7 @@ class Raise:
     error: SourceError
 
 
-Step = ListTopics | Wait | Describe | LookForSiblings | Look | End | Answer | Raise
+Question = ListTopics | TakeTarget | Describe | Look
+"""Steps that ask the brokers. Where they do not answer, :class:`NotAnswered` comes back."""
+
+Step = Question | LookForSiblings | Wait | End | Answer | Raise

@@ -113,15 +113,14 @@ class Lookups:
         """An answer that leaves something out is no answer for it. ``again``: it led to another question."""
         left = tuple(tp for tp in asked if tp not in offsets)
         if left:
-            self.ask_later(left, "the answer did not name them")
+            self.ask_later(left, "the answer did not name them", warn=self._failures > 0)
         elif not again:
             self._failures = 0
 
-    def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str) -> None:
+    def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str, *, warn: bool = False) -> None:
+        """Ask again after a pause. ``warn``: not the first time, when a topic that was just made answers so."""
         self._asked_for_resets = None
         self._positions.not_answered(partitions)
         self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
-        # The first time says nothing to anyone: a topic that was just made answers so for a moment.
-        warn = self._failures > 1
         self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)

@@ -93,7 +93,7 @@ class GroupMachine:
             case ev.StartsResolved():
                 self._end_with(self._lookups.starts_resolved(event))
             case ev.LookupFailed():
-                self._lookups.ask_later(event.partitions, event.reason)
+                self._lookups.ask_later(event.partitions, str(event.error))
             case ev.EchoDone():
                 self._echo_done(event)
             case ev.EchoFailed():

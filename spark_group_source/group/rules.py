@@ -46,14 +46,16 @@ class Rules:
 
     ``hold_budget_ms``: how long a revocation may be held for the batch in flight; after it the partition goes without a
     commit and is counted. ``joining_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
-    before the run gives up. ``static_when_bounded``: whether members of a run that ends by itself are static, too
-    (KIP-848 members that are cannot leave).
+    before the run gives up. ``broker_timeout_ms``: how long brokers may be silent; 0 is no bound.
+    ``static_when_bounded``: whether members of a run that ends by itself are static, too (KIP-848 members that are
+    cannot leave).
     """
 
     group: str
     slots: int = 1
     hold_budget_ms: int = 240_000
     joining_budget_ms: int = 345_000
+    broker_timeout_ms: int = 600_000
     static_when_bounded: bool = True
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     starting: Starting = FromTheBeginning()

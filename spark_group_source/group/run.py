@@ -7,16 +7,21 @@ Every event of the process comes in through :meth:`Run.handle`. The thread of Sp
 to do next until that is an :class:`Answer` or :class:`Raise`: the coordinator has no state of its own.
 """
 
+from dataclasses import replace
 from typing import assert_never
 
-from spark_group_source.errors import InvariantBroken, OptionError
+from spark_group_source.errors import BrokerUnavailable, InvariantBroken, OptionError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.outage import Asker
 from spark_group_source.group.positions import NotInTable
 from spark_group_source.group.states import Phase, RunState
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.steps import Steps
 from spark_group_source.model import TopicPartition
+
+START_MS_MAX = 20_000
+"""How long brokers may be silent before a query has begun: an address that is wrong is told within 30 s."""
 
 
 class Run(Steps):
@@ -38,7 +43,7 @@ class Run(Steps):
     # --- what may be asked ------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        return self.machine.statistics(self.state.value)
+        return replace(self.machine.statistics(self.state.value), unreachable_since_ms=self.outage.since_ms or 0)
 
     @property
     def drained(self) -> bool:
@@ -57,17 +62,28 @@ class Run(Steps):
                 self._asked(event)
             case ev.Reading():
                 self._reading(event)
+            case ev.TargetAsked():
+                self._move(ev.TargetAsked)
             case ev.TargetTaken():
+                self._answered(Asker.CALL)
                 self.planner.take_target(event.ends)
                 self._members_of_a_bounded_run()
+                self._move(ev.TargetTaken)
             case ev.Stopping():
                 self._stopping(event)
             case ev.TopicsListed():
+                self._answered(Asker.CALL)
                 self._begin(dict(event.topics))
             case ev.GroupSeen():
+                self._answered(Asker.CALL)
                 self._seen = event
             case ev.Looked():
+                self._answered(Asker.CALL)
                 self._look = None if self._look is None else self.lookout.take(event)
+            case ev.NotAnswered():
+                self._not_answered(Asker.CALL, event.error)
+                if self._look is not None:  # what it began with may not hold any more
+                    self._look = self.lookout.begin(self.machine.plannable(), self._now_ms)
             case ev.SiblingsSeen():
                 self._siblings_seen(event)
             case ev.Closing():
@@ -104,6 +120,10 @@ class Run(Steps):
 
     def _machine(self, event: ev.MachineEvent) -> None:
         """Hand an event on; a batch that became durable, or an end, is one of the run too."""
+        if isinstance(event, ev.LookupFailed):
+            self._not_answered(Asker.LOOKUP, event.error)
+        elif isinstance(event, ev.CommittedRead | ev.StartsResolved):
+            self._answered(Asker.LOOKUP)
         commands = self.machine.handle(event, now_ms=self._now_ms)
         self._out += commands
         errors = [command.error for command in commands if isinstance(command, ev.Fail)]
@@ -114,6 +134,20 @@ class Run(Steps):
             self._move(ev.Fail)
         if self.state in (RunState.PLANNED, RunState.READING) and self.machine.plan is None:
             self._move(ev.Durable)
+
+    def _not_answered(self, asker: Asker, error: BrokerUnavailable) -> None:
+        name = self.machine.stream or self.rules.group
+        if self.outage.not_answered(asker, error, name=name, now_ms=self._now_ms):
+            self._say(f"the brokers do not answer, and are asked again: {error}", warn=True)
+        bound_ms = self.rules.broker_timeout_ms
+        if self.state in (RunState.AIMING, RunState.STARTING):
+            bound_ms = min(bound_ms or START_MS_MAX, START_MS_MAX)
+        if (failure := self.outage.over(asker, bound_ms, now_ms=self._now_ms)) is not None:
+            self._fail(failure)
+
+    def _answered(self, asker: Asker) -> None:
+        if (took_ms := self.outage.answered(asker, now_ms=self._now_ms)) is not None:
+            self._say(f"the brokers answer again, after {took_ms / 1000:.0f} s", warn=True)
 
     def _asked(self, event: ev.Asked) -> None:
         self._unlimited |= event.unlimited

@@ -112,7 +112,7 @@ class Slots:
         return self._joins_again(slot, "an older process of this stream had taken its place")
 
     def replaced_unknown(self, event: ev.ReplacedUnknown) -> SourceError | None:
-        """Nobody could say who took the place: asked again, within the joining budget."""
+        """Nobody could say who took the place: asked again, for as long as brokers are waited for."""
         slot = self.all[event.slot]
         if slot.state is not SlotState.ASKING:
             return None
@@ -121,7 +121,8 @@ class Slots:
             return self.replaced(f"the place of slot {slot.number} was taken, and {event.reason}")
         since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
         waited_ms = self._out.now_ms - since_ms
-        if waited_ms >= self._rules.joining_budget_ms:
+        bound_ms = self._rules.broker_timeout_ms and max(self._rules.broker_timeout_ms, self._rules.joining_budget_ms)
+        if bound_ms and waited_ms >= bound_ms:
             return RebalanceTimeout(
                 f"the place of slot {slot.number} in group {self._rules.group!r} was taken, and for {waited_ms} ms "
                 f"nobody could say by whom; the last answer: {event.reason}",

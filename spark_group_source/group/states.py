@@ -24,6 +24,7 @@ class RunState(State):
     """What the run does for Spark: where ``latestOffset`` stands, or what Spark does with its answer."""
 
     NEW = "new"  # nothing was asked yet
+    AIMING = "aiming"  # an AvailableNow run asks where everything ends now: that is its target
     STARTING = "starting"  # lists the topics; then the stream is named and its members join
     OPEN = "open"  # between two calls; every durable batch is known
     GATHERING = "gathering"  # waits until the slots have their partitions and each has its position
@@ -76,6 +77,8 @@ ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
 """Nothing but an end can come after these."""
 
 RUN: Mapping[tuple[RunState, type], RunState] = {
+    (RunState.NEW, ev.TargetAsked): RunState.AIMING,
+    (RunState.AIMING, ev.TargetTaken): RunState.NEW,
     (RunState.NEW, ev.Asked): RunState.STARTING,
     (RunState.NEW, ev.Reading): RunState.STARTING,
     (RunState.STARTING, ev.Born): RunState.GATHERING,

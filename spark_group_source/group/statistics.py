@@ -23,6 +23,8 @@ class Statistics:
     slots: tuple[str, ...]
     assigned: tuple[int, ...]
     """Partitions that each slot has."""
+    unreachable_since_ms: int
+    """Since when the brokers have not answered, on the run's clock; 0: they do."""
     uncommitted: int
     """Partitions whose durable position Kafka does not have yet."""
     rebalances: int
@@ -120,6 +122,7 @@ class Counters:
             slots=slots,
             assigned=assigned,
             uncommitted=uncommitted,
+            unreachable_since_ms=0,
             rebalances=self.rebalances,
             rebalanced_at_ms=self.rebalanced_at_ms,
             reason=self.reason,

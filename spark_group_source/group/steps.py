@@ -12,6 +12,7 @@ from spark_group_source.group import names
 from spark_group_source.group.loss import Lookout
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.outage import Asker, Outage
 from spark_group_source.group.plan import Planner
 from spark_group_source.group.positions import NotInTable
 from spark_group_source.group.rules import Rules
@@ -46,6 +47,7 @@ class Steps:
         self.state = RunState.NEW
         self.machine = GroupMachine(rules)
         self.planner = Planner(rules)
+        self.outage = Outage()
         self.lookout = Lookout(fail_on_data_loss=rules.fail_on_data_loss)
         self._first: ev.Asked | ev.Reading | None = None  # the call that began it
         self._start = StreamOffset.initial(rules.group)
@@ -75,6 +77,9 @@ class Steps:
                 step = self._next()
             except (InvariantBroken, NotInTable) as exc:
                 self._fail(exc)
+        again_at_ms = self.outage.again_at_ms(Asker.CALL)
+        if isinstance(step, ev.Question) and now_ms < again_at_ms:
+            step = ev.Wait(until_ms=again_at_ms)
         return step, self._out
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -89,6 +94,8 @@ class Steps:
             case RunState.FAILED:
                 assert self._error is not None
                 return ev.Raise(error=self._error)
+            case RunState.AIMING:
+                return ev.TakeTarget()
             case RunState.STARTING:
                 return ev.ListTopics()
             case RunState.GATHERING:
@@ -121,16 +128,20 @@ class Steps:
         late = self._returning and not self.machine.gathered
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:
             return wait
-        self._returning = False
+        self._returning, self._seen = False, None
         self._move(ev.Gathered)
         return None
 
     def _wait_for_the_group(self) -> ev.Step | None:
         budget_ms = self.rules.joining_budget_ms
-        waited_ms = self._now_ms - self._since_ms
+        since_ms = max(self._since_ms, self.outage.ended_ms)
+        waited_ms = self._now_ms - since_ms
+        if waited_ms >= budget_ms and self._seen is None:
+            return ev.Describe()  # the group is silent; or nobody reaches it, and an outage has a bound of its own
         if waited_ms >= budget_ms:
             self._fail(self._timeout("given an assignment", waited_ms))
             return None
+        self._seen = None
         patience_ms = min(PATIENCE_MS, budget_ms)
         if waited_ms >= patience_ms and not self._told_waiting:
             self._told_waiting = True
@@ -144,8 +155,8 @@ class Steps:
         if self._now_ms - max(self._looked_around_ms, self._since_ms) >= SIBLINGS_EVERY_MS:
             self._looked_around_ms = self._now_ms
             return ev.LookForSiblings()
-        at_ms = [self._since_ms + budget_ms, max(self._looked_around_ms, self._since_ms) + SIBLINGS_EVERY_MS]
-        at_ms += [] if self._told_waiting else [self._since_ms + patience_ms]
+        at_ms = [since_ms + budget_ms, max(self._looked_around_ms, self._since_ms) + SIBLINGS_EVERY_MS]
+        at_ms += [] if self._told_waiting else [since_ms + patience_ms]
         return ev.Wait(until_ms=min(at_ms))
 
     def _settling(self) -> ev.Step | None:

@@ -3,6 +3,7 @@
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -13,8 +14,10 @@ from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaE
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.errors import CommitFailed, TopicMissing
+from spark_group_source.kafka.answers import Meaning, Request, meaning
+from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import MISSING_CODES, to_kafka, to_ours, translate
+from spark_group_source.kafka.translation import to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
 
 log = logging.getLogger(__name__)
@@ -25,6 +28,11 @@ ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
 """How long an answer is waited for: the library's own timeout comes first."""
 ERROR_POLL_S = 0.2
 """While an answer is pending: how often to look whether the cluster refused the credentials."""
+MISSING_LOOKS = 3
+MISSING_PAUSE_S = 1.0
+"""How often, and how long apart, brokers are asked again for a topic that they say is not there."""
+LEADERS_S_MAX = 3.0
+"""How long the library may take to learn where the leaders are now."""
 
 COORDINATOR_TIMEOUT_S = 3_600.0
 """The library's own timeout of a question to the group's coordinator, far beyond ours, because the library must never
@@ -103,26 +111,42 @@ class Admin:
         self._servers = settings["bootstrap.servers"]
         self._retries = retries
         self._retry_interval_s = retry_interval_s
+        self._settings = {**settings, "error_cb": self._on_error, "logger": log}
         self._refused: KafkaError | None = None
+        self._former: Any = None
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
-        self._client = self._runtime.admin({**settings, "error_cb": self._on_error, "logger": log})
+        self._client = self._runtime.admin(self._settings)
 
     def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
         """Every topic that ``wants`` says yes to, with its id and partition count."""
-        listed = self._retrying("listing topics", lambda: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
+        op = "listing topics"
+        listed = self._asked(Request.TOPICS, op, lambda: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
         return self.describe([name for name in listed.topics if wants(name)])
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """The named topics; those that do not exist are left out."""
+        """The named topics; those that a broker says do not exist are left out. It may not have heard of a new one."""
         names = sorted(set(names))
         if not names:
             return {}
-        answers = self._ask("describing topics", lambda: self._client.describe_topics(TopicCollection(names), **_BOUND))
+        topics = TopicCollection(names)
+        answers = self._ask(Request.TOPICS, "describing topics", lambda: self._client.describe_topics(topics, **_BOUND))
         return {
             name: Topic(str(found.topic_id), len(found.partitions))
             for name, found in answers.items()
             if not isinstance(found, Missing)
         }
+
+    def existing(self, names: Iterable[str]) -> dict[str, Topic]:
+        """The named topics that exist. One that is told to be missing is asked for again: for a moment a broker may not
+        know a new one, and one that just started knows none."""
+        names = set(names)
+        found = self.describe(names)
+        for _ in range(MISSING_LOOKS):
+            if found.keys() >= names:
+                break
+            self.pause(MISSING_PAUSE_S)
+            found |= self.describe(names - found.keys())
+        return found
 
     def require(self, names: Iterable[str]) -> dict[str, Topic]:
         """The named topics, all of them.
@@ -131,12 +155,7 @@ class Admin:
             TopicMissing: the message lists the ones that do not exist.
         """
         names = list(names)
-        found = self.describe(names)
-        for _ in range(self._retries):  # a topic that was just made is not known to every broker at once
-            if found.keys() >= set(names):
-                break
-            self.pause(self._retry_interval_s)
-            found = self.describe(names)
+        found = self.existing(names)
         missing = sorted(set(names) - found.keys())
         if missing:
             raise TopicMissing(
@@ -146,17 +165,24 @@ class Admin:
             )
         return found
 
-    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True) -> dict[TopicPartition, int]:
-        """Where each log ends; ``committed``: at its last stable offset. Partitions that are gone are left out."""
-        return self._offsets(tps, _OffsetSpec.latest(), committed)
+    def latest(
+        self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True
+    ) -> dict[TopicPartition, int]:
+        """Where each log ends. Partitions that a broker says are not there are left out.
 
-    def earliest(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Where each log begins. Partitions that are gone are left out."""
-        return self._offsets(tps, _OffsetSpec.earliest(), committed=False)
+        Args:
+            committed: at its last stable offset.
+            whole: False leaves out those that were not answered, too, if any was: their leader moves, or is away.
+        """
+        return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
 
-    def at_time(self, times: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+    def earliest(self, tps: Iterable[TopicPartition], *, whole: bool = True) -> dict[TopicPartition, int]:
+        """Where each log begins; who is left out: as in :meth:`latest`."""
+        return self._offsets(tps, _OffsetSpec.earliest(), whole=whole)
+
+    def at_time(self, times: Mapping[TopicPartition, int], *, whole: bool = True) -> dict[TopicPartition, int | None]:
         """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
-        found = self._offsets_of({tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}, committed=False)
+        found = self._offsets_of({tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}, whole=whole)
         return {tp: offset if offset >= 0 else None for tp, offset in found.items()}
 
     def starts(self, words: Mapping[TopicPartition, StartAt], *, committed: bool) -> dict[TopicPartition, int | None]:
@@ -168,9 +194,10 @@ class Admin:
             committed: the latest offset is the last stable one.
         """
         found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in words.items() if at.kind == "offset"}
-        found.update(self.earliest(tp for tp, at in words.items() if at.kind == "earliest"))
-        found.update(self.latest((tp for tp, at in words.items() if at.kind == "latest"), committed=committed))
-        found.update(self.at_time({tp: at.value for tp, at in words.items() if at.kind == "time"}))
+        found.update(self.earliest((tp for tp, at in words.items() if at.kind == "earliest"), whole=False))
+        latest = (tp for tp, at in words.items() if at.kind == "latest")
+        found.update(self.latest(latest, committed=committed, whole=False))
+        found.update(self.at_time({tp: at.value for tp, at in words.items() if at.kind == "time"}, whole=False))
         return found
 
     def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
@@ -178,6 +205,7 @@ class Admin:
         self.group(group)  # finds the coordinator, and waits for it while it loads
         request = [ConsumerGroupTopicPartitions(group)]
         answer = self._ask(
+            Request.COMMITTED,
             "reading committed offsets",
             lambda: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
         )[group]
@@ -192,7 +220,9 @@ class Admin:
     def group(self, group: str) -> GroupDescription:
         """Who is in the group. A group that never was is described as dead, without members."""
         found = self._ask(
-            "describing the group", lambda: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND)
+            Request.GROUP,
+            "describing the group",
+            lambda: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
         )[group]
         if isinstance(found, Missing):
             return GroupDescription("dead", "", "", ())
@@ -222,7 +252,8 @@ class Admin:
         entries = [to_kafka(tp, offset, (notes or {}).get(tp, "")) for tp, offset in offsets.items()]
         request = [ConsumerGroupTopicPartitions(group, entries)]
         try:
-            answer = self._answer(self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group])
+            future = self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group]
+            answer = self._answer(Request.ALTER, future)
         except KafkaException as exc:
             raise CommitFailed(f"Kafka refused to move group {group!r}: {exc.args[0].str()}") from exc
         if isinstance(answer, Missing):
@@ -236,73 +267,96 @@ class Admin:
         self._runtime.pause(wait_s)
         self._client.poll(0)
 
-    def _offsets(self, tps: Iterable[TopicPartition], spec: Any, committed: bool) -> dict[TopicPartition, int]:
-        return self._offsets_of(dict.fromkeys(tps, spec), committed)
+    def _offsets(
+        self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool
+    ) -> dict[TopicPartition, int]:
+        return self._offsets_of(dict.fromkeys(tps, spec), committed=committed, whole=whole)
 
-    def _offsets_of(self, specs: Mapping[TopicPartition, Any], committed: bool) -> dict[TopicPartition, int]:
+    def _offsets_of(
+        self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool
+    ) -> dict[TopicPartition, int]:
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        answers = self._retrying("listing offsets", lambda: self._list_offsets(request, level))
+        answers = self._asked(Request.OFFSETS, "listing offsets", lambda: self._list_offsets(request, level, whole))
         return {
             TopicPartition(p.topic, p.partition): found.offset
             for p, found in answers.items()
             if not isinstance(found, Missing)
         }
 
-    def _list_offsets(self, request: Mapping[Any, Any], level: IsolationLevel) -> dict[Any, Any]:
+    def _list_offsets(self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool) -> dict[Any, Any]:
         """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
         which has a leader that it knows, so the broker is asked."""
-        try:
-            futures = self._client.list_offsets(request, isolation_level=level, **_BOUND)
-            return {partition: self._answer(future) for partition, future in futures.items()}
-        except KafkaException as exc:
-            if exc.args[0].code() != KafkaError._NOENT or self._any_exists(request):
-                raise
-            return {}
+        answers: dict[Any, Any] = {}
+        failed: dict[Any, KafkaException] = {}
+        for partition, future in self._client.list_offsets(request, isolation_level=level, **_BOUND).items():
+            try:
+                answers[partition] = self._answer(Request.OFFSETS, future)
+            except KafkaException as exc:
+                failed[partition] = exc
+        if any(exc.args[0].code() >= 0 for exc in failed.values()):
+            self._learn_leaders()
+        if not failed or (answers and not whole):
+            return answers
+        first = next(iter(failed.values()))
+        if first.args[0].code() != KafkaError._NOENT or self._any_exists(request):
+            raise first
+        return {}
+
+    def _learn_leaders(self) -> None:
+        """The library goes on asking the leaders that it knows, also after they said that they are not."""
+        with contextlib.suppress(KafkaException):
+            self._client.list_topics(timeout=LEADERS_S_MAX)
 
     def _any_exists(self, partitions: Iterable[Any]) -> bool:
         topics = TopicCollection(sorted({p.topic for p in partitions}))
-        answers = {name: self._answer(f) for name, f in self._client.describe_topics(topics, **_BOUND).items()}
+        futures = self._client.describe_topics(topics, **_BOUND)
+        answers = {name: self._answer(Request.TOPICS, future) for name, future in futures.items()}
         counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
         return any(p.partition < counts.get(p.topic, 0) for p in partitions)
 
-    def _ask(self, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
+    def _ask(self, request: Request, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
-        return self._retrying(op, lambda: {key: self._answer(future) for key, future in send().items()})
+        return self._asked(request, op, lambda: {key: self._answer(request, future) for key, future in send().items()})
 
-    def _answer(self, future: "Future[Any]") -> Any:
+    def _answer(self, request: Request, future: "Future[Any]") -> Any:
         deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
                 return future.result(timeout=ERROR_POLL_S)
             except KafkaException as exc:
-                if exc.args[0].code() in MISSING_CODES:
+                if meaning(request, exc.args[0].code()) is Meaning.GONE:
                     return Missing()
                 raise
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
-                if self._refused is not None:
-                    raise KafkaException(self._refused) from None
+                if (refused := self._refused) is not None:
+                    self._renew()
+                    raise KafkaException(refused) from None
                 if self._runtime.now_ms() > deadline_ms:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")) from None
 
-    def _retrying(self, op: str, ask: Callable[[], T]) -> T:
-        started_ms = self._runtime.now_ms()
-        for attempt in range(self._retries + 1):
-            try:
-                return ask()
-            except KafkaException as exc:
-                error = self._refused or exc.args[0]
-                waited_s = (self._runtime.now_ms() - started_ms) / 1000
-                failure = translate(error, op=op, servers=self._servers, waited_s=waited_s)
-                if not failure.retriable or attempt == self._retries:
-                    raise failure from exc
-                log.info("%s failed (%s); asking again", op, error.str())
-                self.pause(self._retry_interval_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+    def _asked(self, request: Request, op: str, ask: Callable[[], T]) -> T:
+        answer = until_answered(
+            request,
+            op,
+            ask,
+            servers=self._servers,
+            now_ms=self._runtime.now_ms,
+            pause=self.pause,
+            retries=self._retries,
+            retry_interval_s=self._retry_interval_s,
+        )
+        self._refused = None  # whatever was refused meanwhile, it worked
+        return answer
 
     def _on_error(self, error: KafkaError) -> None:
-        if error.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
+        if meaning(Request.TOPICS, error.code()) is Meaning.REFUSED:
             self._refused = error
+
+    def _renew(self) -> None:
+        """A client says once in half a minute that it was refused; only another one tells whether that is still so."""
+        self._refused, self._former = None, self._client
+        self._client = self._runtime.admin(self._settings)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import CommitFailed, GroupError
+from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import AUTH_CODES, FENCED_CODES, stale, to_kafka, translate
+from spark_group_source.kafka.translation import stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -165,12 +166,13 @@ class OffsetCommitter:
             self._open, self._ending = None, False
 
     def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
-        of_member = stale(error, share=share)
-        if of_member is None and error.code() in FENCED_CODES:
+        of_member = stale(error, request=Request.TRANSACTION, share=share)
+        if _is_fenced(error):
             self._fenced = error
         self._clean_up(error)
-        if self._fenced is not None or (of_member is None and error.code() in AUTH_CODES):
-            return translate(self._fenced or error, op="committing offsets", servers=self._servers)
+        if self._fenced is not None or meaning(Request.TRANSACTION, error.code()) is Meaning.REFUSED:
+            op = "committing offsets"
+            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, servers=self._servers)
         return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:
@@ -182,7 +184,7 @@ class OffsetCommitter:
             try:
                 self._end()
             except KafkaException as exc:
-                if exc.args[0].code() in FENCED_CODES:
+                if _is_fenced(exc.args[0]):
                     self._fenced = exc.args[0]
                 self._usable(exc.args[0])
 
@@ -195,6 +197,10 @@ class OffsetCommitter:
         if self._fenced is not None or not (error.retriable() or error.txn_requires_abort()):
             self._producer = None
         return self._producer is not None
+
+
+def _is_fenced(error: KafkaError) -> bool:
+    return meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
 
 
 def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> Identity:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
+from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import AUTH_CODES, stale, to_kafka, to_ours, translate
+from spark_group_source.kafka.translation import stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 LEAVE_S_MAX = 3.0
 """How long leaving the group may take; after it the place ends with the session."""
 LEAVE_POLL_S = 0.05
+REFUSALS_BELIEVED = 2
+"""How often in a row a member must be refused: brokers that start refuse for a moment, and a member that is given up
+loses its partitions."""
 REFUSED_CODES = frozenset(
     {
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
@@ -72,6 +76,7 @@ class MemberConsumer:
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
         self._failure: GroupError | None = None
+        self._refusals = 0
         self.identity: Identity | None = None
         self._holder = ""  # as which member it was given its partitions
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
@@ -99,8 +104,10 @@ class MemberConsumer:
             return
         if error.code() == KafkaError._FATAL or error.fatal():
             raise self._fatal(error)
-        if error.code() in AUTH_CODES:
-            raise translate(error, op="joining the group", servers=self._servers)
+        if meaning(Request.JOIN, error.code()) is Meaning.REFUSED:
+            self._refusals += 1
+            if self._refusals >= REFUSALS_BELIEVED:
+                raise translate(error, request=Request.JOIN, op="joining the group", servers=self._servers)
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
@@ -138,7 +145,7 @@ class MemberConsumer:
         except KafkaException as exc:
             error = exc.args[0]
             failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())
-            raise stale(error) or failure from exc
+            raise stale(error, request=Request.COMMIT) or failure from exc
 
     def close(self, *, leave: bool) -> None:
         """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
@@ -185,6 +192,7 @@ class MemberConsumer:
             self._failure = GroupError("thrown out of the group in a rebalance, with partitions in hand")
         if self._failure is not None:
             return
+        self._refusals = 0
         if self.identity is not None:  # without one it was thrown out in a hold: who it was is what tells that later
             self._holder = self.identity.member
         # An explicit offset spares a lookup of the committed one; it is never used, since nothing is fetched.

@@ -10,12 +10,14 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaException
 
 from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.admin import CommittedOffset
+from spark_group_source.kafka.answers import Meaning, Request, meaning
+from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import to_kafka, translate
+from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -26,17 +28,6 @@ READ_BACK_S_MAX = 10.0
 """How long a committed offset may stay invisible: its transaction marker takes milliseconds."""
 READ_BACK_PAUSES_S = (0.005, 0.05)
 """First and longest pause between two looks."""
-PARTITION_CODES = frozenset(
-    {
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError.UNKNOWN_TOPIC_ID,
-        KafkaError.UNSTABLE_OFFSET_COMMIT,
-        KafkaError._UNKNOWN_PARTITION,
-        KafkaError._UNKNOWN_TOPIC,
-    }
-)
-"""Errors of one partition in an answer that say nothing of the others: a broker may not have heard of a new partition,
-or its offset is part of a transaction that is not finished."""
 
 
 class GroupOffsets:
@@ -64,22 +55,28 @@ class GroupOffsets:
 
         Raises:
             BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; ask again later.
-            AccessDenied: the user may not read the group.
+            AccessDenied: the user may not read the group, told twice.
         """
-        asked_ms = self._runtime.now_ms()
+        asked = [to_kafka(tp) for tp in tps]
+        return until_answered(
+            Request.COMMITTED,
+            "reading committed offsets",
+            lambda: self._read(asked, stable),
+            servers=self._servers,
+            now_ms=self._runtime.now_ms,
+            pause=self._runtime.pause,
+        )
+
+    def _read(self, asked: list[Any], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
+        """One try. What is asked again of one partition says nothing of the others: a broker may not have heard of a
+        new one, or its offset is part of a transaction that is not finished."""
         answered: dict[TopicPartition, CommittedOffset | None] = {}
-        try:
-            for answer in self._consumer(stable).committed([to_kafka(tp) for tp in tps], timeout=READ_TIMEOUT_S):
-                if answer.error is None:
-                    at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
-                    answered[TopicPartition(answer.topic, answer.partition)] = at
-                elif answer.error.code() not in PARTITION_CODES:
-                    raise KafkaException(answer.error)
-        except KafkaException as exc:
-            waited_s = (self._runtime.now_ms() - asked_ms) / 1000
-            raise translate(
-                exc.args[0], op="reading committed offsets", servers=self._servers, waited_s=waited_s
-            ) from exc
+        for answer in self._consumer(stable).committed(asked, timeout=READ_TIMEOUT_S):
+            if answer.error is None:
+                at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
+                answered[TopicPartition(answer.topic, answer.partition)] = at
+            elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.AGAIN:
+                raise KafkaException(answer.error)
         return answered
 
     def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:

@@ -10,41 +10,20 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
+from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.model import TopicPartition
 
-AUTH_CODES = frozenset(
-    {
-        KafkaError._AUTHENTICATION,
-        KafkaError.SASL_AUTHENTICATION_FAILED,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-        KafkaError.UNSUPPORTED_SASL_MECHANISM,
-        KafkaError._SSL,
-    }
-)
-FENCED_CODES = frozenset(
-    {KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.FENCED_INSTANCE_ID}
-)
-MISSING_CODES = frozenset(
-    {
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError._UNKNOWN_PARTITION,
-        KafkaError._UNKNOWN_TOPIC,
-        KafkaError.GROUP_ID_NOT_FOUND,
-    }
-)
-STALE_CODES = frozenset(
-    {
-        KafkaError.ILLEGAL_GENERATION,
-        KafkaError.UNKNOWN_MEMBER_ID,
-        KafkaError.STALE_MEMBER_EPOCH,
-        KafkaError.FENCED_MEMBER_EPOCH,
-        KafkaError.FENCED_INSTANCE_ID,
-    }
-)
-"""Who the member was when the commit was ordered, it is no more. What that means it hears itself."""
+_NEEDS = {
+    Request.TOPICS: "Describe on the topics",
+    Request.OFFSETS: "Describe on the topics",
+    Request.GROUP: "Describe on the group",
+    Request.COMMITTED: "Describe on the group and the topics",
+    Request.ALTER: "Read on the group and the topics",
+    Request.JOIN: "Read on the group, and Describe on the topics",
+    Request.COMMIT: "Read on the group and the topics",
+    Request.TRANSACTION: "Write on the transactional id, and Read on the group and the topics",
+}
+"""Operations of Kafka's access control lists."""
 
 
 class MemberStale(CommitFailed):
@@ -58,26 +37,28 @@ class MemberStale(CommitFailed):
         """Which of the shares of the commit was its."""
 
 
-def stale(error: KafkaError, *, share: int = 0) -> MemberStale | None:
+def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale | None:
     """What a refused commit says of the member, if it says something of it."""
-    code = error.code()
-    if code not in STALE_CODES:
+    if meaning(request, error.code()) is not Meaning.STALE:
         return None
-    thrown_out = code == KafkaError.UNKNOWN_MEMBER_ID
+    thrown_out = error.code() == KafkaError.UNKNOWN_MEMBER_ID
     return MemberStale(f"a member is not what it was: {error.str()}", thrown_out=thrown_out, share=share)
 
 
-def translate(error: KafkaError, *, op: str, servers: str, waited_s: float = 0.0) -> GroupError:
+def translate(error: KafkaError, *, request: Request, op: str, servers: str, waited_s: float = 0.0) -> GroupError:
     """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value."""
-    code, text = error.code(), error.str()
-    if code in AUTH_CODES:
-        return AccessDenied(
-            f"{op} was refused by {servers}: {text}. Check the kafka.security.protocol, kafka.sasl.* and kafka.ssl.* "
-            "options, and what the user may do",
-            op=op,
-        )
-    if code in FENCED_CODES:
-        return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
+    text = error.str()
+    match meaning(request, error.code()):
+        case Meaning.REFUSED:
+            return AccessDenied(
+                f"{op} was refused by {servers}: {text}. Check the kafka.security.protocol, kafka.sasl.* and "
+                f"kafka.ssl.* options, and what the user may do: this needs {_NEEDS[request]}",
+                op=op,
+            )
+        case Meaning.FENCED:
+            return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
+        case Meaning.ENDS:
+            return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
     return BrokerUnavailable(
         f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers and that "
         "the brokers run and can be reached from the driver",

@@ -146,6 +146,14 @@ def masked(name: str, value: str) -> str:
     return MASK if is_secret(name) else value
 
 
+def without_secrets(text: str, settings: Mapping[str, str]) -> str:
+    """A text of the client library's about these settings, with every value that could be a secret taken out."""
+    for name, value in settings.items():
+        if value and is_secret(name):
+            text = text.replace(value, MASK)
+    return text
+
+
 def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Turn the user's ``kafka.*`` options (names without the prefix) into settings of the client library.
 

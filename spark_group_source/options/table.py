@@ -114,8 +114,12 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "default."),
     Option("kafkaConsumer.pollTimeoutMs", "poll_timeout_ms", whole(1, DAY_MS), "ms", default=120_000,
            doc="How long a task waits for records that should be there before it fails."),
+    Option("brokerTimeoutMs", "broker_timeout_ms", whole(0), "ms", default=600_000,
+           doc="How long a running query waits for brokers that do not answer before it fails; 0 is for ever. A query "
+               "that starts waits 20 s. Tasks have kafkaConsumer.pollTimeoutMs."),
     Option("fetchOffset.numRetries", "fetch_offset_retries", whole(0, 1_000), "retries", default=3,
-           doc="How often a question to the broker about offsets is repeated."),
+           doc="How often a question to the broker about offsets is repeated at once; brokerTimeoutMs says how long it "
+               "is repeated in all."),
     Option("fetchOffset.retryIntervalMs", "fetch_offset_retry_interval_ms", whole(0, DAY_MS), "ms", default=1_000,
            doc="The wait between two such questions."),
     Option("kafka.*", "settings", str, "Kafka client setting", default=(), default_text="the client's",
@@ -167,6 +171,7 @@ class Options:
     group_protocol: Literal["classic", "consumer"] = "classic"
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
     poll_timeout_ms: int = 120_000
+    broker_timeout_ms: int = 600_000
     fetch_offset_retries: int = 3
     fetch_offset_retry_interval_ms: int = 1_000
     settings: tuple[tuple[str, str], ...] = ()

@@ -9,6 +9,7 @@ also tests the invariants.
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.group.machine import GroupMachine
@@ -23,6 +24,8 @@ GROUP = "etl"
 STREAM = "9f2c"
 HOLD_BUDGET_MS = 24_000
 JOINING_BUDGET_MS = 75_000
+GIVEN_UP_MS = 3_000
+"""How long a question waits for brokers that are away."""
 ANSWER_MS = 10
 """How long an order to Kafka takes in a :class:`RunHarness`."""
 STEPS_MAX = 20_000
@@ -181,6 +184,7 @@ class RunHarness:
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
         self.clock = ManualClock(1_000)
         self.run = Run(rules_with(slots=slots, **rules))
+        self.down_until_ms = 0  # no broker answers
         self.topics = dict(topics or {"orders": 2})
         self.ids = {topic: f"id-{topic}" for topic in self.topics}
         partitions = [tp for topic, count in self.topics.items() for tp in tps(topic, *range(count))]
@@ -276,6 +280,10 @@ class RunHarness:
             self.run.machine.check()
         return commands
 
+    def aim(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Begin an AvailableNow run that is to end there."""
+        self.feed(ev.TargetAsked(), ev.TargetTaken(ends=dict(ends)))
+
     def later(self, event: ev.Event, *, ms: int) -> None:
         """This will happen after so many milliseconds."""
         self._later.append((self.clock() + ms, event))
@@ -323,6 +331,11 @@ class RunHarness:
     def answer(self, step: ev.Step) -> ev.Event:
         """What the shell hands in for a question, or for an order to end."""
         match step:
+            case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() if self.clock() < self.down_until_ms:
+                self.clock.advance(ms=GIVEN_UP_MS)
+                return ev.NotAnswered(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
+            case ev.TakeTarget():
+                return ev.TargetTaken(ends=dict(self.ends))
             case ev.ListTopics():
                 return ev.TopicsListed(topics=self.topics)
             case ev.Look():

@@ -109,7 +109,7 @@ class Operator:
             if not targets:
                 return
             known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
-            topics = reset.existing(self._admin, known)
+            topics = self._admin.existing(tp.topic for tp in known)
             plan = reset.plan(targets, committed, ledger, topics)
             self._world.note(f"operator: reset {plan.epoch} to {_text(targets)}: {_text(plan.offsets)}")
             self._truth.resets(plan.epoch)

