@@ -221,7 +221,7 @@ class HandProducer:
 
 
 class HandAdmin:
-    """Answers with futures that are done."""
+    """Answers with futures that are done, or with the test's own."""
 
     def __init__(self, runtime: HandRuntime) -> None:
         self.runtime = runtime
@@ -239,10 +239,19 @@ class HandAdmin:
         by_ours = {TopicPartition(p.topic, p.partition): p for p in request}
         return self._done({by_ours[tp]: at for tp, at in found.items()})
 
+    def describe_consumer_groups(self, groups: list[str], **bounds: float) -> dict[str, "Future[Any]"]:
+        return self._done(self.runtime.answer("describe_consumer_groups", tuple(groups), {}))
+
+    def list_topics(self, **bounds: float) -> None:
+        """Learns where the leaders are."""
+
     @staticmethod
     def _done(answers: Mapping[Any, Any]) -> dict[Any, "Future[Any]"]:
         futures: dict[Any, Future[Any]] = {}
         for key, answer in answers.items():
+            if hasattr(answer, "result"):
+                futures[key] = answer
+                continue
             futures[key] = Future()
             if isinstance(answer, BaseException):
                 futures[key].set_exception(answer)

@@ -1,11 +1,15 @@
 """A run's commits: in whose name each offset goes to Kafka, who is left out, and whether they are still taken.
 
 Runs in: the stream reader, on the worker's thread (except where said). Deliberately absent: which offsets and when
-(``group``), and the transaction itself (``kafka``). Where transactions are not allowed the members commit.
+(``group``), and the transaction itself (``kafka``).
+
+Where transactions are not allowed the members commit. They also do where the transactional id may be another process's
+by now, because a producer broke in an outage: a broker that takes their commits says that the places in the group are
+still this run's, so that it may take the id back.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spark_group_source.driver.member import Member, Share
@@ -20,6 +24,11 @@ log = logging.getLogger(__name__)
 
 MEMBER_COMMIT_S_MAX = 10.0
 """How long a member may take to commit where transactions are not allowed."""
+
+DENIALS_BELIEVED = 2
+"""How often in a row transactions must be refused: brokers that start, and permissions that were just given, refuse."""
+DENIED_AGAIN_MS = 60_000
+"""After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
 
 Probed = ev.NotReplaced | ev.Replaced | ev.ReplacedUnknown
 
@@ -55,6 +64,7 @@ class Commits:
         stream: its id.
         offsets: reads the group's offsets.
         runtime: clients.
+        known_as: the ids under which the group knows, or knew, the members of this run.
         handle: takes each event; never raises.
     """
 
@@ -66,11 +76,16 @@ class Commits:
         stream: str,
         offsets: GroupOffsets,
         runtime: Runtime,
+        known_as: Collection[str],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._admin, self._offsets, self._handle = admin, offsets, handle
-        self._denied = False
-        self._committer: OffsetCommitter | None = OffsetCommitter(
+        self._admin, self._offsets, self._runtime, self._handle = admin, offsets, runtime, handle
+        self._group, self._known_as = options.group_id, known_as
+        slots = range(options.group_members)
+        self._places = {names.instance_id(options.group_id, stream, slot) for slot in slots}
+        self._denials = 0
+        self._denied_until_ms = 0
+        self._committer = OffsetCommitter(
             options.producer_settings(),
             group=options.group_id,
             transactional_id=names.transactional_id(options.group_id, stream),
@@ -79,18 +94,18 @@ class Commits:
 
     @property
     def by_members(self) -> bool:
-        """Whether the members commit, so that nobody can tell whether the run was replaced. Any thread."""
-        return self._committer is None
+        """Whether transactions are not allowed, so that nobody can tell whether the run was replaced. Any thread."""
+        return self._denials >= DENIALS_BELIEVED
 
     def prepare(self) -> bool:
         """Shut out an older driver of this stream that may still be there, frozen. False: not done, try again."""
         try:
-            if self._committer is not None:
-                self._committer.prepare()
+            self._committer.prepare()
         except SourceError as exc:
             log.info("the commits' transactions are not ready: %s", exc)  # the first commit says what that means
-            self._denied = isinstance(exc, AccessDenied)
-            return self._denied
+            self._denials = self._denials + 1 if isinstance(exc, AccessDenied) else 0
+            return self.by_members
+        self._denials = 0
         return True
 
     def probe(self, slot: int, partition: Callable[[], TopicPartition]) -> Probed:
@@ -99,9 +114,11 @@ class Commits:
         Args:
             partition: names any one of the group; nothing is committed for it.
         """
-        if self._committer is None:
+        if self.by_members:
             return ev.ReplacedUnknown(slot=slot, reason="transactions are not allowed here", final=True)
         try:
+            if self._committer.lost:
+                return self._whose_places(slot)
             if self._committer.probe(partition()):
                 return ev.NotReplaced(slot=slot)
         except Fenced as exc:
@@ -109,7 +126,15 @@ class Commits:
         except SourceError as exc:
             log.info("whether this run was replaced is not known: %s", exc)
             return ev.ReplacedUnknown(slot=slot, reason=str(exc))
-        return ev.ReplacedUnknown(slot=slot, reason="this run does not have its transactional id", final=self._denied)
+        return ev.ReplacedUnknown(slot=slot, reason="this run does not have its transactional id")
+
+    def _whose_places(self, slot: int) -> Probed:
+        """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
+        mine = frozenset(self._known_as)
+        for member in self._admin.group(self._group).members:
+            if member.instance_id in self._places and member.member_id not in mine:
+                return ev.Replaced(reason=f"{member.instance_id} is {member.member_id} at {member.host} now")
+        return ev.NotReplaced(slot=slot)
 
     def settle(self) -> None:
         """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.
@@ -118,8 +143,7 @@ class Commits:
             Fenced: a newer driver commits for this stream.
         """
         try:
-            if self._committer is not None:
-                self._committer.settle()
+            self._committer.settle()
         except Fenced:
             raise
         except SourceError as exc:
@@ -162,10 +186,12 @@ class Commits:
         """Commit and read back the shares of all members that are what they were; ``left`` takes in the others."""
         while shares := self._of_members(shares, left):
             try:
-                self._commit_together(shares, notes)
+                by_members = self._commit_together(shares, notes)
             except MemberStale as exc:
                 self._leave_out(shares[exc.share], exc, left)
             else:
+                if by_members and not left:
+                    self._committer.anew()
                 self._offsets.wait_shown({tp: offset for share in shares for tp, offset in share.offsets.items()})
                 return
 
@@ -183,17 +209,31 @@ class Commits:
             member.order(ev.Leave(slot=member.slot, leave=False))
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
 
-    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> None:
-        try:
-            if self._committer is not None:
-                known = [(share.identity, share.offsets) for share in shares if share.identity is not None]
-                self._committer.commit(known, notes)
-        except AccessDenied as exc:
+    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> bool:
+        """Returns whether the members did it."""
+        asked_ms = self._runtime.now_ms()
+        if not self._committer.lost and asked_ms >= self._denied_until_ms:
+            try:
+                self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
+            except AccessDenied as exc:
+                self._refused(exc)
+            else:
+                if self.by_members:
+                    log.warning("transactions are allowed again: the members commit their offsets no more")
+                self._denials = 0
+                return False
+        for at, share in enumerate(shares):
+            _commit_by_member(at, share, notes)
+        return True
+
+    def _refused(self, exc: AccessDenied) -> None:
+        """Raises CommitFailed where it was the first time: the core orders the commit again."""
+        self._denials += 1
+        if not self.by_members:
+            raise CommitFailed(f"{exc}; it is tried once more") from exc
+        self._denied_until_ms = self._runtime.now_ms() + DENIED_AGAIN_MS
+        if self._denials == DENIALS_BELIEVED:
             log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
-            self._committer = None
-        if self._committer is None:
-            for at, share in enumerate(shares):
-                _commit_by_member(at, share, notes)
 
 
 def _commit_by_member(at: int, share: Share, notes: Mapping[TopicPartition, str]) -> None:

@@ -213,6 +213,7 @@ class Coordinator:
             join,
             {"topic.metadata.refresh.interval.ms": refresh_ms, **self._options.consumer_settings()},
             runtime=self._runtime,
+            known_as=self._worker.known_as,
             report=self._handle,
             replaced=self._worker.replaced,
         )

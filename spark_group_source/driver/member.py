@@ -7,6 +7,7 @@ one thread while another polls never returns.
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Member:
         join: which slot, the number of its consumer, its names in the group, and the first subscription.
         settings: librdkafka settings with group.id; the names of ``join`` are added here.
         runtime: threads, clock and clients.
+        known_as: takes each member id that the group gives it.
         report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
         replaced: asks whether a newer driver has this run's place, and waits for the answer; None: not known. Only a
             static member asks: a dynamic one has no place that could be another's.
@@ -66,6 +68,7 @@ class Member:
         settings: Mapping[str, str],
         *,
         runtime: Runtime,
+        known_as: deque[str],
         report: Callable[[ev.Event], None],
         replaced: Callable[[], bool | None],
     ) -> None:
@@ -74,6 +77,7 @@ class Member:
         if join.instance_id is not None:
             self._settings["group.instance.id"] = join.instance_id
         self._runtime = runtime
+        self._known_as = known_as
         self._report = report
         self._replaced = replaced
         self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
@@ -148,6 +152,7 @@ class Member:
         self._consumer = consumer = MemberConsumer(
             self._settings,
             runtime=self._runtime,
+            known_as=self._known_as,
             on_assigned=self._on_assigned,
             on_revoked=self._on_revoked,
             on_lost=self._on_lost,

@@ -5,6 +5,7 @@ as an event. Nothing that fails here ends the thread: while the run lives, it go
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ PREPARE_EVERY_S = 5.0
 """How often the transactional id is asked for while the brokers do not give it. The first commit asks as well."""
 WORK_MAX = 10_000
 """Orders waiting: at most a lookup for each slot and one echo, far below this."""
+KNOWN_AS_MAX = 2_000
+"""Member ids of this run that are kept, to tell its places in the group from another's."""
 PROBE_S_MAX = 10.0
 """How long a member that lost its place waits for the word that this run was not replaced."""
 
@@ -73,6 +76,8 @@ class Worker:
         self._until_deadline_s, self._published = until_deadline_s, published
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
         self._commits: commits.Commits | None = None
+        self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
+        """The member ids that the run's members have and had."""
         self._prepared = self._stopped = False
         self._prepare_at_ms = 0.0
         self._topics_every_ms = topics_every_s(options) * 1000
@@ -87,6 +92,7 @@ class Worker:
             stream=stream,
             offsets=self._offsets,
             runtime=self._runtime,
+            known_as=self.known_as,
             handle=self._handle,
         )
         self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 TRANSACTION_TIMEOUT_S = 30.0
 """One step of the transactional commit; normally milliseconds."""
+EXPIRES_S = 60.0
+"""After this long the brokers end a transaction themselves, and what they say to its producer then is what they say to
+one that was replaced. ``kafka.transaction.timeout.ms`` overrides it."""
 SEND_TIMEOUT_S = 5.0
 """A step that names offsets. The library repeats it for this long when a topic is unknown, and a deleted one
 stays so; revocations wait for the commit meanwhile."""
@@ -38,8 +41,9 @@ class OffsetCommitter:
     newer process with the same id shuts this one out for good.
 
     The id is taken over once. A transaction that was not answered is ended with the same producer before the next one
-    begins: a new producer would take the id back from a process that was started instead of this one meanwhile. (The
-    brokers end a transaction themselves after a minute, and then this process counts as shut out as well.)
+    begins: a new producer would take the id back from a process that was started instead of this one meanwhile. Where
+    the producer broke for good, or the brokers ended its transaction after a long outage, the id is :attr:`lost` until
+    :meth:`anew`: the caller proves first that this process still has its place.
 
     Args:
         settings: librdkafka settings of a producer.
@@ -51,13 +55,22 @@ class OffsetCommitter:
     def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str, runtime: Runtime) -> None:
         self._runtime = runtime
         own = {"transactional.id": transactional_id, "logger": log}
-        self._settings = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), **settings, **own}
+        usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
+        self._settings = {**usual, **settings, **own}
         self._servers = settings["bootstrap.servers"]
         self._group = group
         self._producer: Any = None
         self._open: _Ends | None = None  # the call that ends the transaction which is open
         self._ending = False  # it was made, and not answered
+        self._begun_ms = 0
         self._fenced: KafkaError | None = None
+        self.lost = False
+        """Whether this process had the id, and cannot say any more whether it has. Nothing is committed until then."""
+
+    def anew(self) -> None:
+        """Take the id over again, with the next commit: a broker took a commit from a member of this process just now,
+        which it would have refused if another process had the place."""
+        self.lost = False
 
     def prepare(self) -> None:
         """Take the transactional id over now: from here on no older process can commit with it.
@@ -145,6 +158,8 @@ class OffsetCommitter:
     def _own(self) -> Any:
         if self._fenced is not None:
             raise KafkaException(self._fenced)
+        if self.lost:
+            raise CommitFailed("the transactional id may be another process's by now")
         if self._producer is None:
             producer = self._runtime.producer(self._settings)
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
@@ -156,7 +171,7 @@ class OffsetCommitter:
         producer = self._own()
         self._end()
         producer.begin_transaction()
-        self._open = "abort_transaction"
+        self._open, self._begun_ms = "abort_transaction", self._runtime.now_ms()
         return producer
 
     def _end(self) -> None:
@@ -167,8 +182,7 @@ class OffsetCommitter:
 
     def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
         of_member = stale(error, request=Request.TRANSACTION, share=share)
-        if _is_fenced(error):
-            self._fenced = error
+        self._note_fenced(error)
         self._clean_up(error)
         if self._fenced is not None or meaning(Request.TRANSACTION, error.code()) is Meaning.REFUSED:
             op = "committing offsets"
@@ -184,23 +198,24 @@ class OffsetCommitter:
             try:
                 self._end()
             except KafkaException as exc:
-                if _is_fenced(exc.args[0]):
-                    self._fenced = exc.args[0]
+                self._note_fenced(exc.args[0])
                 self._usable(exc.args[0])
 
-    def _usable(self, error: KafkaError) -> bool:
-        """Whether the producer can go on after this; if not, the next commit makes another one.
+    def _note_fenced(self, error: KafkaError) -> None:
+        if meaning(Request.TRANSACTION, error.code()) is not Meaning.FENCED:
+            return
+        expires_ms = int(str(self._settings["transaction.timeout.ms"]))
+        if self._open is not None and self._runtime.now_ms() - self._begun_ms >= expires_ms:
+            self._producer, self._open, self._ending, self.lost = None, None, False, True
+        else:
+            self._fenced = error
 
-        Where the brokers had heard of a newer process they would have said so before anything else; an id that expired
-        while idle is new again.
-        """
-        if self._fenced is not None or not (error.retriable() or error.txn_requires_abort()):
+    def _usable(self, error: KafkaError) -> bool:
+        """Whether the producer can go on after this."""
+        if self._producer is not None and not (error.retriable() or error.txn_requires_abort()):
+            self.lost = self._fenced is None
             self._producer = None
         return self._producer is not None
-
-
-def _is_fenced(error: KafkaError) -> bool:
-    return meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
 
 
 def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> Identity:

@@ -6,6 +6,7 @@ Runs in: the thread of a slot (``driver.member``). Deliberately absent: fetching
 import contextlib
 import logging
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class MemberConsumer:
     Args:
         settings: librdkafka settings with group.id and group.instance.id.
         runtime: clock and clients.
+        known_as: takes each member id that the group gives it.
         on_assigned: partitions that came, in addition; generation.
         on_revoked: partitions to give back; returns when they may go, with what the member must end with, if anything.
         on_lost: partitions that are gone, maybe none.
@@ -66,6 +68,7 @@ class MemberConsumer:
         settings: Mapping[str, str],
         *,
         runtime: Runtime,
+        known_as: deque[str],
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
         on_revoked: Callable[[tuple[TopicPartition, ...]], GroupError | None],
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
@@ -78,6 +81,7 @@ class MemberConsumer:
         self._failure: GroupError | None = None
         self._refusals = 0
         self.identity: Identity | None = None
+        self._known_as = known_as
         self._holder = ""  # as which member it was given its partitions
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
         self._consumer: Any = runtime.consumer({**settings, "logger": log})
@@ -128,6 +132,8 @@ class MemberConsumer:
         if now is not None and self._holder not in ("", now.member) and self._consumer.assignment():
             self._failure = GroupError("thrown out of the group in a rebalance, and back as another member")
             now = None
+        if now is not None and now.member not in self._known_as:
+            self._known_as.append(now.member)
         self.identity = now
 
     def commit(self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]) -> None:

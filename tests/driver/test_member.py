@@ -1,5 +1,6 @@
 """A member's thread, moved by hand: each line of a script is what happens where the thread would wait next."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,12 @@ class Scene:
 
     def make(self, settings: dict[str, str] = EAGER, join: ev.Join = JOIN) -> Member:
         self.member = Member(
-            join, settings, runtime=self.runtime, report=self.reported.append, replaced=self._ask_replaced
+            join,
+            settings,
+            known_as=deque(),
+            runtime=self.runtime,
+            report=self.reported.append,
+            replaced=self._ask_replaced,
         )
         return self.member
 
@@ -248,7 +254,7 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
         def consumer(self, settings: Any) -> Any:
             return hand.consumer(settings)
 
-    member = Member(JOIN, EAGER, runtime=Threads(), report=reported.append, replaced=lambda: False)
+    member = Member(JOIN, EAGER, runtime=Threads(), known_as=deque(), report=reported.append, replaced=lambda: False)
     member.start()
     assert member.wait_ended(10)
     assert [type(event) for event in reported] == [ev.MemberFailed, ev.Broken]

@@ -9,6 +9,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
+from spark_group_source.driver.commits import DENIED_AGAIN_MS
 from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import (
@@ -249,10 +250,78 @@ def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> Non
     question = ev.AskReplaced(slot=1)
     scene.run(scene.order(question), scene.order(echo()), scene.order(question))
     before, done, after = scene.handled
-    assert isinstance(before, ev.ReplacedUnknown) and before.final
+    assert isinstance(before, ev.ReplacedUnknown) and not before.final
     assert isinstance(done, ev.EchoDone)
     assert isinstance(after, ev.ReplacedUnknown) and after.final
     assert scene.worker.replaced() is False
+
+
+def member_at(instance: str, member: str) -> Any:
+    nothing = SimpleNamespace(topic_partitions=[])
+    return SimpleNamespace(member_id=member, client_id="c", group_instance_id=instance, host="/h", assignment=nothing)
+
+
+@pytest.mark.parametrize(
+    ("instance", "member", "answer"),
+    [
+        ("g.s.0", "mine", ev.NotReplaced),
+        ("g.s.0", "another", ev.Replaced),
+        ("g.t.0", "another", ev.NotReplaced),  # of another stream
+        ("", "another", ev.NotReplaced),
+    ],
+)
+def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member: str, answer: type) -> None:
+    scene = Scene()
+    scene.worker.known_as.append("mine")
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    found = SimpleNamespace(
+        state=SimpleNamespace(name="STABLE"),
+        type=SimpleNamespace(name="CLASSIC"),
+        partition_assignor="range",
+        members=[member_at(instance, member)],
+    )
+    scene.runtime.will("describe_consumer_groups", {"g": found})
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()), scene.order(ev.AskReplaced(slot=0)))
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, answer]
+    assert len(scene.runtime.producers) == 1
+
+
+def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_the_members(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.topics_there(a=2)
+    for _ in range(2):
+        scene.shows({A0: 5, A1: 6})
+    scene.run(*[scene.order(echo())] * 3)
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
+    assert [len(member.committed) for member in scene.members.values()] == [1, 1, 0]
+    assert len(scene.runtime.producers) == 2
+
+
+def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(scene: Scene) -> None:
+    """A newer driver with fewer members has the place of the first one only."""
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.topics_there(a=2)
+    scene.members[0].refusal = MemberStale("fenced", thrown_out=True)
+    scene.shows({A1: 6})
+    scene.shows({A1: 6})
+    scene.run(*[scene.order(echo())] * 3)
+    assert len(scene.runtime.producers) == 1
+
+
+def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    for _ in range(3):
+        scene.shows({A0: 5, A1: 6})
+
+    def later() -> None:
+        scene.runtime.clock_ms += DENIED_AGAIN_MS
+        scene.worker.order(echo())
+
+    scene.run(scene.order(echo()), scene.order(echo()), later)
+    assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
+    assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
+    assert len(scene.runtime.called("commit_transaction")) == 1
 
 
 def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:

@@ -85,12 +85,51 @@ def test_G6_a_process_that_was_fenced_never_takes_the_id_back(runtime: HandRunti
     assert runtime.called("init_transactions") == [None]
 
 
-def test_an_id_that_expired_is_new_again(runtime: HandRuntime, committer: OffsetCommitter) -> None:
-    runtime.will("send_offsets", refusal(KafkaError.INVALID_PRODUCER_ID_MAPPING, fatal=True))
+BROKEN = {
+    "an id that expired while idle": ("send_offsets", refusal(KafkaError.INVALID_PRODUCER_ID_MAPPING, fatal=True)),
+    "an outage in the middle": ("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True)),
+}
+
+
+@pytest.mark.parametrize("call", BROKEN)
+def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_place_is_ours(
+    runtime: HandRuntime, committer: OffsetCommitter, call: str
+) -> None:
+    runtime.will(*BROKEN[call])
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
+    assert committer.lost
+    with pytest.raises(CommitFailed, match="may be another process's by now"):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    with pytest.raises(CommitFailed):
+        committer.prepare()
+    assert committer.probe(A0) is False
+    assert runtime.called("init_transactions") == [None]
+    committer.anew()
     committer.commit([(ONE, {A0: 5})], NOTES)
     assert len(runtime.producers) == 2
+
+
+@pytest.mark.parametrize(("minutes", "lost"), [(0, False), (2, True)])
+def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of_another_process(
+    runtime: HandRuntime, committer: OffsetCommitter, minutes: int, lost: bool
+) -> None:
+    runtime.will("commit_transaction", TIMED_OUT)
+    with pytest.raises(CommitFailed):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    runtime.clock_ms += minutes * 60_000
+    runtime.will("commit_transaction", FENCED)
+    with pytest.raises(CommitFailed if lost else Fenced):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    assert committer.lost == lost
+
+
+def test_one_refusal_is_not_the_end_of_transactions(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+    runtime.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
+    with pytest.raises(AccessDenied, match="Write on the transactional id"):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    committer.commit([(ONE, {A0: 5})], NOTES)
+    assert len(runtime.producers) == 1
 
 
 def test_transactions_that_are_not_allowed_are_told_apart(runtime: HandRuntime, committer: OffsetCommitter) -> None:

@@ -1,5 +1,7 @@
 """The consumer behind a member, with a library that is moved by hand: who it is, and what that means."""
 
+from collections import deque
+
 import pytest
 from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandConsumer, HandRuntime, metadata
@@ -18,6 +20,7 @@ def runtime() -> HandRuntime:
 def joined(runtime: HandRuntime) -> tuple[MemberConsumer, HandConsumer]:
     consumer = MemberConsumer(
         COOPERATIVE,
+        known_as=deque(),
         runtime=runtime,
         on_assigned=lambda partitions, generation: None,
         on_revoked=lambda partitions: None,

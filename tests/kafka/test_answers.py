@@ -1,0 +1,147 @@
+"""What each of Kafka's codes means, and how often it must be said."""
+
+import itertools
+
+import pytest
+from confluent_kafka import KafkaError
+from hand_made import A0, A1, HandRuntime, refusal
+
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
+from spark_group_source.kafka import Admin, GroupOffsets
+from spark_group_source.kafka.answers import ANSWERS, EXCEPTIONS, Meaning, Request, meaning
+from spark_group_source.kafka.asking import CONFIRM_S, until_answered
+
+SETTINGS = {"bootstrap.servers": "b"}
+CODES = sorted(
+    {
+        value
+        for name in dir(KafkaError)
+        if name.strip("_").isupper() and isinstance(value := getattr(KafkaError, name), int)
+    }
+)
+UNHEARD_OF = 9_999
+REFUSED = refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+
+
+def test_every_code_of_the_library_and_the_protocol_has_one_meaning() -> None:
+    assert ANSWERS.keys() == set(CODES)
+    assert all(code in ANSWERS and ANSWERS[code] is not means for (_, code), means in EXCEPTIONS.items())
+
+
+def test_G10_nothing_that_the_library_says_by_itself_means_gone() -> None:
+    assert not [code for code in CODES if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
+
+
+def test_a_code_of_a_later_release_is_asked_again() -> None:
+    assert {meaning(request, UNHEARD_OF) for request in Request} == {Meaning.AGAIN}
+
+
+@pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
+def test_every_row_is_followed(request_: Request) -> None:
+    """Asked again, believed the second time, or the end: for each code in the answer to each kind of request."""
+    for code in CODES:
+        runtime = HandRuntime()
+        tries = itertools.count(1)
+
+        def ask(tries: "itertools.count[int]" = tries, code: int = code) -> str:
+            if next(tries) < 3:
+                raise refusal(code)
+            return "answer"
+
+        def asked(runtime: HandRuntime = runtime) -> str:
+            return until_answered(
+                request_,
+                "asking",
+                ask,
+                servers="b:9092",
+                now_ms=runtime.now_ms,
+                pause=runtime.pause,
+                retries=3,
+            )
+
+        means = meaning(request_, code)
+        if means is Meaning.AGAIN:
+            assert asked() == "answer"
+            assert next(tries) == 4
+            continue
+        with pytest.raises(GroupError, match="asking") as failure:
+            asked()
+        assert isinstance(failure.value, AccessDenied) == (means is Meaning.REFUSED)
+        assert next(tries) == (3 if means is Meaning.REFUSED else 2)
+
+
+def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    runtime.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
+    with pytest.raises(AccessDenied, match="Describe on the topics"):
+        admin.latest([A0])
+    assert runtime.clock_ms >= CONFIRM_S * 1000
+    runtime.will("list_offsets", {A0: REFUSED}, {A0: _info(5)})
+    assert admin.latest([A0]) == {A0: 5}
+
+
+def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_too(runtime: HandRuntime) -> None:
+    """The library tells of it once in half a minute; an old one said nothing of a slow answer days later."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    told = KafkaError(KafkaError._AUTHENTICATION)
+    admin._on_error(told)
+    runtime.will("list_offsets", {A0: _info(5)})
+    assert admin.latest([A0]) == {A0: 5}
+    runtime.will("list_offsets", {A0: _Slow(None, admin)}, {A0: _info(6)})
+    assert admin.latest([A0]) == {A0: 6}  # slow only
+    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _info(7)})
+    assert admin.latest([A0]) == {A0: 7}  # refused, and not again
+    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    with pytest.raises(AccessDenied):
+        admin.latest([A0])
+    assert len(runtime.admins) == 4
+
+
+def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
+    runtime.will("list_offsets", moves, moves)
+    assert admin.latest([A0, A1], whole=False) == {A0: 5}
+    with pytest.raises(BrokerUnavailable, match="listing offsets was not answered"):
+        admin.latest([A0, A1])
+
+
+def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(runtime: HandRuntime) -> None:
+    """It says so at once of each partition whose broker it cannot reach."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    runtime.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
+    assert admin.latest([A0]) == {A0: 5}
+
+
+def test_committed_offsets_are_refused_when_they_were_refused_twice(runtime: HandRuntime) -> None:
+    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+    refused = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)
+    runtime.will("committed", refused, [])
+    assert offsets.read([A0]) == {}
+    runtime.will("committed", refused, refused)
+    with pytest.raises(AccessDenied, match="Describe on the group"):
+        offsets.read([A0])
+
+
+class _Slow:
+    """An answer that is waited for; meanwhile the library may tell that it was refused."""
+
+    def __init__(self, error: KafkaError | None, admin: Admin) -> None:
+        self._error, self._admin, self._looks = error, admin, 0
+
+    def result(self, timeout: float) -> object:
+        self._looks += 1
+        if self._looks == 1:
+            if self._error is not None:
+                self._admin._on_error(self._error)
+            raise TimeoutError
+        return _info(6)
+
+
+def _info(offset: int) -> object:
+    return type("Info", (), {"offset": offset})()
+
+
+@pytest.fixture
+def runtime() -> HandRuntime:
+    return HandRuntime()
