@@ -17,7 +17,7 @@ class Partition:
     slot: int = -1
     position: int | None = None  # in a state without a known one: the last that was ours
     as_of: int = -1  # number of the durable batch up to which that position takes everything into account
-    start: int = 0  # where that batch began to read it, if a checkpoint says so
+    start: int | None = None  # where that batch began to read it, if a checkpoint says so
     planned: bool = False  # the position is where the batch after that one begins, which is to be run again
     committed: int | None = None  # what Kafka is known to have
     theirs: bool = False  # ... under somebody else's name
@@ -26,6 +26,7 @@ class Partition:
     pending: tuple[int, int] | None = None  # range that became durable before the position was known
     uncounted: int = 0  # offsets of that range, if it became durable while the partition was ours
     began: int = 0  # its first position here: without a commit, the next reader may begin there
+    before: int | None = None  # where it began before a reset: nothing else says so if the group never committed it
     questions: int = 0  # lookups on their way, maybe from before it left and came back
 
     @property
@@ -34,6 +35,15 @@ class Partition:
         if self.position is None or self.pending is None:
             return self.position if self.pending is None else self.pending[1]
         return after_batch(self.position, self.pending)
+
+    @property
+    def without_last(self) -> int | None:
+        """Where it stood before its last batch, as far as this run can say: a reset may have made that void."""
+        if self.start is not None:
+            return self.start
+        if self.position is not None:
+            return self.position
+        return self.before if self.pending is None else self.pending[0]
 
     @property
     def owed(self) -> bool:
@@ -53,7 +63,8 @@ def is_older(committed: ev.Committed, partition: Partition) -> bool:
 def _followed_back(committed: ev.Committed, partition: Partition) -> bool:
     """Whether a batch was in flight when its partition was moved back to before where that batch began, and the run
     ended before it could plan from there: the batch after it would have begun at that very offset."""
-    return committed.followed and committed.seq == partition.as_of - 1 and committed.offset < partition.start
+    before_it = partition.start is not None and committed.offset < partition.start
+    return committed.followed and committed.seq == partition.as_of - 1 and before_it
 
 
 def after_batch(at: int, batch: tuple[int, int]) -> int:

@@ -51,7 +51,7 @@ class Positions:
             planned: the batch after it begins there, and is to be run again.
         """
         for tp, at in positions.items():
-            start = ranges[tp][0] if tp in ranges else 0
+            start = ranges[tp][0] if tp in ranges else None
             self.all[tp] = Partition(position=at, as_of=as_of, start=start, planned=planned)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
@@ -64,7 +64,7 @@ class Positions:
         """It is not ours any more. Its position is remembered, with what is pending."""
         partition = self.all[tp]
         if partition.state not in UNKNOWN:
-            partition.as_of, partition.start, partition.planned = as_of, 0, False
+            partition.as_of, partition.start, partition.planned = as_of, None, False
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
@@ -125,7 +125,8 @@ class Positions:
         for tp, partition in self.all.items() if topics else ():
             away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
             if tp.topic in topics and tp not in offsets and away:
-                partition.position, partition.as_of, partition.start, partition.pending = None, -1, 0, None
+                partition.position, partition.as_of, partition.start, partition.pending = None, -1, None, None
+                partition.before = None
 
     # --- lookups ----------------------------------------------------------------------------------------------------
 
@@ -173,8 +174,9 @@ class Positions:
         ours = partition.position
         moved_from = None
         if committed is None:
-            assert ours is not None or partition.pending is not None
-            at = ours if ours is not None else partition.pending[0]  # type: ignore[index]
+            known = ours if ours is not None else partition.without_last
+            assert known is not None
+            at = known
             partition.committed = None  # what Kafka had before has expired, or was deleted
             self._move(tp, partition, ev.CommittedRead)
         elif committed.stream == stream:
@@ -194,6 +196,8 @@ class Positions:
             if ours is not None and at != ours and not inside:
                 moved_from = ours
             self._move(tp, partition, ev.TheirCommit)
+        if committed is not None:
+            partition.before = None
         self._resolved(tp, partition, at)
         return moved_from
 
@@ -217,14 +221,16 @@ class Positions:
         self._stand(tp, partition, at)
 
     def reset_seen(self, epoch: int) -> None:
-        """An operator moved the whole group: what we remember and what is in flight belongs to the past."""
+        """An operator moved the whole group: what we remember and what is in flight belongs to the past, but for
+        partitions that the group never committed: those a reset cannot move."""
         self.epoch, self._in_flight = epoch, {}
         for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.AWAY]:
-            questions = self.all[tp].questions
-            self.all[tp] = Partition(questions=questions)
+            gone = self.all[tp]
+            self.all[tp] = Partition(questions=gone.questions, before=gone.without_last)
         for tp, partition in self.ours.items():
             self._move(tp, partition, ev.ResetSeen)
             self._due.pop(tp, None)
+            partition.before, partition.start = partition.without_last, None
             partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
 
