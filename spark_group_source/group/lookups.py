@@ -67,7 +67,7 @@ class Lookups:
             partition = self._positions.answered(tp, PartitionState.ASKED)
             if partition is None:
                 continue
-            if committed is None and partition.position is None and partition.pending is None:
+            if committed is None and partition.without_last is None:
                 unknown.append(tp)
             elif (ours := self._positions.take_answer(tp, committed, stream=stream)) is not None and committed:
                 self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")

@@ -205,7 +205,7 @@ class GroupMachine:
         replay = seq < offset.seq
         ranges = {} if replay else offset.ranges
         self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={})  # the batch itself did not read these
-        self.positions.remember(adopted(offset, replay=replay), as_of=seq, ranges=ranges)
+        self.positions.remember(adopted(offset, replay=replay), as_of=seq, ranges=ranges, planned=replay)
         self._slots.join_all(self.stream, topics, static=self.static)
 
     def _replay(self, event: ev.Replay) -> None:

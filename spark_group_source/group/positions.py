@@ -10,10 +10,10 @@ is *pending*: it is applied to whatever the answer says, as if the answer had co
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
-from dataclasses import dataclass
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.partition import Partition, after_batch, is_older
 from spark_group_source.group.states import PARTITIONS, PartitionState
 from spark_group_source.model import TopicPartition
 
@@ -24,38 +24,6 @@ COUNTED = UNKNOWN | {PartitionState.TAKING}
 """How many of ours are in one of these says whether a batch can be planned."""
 
 Ranges = Mapping[TopicPartition, tuple[int, int]]
-
-
-@dataclass(slots=True)
-class Partition:
-    """One partition that this run ever heard of."""
-
-    state: PartitionState = PartitionState.AWAY
-    slot: int = -1
-    position: int | None = None  # in a state without a known one: the last that was ours
-    as_of: int = -1  # number of the durable batch up to which that position takes everything into account
-    start: int = 0  # where that batch began to read it, if a checkpoint says so
-    committed: int | None = None  # what Kafka is known to have
-    theirs: bool = False  # ... under somebody else's name
-    followed: bool = False  # the position came from a commit that no stream made
-    until: int = 0  # end of what the batch in flight reads of it, in PLANNED
-    pending: tuple[int, int] | None = None  # range that became durable before the position was known
-    uncounted: int = 0  # offsets of that range, if it became durable while the partition was ours
-    began: int = 0  # its first position here: without a commit, the next reader may begin there
-    questions: int = 0  # lookups on their way, maybe from before it left and came back
-
-    @property
-    def reached(self) -> int | None:
-        """The end of what is durable of it, as far as this run can say."""
-        if self.position is None or self.pending is None:
-            return self.position if self.pending is None else self.pending[1]
-        return _after(self.position, self.pending)
-
-    @property
-    def owed(self) -> bool:
-        """Whether Kafka may not have its position under our name."""
-        at = self.reached
-        return at is not None and (self.theirs or self.committed != at)
 
 
 class Positions:
@@ -73,14 +41,18 @@ class Positions:
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
-    def remember(self, positions: Mapping[TopicPartition, int], *, as_of: int, ranges: Ranges) -> None:
+    def remember(
+        self, positions: Mapping[TopicPartition, int], *, as_of: int, ranges: Ranges, planned: bool = False
+    ) -> None:
         """What a checkpoint says. Whether Kafka has it shows when the partitions come.
 
         Args:
             as_of, ranges: the number of the last durable batch, and what it read if that is known.
+            planned: the batch after it begins there, and is to be run again.
         """
         for tp, at in positions.items():
-            self.all[tp] = Partition(position=at, as_of=as_of, start=ranges[tp][0] if tp in ranges else 0)
+            start = ranges[tp][0] if tp in ranges else None
+            self.all[tp] = Partition(position=at, as_of=as_of, start=start, planned=planned)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -92,7 +64,7 @@ class Positions:
         """It is not ours any more. Its position is remembered, with what is pending."""
         partition = self.all[tp]
         if partition.state not in UNKNOWN:
-            partition.as_of, partition.start = as_of, 0
+            partition.as_of, partition.start, partition.planned = as_of, None, False
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
@@ -153,7 +125,8 @@ class Positions:
         for tp, partition in self.all.items() if topics else ():
             away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
             if tp.topic in topics and tp not in offsets and away:
-                partition.position, partition.as_of, partition.start, partition.pending = None, -1, 0, None
+                partition.position, partition.as_of, partition.start, partition.pending = None, -1, None, None
+                partition.before = None
 
     # --- lookups ----------------------------------------------------------------------------------------------------
 
@@ -201,14 +174,15 @@ class Positions:
         ours = partition.position
         moved_from = None
         if committed is None:
-            assert ours is not None or partition.pending is not None
-            at = ours if ours is not None else partition.pending[0]  # type: ignore[index]
+            known = ours if ours is not None else partition.without_last
+            assert known is not None
+            at = known
             partition.committed = None  # what Kafka had before has expired, or was deleted
             self._move(tp, partition, ev.CommittedRead)
         elif committed.stream == stream:
             at = committed.offset
             # One that was made later than what we remember knows better: it may have followed somebody back.
-            if ours is not None and committed.seq < partition.as_of and not _followed_back(committed, partition):
+            if ours is not None and is_older(committed, partition):
                 at = max(at, ours)
             partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
             self._move(tp, partition, ev.CommittedRead)
@@ -222,6 +196,8 @@ class Positions:
             if ours is not None and at != ours and not inside:
                 moved_from = ours
             self._move(tp, partition, ev.TheirCommit)
+        if committed is not None:
+            partition.before = None
         self._resolved(tp, partition, at)
         return moved_from
 
@@ -235,7 +211,7 @@ class Positions:
     def _resolved(self, tp: TopicPartition, partition: Partition, at: int) -> None:
         partition.began = at
         if partition.pending is not None:
-            after = _after(at, partition.pending)
+            after = after_batch(at, partition.pending)
             partition.followed &= after == at
             at, partition.pending = after, None
         start, end = self._in_flight.get(tp, (0, 0))
@@ -245,14 +221,16 @@ class Positions:
         self._stand(tp, partition, at)
 
     def reset_seen(self, epoch: int) -> None:
-        """An operator moved the whole group: what we remember and what is in flight belongs to the past."""
+        """An operator moved the whole group: what we remember and what is in flight belongs to the past, but for
+        partitions that the group never committed: those a reset cannot move."""
         self.epoch, self._in_flight = epoch, {}
         for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.AWAY]:
-            questions = self.all[tp].questions
-            self.all[tp] = Partition(questions=questions)
+            gone = self.all[tp]
+            self.all[tp] = Partition(questions=gone.questions, before=gone.without_last)
         for tp, partition in self.ours.items():
             self._move(tp, partition, ev.ResetSeen)
             self._due.pop(tp, None)
+            partition.before, partition.start = partition.without_last, None
             partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
 
@@ -384,15 +362,3 @@ class NotInTable(Exception):
 def adopted(offset: StreamOffset, *, replay: bool) -> dict[TopicPartition, int]:
     """The positions that a checkpoint's batch leads to: after it, or before it if that is to be run again."""
     return {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
-
-
-def _followed_back(committed: ev.Committed, partition: Partition) -> bool:
-    """Whether a batch was in flight when its partition was moved back to before where that batch began, and the run
-    ended before it could plan from there: the batch after it would have begun at that very offset."""
-    return committed.followed and committed.seq == partition.as_of - 1 and committed.offset < partition.start
-
-
-def _after(at: int, batch: tuple[int, int]) -> int:
-    """Where a partition stands after a batch, if it stood at ``at`` before: only one that begins there moves it."""
-    start, end = batch
-    return end if start <= at < end else at

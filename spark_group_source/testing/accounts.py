@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from spark_group_source.group.names import parse_note
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.books import Book, Cause, Loss, Reader
+from spark_group_source.testing.books import Book, Cause, Holding, Loss, Reader
 from spark_group_source.testing.kafka_group import Entry
 from spark_group_source.testing.world import World
 
@@ -32,9 +32,11 @@ class Accounts:
         self.ledgers = False  # somebody writes to a table with a ledger
         self.operator = ""  # the name of a process that may move the group
         self.pending: Callable[[], list[StreamOffset]] = list  # batches that queries would run again at their start
+        self.last: Callable[[], list[StreamOffset]] = list  # the newest batches that queries planned
         self._reset = 0
         self._nobody = Reader("nobody", "nobody")
         self._former: dict[TopicPartition, int] = {}  # deleted, and how far they were read
+        self._former_holders: dict[TopicPartition, dict[str, Holding]] = {}  # who has them all the same
         self._remade: set[str] = set()  # topics that were deleted and made again
         self.twice = 0
         self.processed = 0
@@ -70,6 +72,7 @@ class Accounts:
         """The topic is gone. One that is made under its name has other records at the same offsets."""
         book = self.books.pop(tp)
         self._former[tp] = max([book.end, book.whole, book.stale, *book.reached.values()])
+        self._former_holders[tp] = book.holders
 
     def made_again(self, tp: TopicPartition) -> None:
         """As far as the former topic was read, whose records are meant is not judged."""
@@ -78,10 +81,24 @@ class Accounts:
         book = self.books[tp] = Book(0, 0, whole=max(stale, 0), nobodys=max(stale, 0), stale=stale, again=True)
         if stale >= 0:
             book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
+        for name, held in self._former_holders.pop(tp, {}).items():
+            book.holders[name] = Holding(held.reader, held.since_ms, 0)
 
     def resets(self, epoch: int) -> None:
-        """``spark-group reset`` moves the group now: what was planned before is void."""
+        """``spark-group reset`` moves the group now: what was planned before is void, also where nothing was committed
+        and so nothing can be moved."""
         self._reset = epoch
+        for offset in self.last():
+            for tp, (start, end) in self._of(offset.ranges):
+                book = self.books[tp]
+                if not book.commits:
+                    book.undone.add(start)
+                    book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
+
+    def half_done(self, offsets: Iterable[TopicPartition]) -> None:
+        """That reset did not reach the table: what it says may still be taken back by the next one."""
+        for tp in self._there(offsets):
+            self.books[tp].halfway = True
 
     def _moved(self, tp: TopicPartition, operator: Reader, new: Entry) -> None:
         """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
@@ -99,7 +116,8 @@ class Accounts:
         if at > book.whole:
             # What a reset does not move stands where the table does: that may take an earlier move back.
             self.require(
-                meant or book.moved, f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed"
+                meant or book.moved or book.halfway,
+                f"a reset leaves {tp} at {at}, but only what is below {book.whole} was processed",
             )
             self._nobodys(tp, at)
         elif back:

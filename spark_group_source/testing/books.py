@@ -79,7 +79,10 @@ class Book:
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
     again: bool = False  # its topic was deleted and made again
     begun: set[Reader] = field(default_factory=set)  # runs that began at its beginning because of that
+    back: set[Reader] = field(default_factory=set)  # those of them that did not commit so yet
     firsts: set[int] = field(default_factory=set)  # where its log ever began
     void: int = 0  # up to here batches were left out because they were planned before a reset
+    undone: set[int] = field(default_factory=set)  # where batches began that a reset made void, and nobody committed
     moved: bool = False  # an operator moved it by Kafka's own tool
+    halfway: bool = False  # an operator moved it by a reset that did not reach the table
     rows: dict[str, set[int]] = field(default_factory=dict)  # by table with a ledger: the offsets that are in it

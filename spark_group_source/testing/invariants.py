@@ -61,6 +61,7 @@ class Invariants(Accounts):
 
     def released(self, tps: Tps, client: Client) -> None:
         """Given back in order: what it read must be committed, and a plain read must show it."""
+        self._forget(tps, client)
         if self._readers[client.process.name].closing:
             return  # the consumer of a query that is stopped: as far as the group knows, nothing has changed
         if client.leaving:
@@ -80,6 +81,7 @@ class Invariants(Accounts):
             self._close(tp, client.name, Cause.UNTOLD)
 
     def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
+        self._forget(tps, client)
         for tp in self._there(tps):
             if client.name in self.books[tp].holders:
                 self._close(tp, client.name, Cause.DEAD if self._readers[client.process.name].closing else Cause.TOLD)
@@ -123,12 +125,23 @@ class Invariants(Accounts):
             else:
                 loss.end = loss.base
 
+    def _forget(self, tps: Iterable[TopicPartition], client: Client) -> None:
+        """It gave back a partition whose topic is deleted."""
+        for tp in tps:
+            if tp not in self.books:
+                self._former_holders.get(tp, {}).pop(client.name, None)
+
     # --- what is read -----------------------------------------------------------------------------------------------
 
     def intends(self, reader: Reader, ranges: Ranges) -> None:
-        """A batch is on its way: a loss from now on is a loss of this too."""
-        for tp, (_, end) in self._of(ranges):
-            self.books[tp].reached[reader.party] = max(end, self.books[tp].reached.get(reader.party, end))
+        """A batch is on its way: a loss from now on is a loss of this too, and one whose word waits for the lock."""
+        for tp, (start, end) in self._of(ranges):
+            book = self.books[tp]
+            book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
+            if start < end and not any(holding.reader is reader for holding in book.holders.values()):
+                for loss in book.losses:
+                    if loss.reader is reader and loss.cause is Cause.TOLD and loss.end == start:
+                        loss.end = end
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is fixed: its ranges follow the last ones, or what somebody else committed since."""
@@ -138,6 +151,7 @@ class Invariants(Accounts):
             if book.again and reader not in book.begun and start in (book.start, *book.firsts):
                 # A stream that knew the former topic begins anew, whoever committed what since.
                 book.begun.add(reader)
+                book.back.add(reader)
                 book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG))
                 last = start
             if last is None and not book.commits and self._may_skip(tp, reader):
@@ -252,10 +266,11 @@ class Invariants(Accounts):
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
-        anew = old is not None and (
-            old.offset <= book.stale or (book.again and new.offset in (book.start, *book.firsts))
-        )
-        if old is not None and new.offset < old.offset and not anew:
+        if old is None or new.offset >= old.offset:
+            return
+        begins = book.again and (writer in book.back or new.offset in (book.start, *book.firsts))
+        book.back.discard(writer)
+        if old.offset > book.stale and not begins:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.
@@ -289,6 +304,8 @@ class Invariants(Accounts):
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""
         book = self.books[tp]
+        if start in book.undone:
+            return True  # the group has no offset that could say so
         if start in book.firsts and (start >= (last or 0) or reader.party in book.away):
             return True  # the records before it are gone
         since_ms = min((held.since_ms for held in book.holders.values() if held.reader is reader), default=0)
@@ -307,8 +324,8 @@ class Invariants(Accounts):
 
     def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
         (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
-        if committed < start and self.books[tp].moved:
-            return False  # an operator wants it to be read again by whoever has it next
+        if committed < start and (self.books[tp].moved or self.books[tp].again):
+            return False  # an operator, or who took the topic for a new one, has it read again by whoever is next
         return committed < end and start < end
 
 

@@ -114,7 +114,9 @@ class Operator:
             self._world.note(f"operator: reset {plan.epoch} to {_text(targets)}: {_text(plan.offsets)}")
             self._truth.resets(plan.epoch)
             self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
-            if table is not None and not halfway:
+            if table is not None and halfway:
+                self._truth.half_done(plan.offsets)
+            elif table is not None:
                 ids = {tp.topic: topics[tp.topic].id for tp in plan.offsets}
                 table.set_ledger(plan.offsets, topic_ids=ids, epoch=plan.epoch)
 

@@ -72,6 +72,7 @@ class Scene:
         self.closed = False  # an operator wants nobody in the group
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
+        truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
 
     # --- the cast ---------------------------------------------------------------------------------------------------
 

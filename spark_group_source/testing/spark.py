@@ -45,10 +45,13 @@ class Checkpoint:
     offsets: dict[int, str] = field(default_factory=dict)
     commits: set[int] = field(default_factory=set)
 
+    def last(self) -> StreamOffset | None:
+        """The batch that was planned last."""
+        return parse(self.offsets[max(self.offsets)]) if self.offsets else None
+
     def pending(self) -> StreamOffset | None:
         """The batch that was planned and is not known to be done."""
-        last = max(self.offsets, default=None)
-        return None if last is None or last in self.commits else parse(self.offsets[last])
+        return None if max(self.offsets, default=-1) in self.commits else self.last()
 
 
 @dataclass(frozen=True)

@@ -145,3 +145,26 @@ def test_a_partition_that_was_moved_back_during_the_last_batch_goes_on_there_aft
     fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
     assert fresh.machine.plannable() == {A: 20}
     assert fresh.machine.positions.followed() == {A}
+
+
+def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
+    """The reset says nothing of it, and startingOffsets=latest would leave out what came since. A table may have left
+    the batch out, because it was planned before the reset."""
+    fresh.durable({A: (100, 150), B: (40, 50)})
+    fresh.assigned(A, B)
+    fresh.committed({A: reset(20), B: None})
+    assert only(ev.ResolveStarts, fresh.committed({A: reset(20), B: None})) == []
+    fresh.echoed()
+    assert fresh.machine.plannable() == {A: 20, B: 40}
+
+
+def test_a_partition_that_was_away_and_never_committed_goes_on_where_it_stood_after_a_reset(
+    fresh: GroupHarness,
+) -> None:
+    fresh.durable({A: (100, 150), B: (40, 50)})
+    fresh.assigned(A)
+    fresh.committed({A: reset(20)})
+    fresh.taken({A: reset(20)})
+    fresh.assigned(B)
+    fresh.committed({B: None})
+    assert fresh.machine.plannable() == {A: 20, B: 40}

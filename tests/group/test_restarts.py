@@ -123,3 +123,16 @@ def test_a_reset_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
     again = after_a_crash(run, PAST, durable=True)
     planned = again.batch()
     assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
+
+
+def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:
+    """Kafka has the end of the batch before: where the next one began is known to the checkpoint alone."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.silent = {ev.Echo}
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert planned.ranges == {A: (170, 180), B: (40, 40)}
+
+    again = after_a_crash(run, planned, durable=False, fail_on_data_loss=False)
+    again.ends = {A: 190, B: 40}
+    assert again.batch().ranges[A] == (180, 190)

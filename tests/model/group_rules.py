@@ -34,6 +34,8 @@ class Model:
     held: dict[TopicPartition, int] = field(default_factory=dict)  # -> slot
     position: Offsets = field(default_factory=dict)  # of what is held and was looked up
     memory: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)  # of the rest: position, and as of when
+    start: Offsets = field(default_factory=dict)  # where the batch began that is the last one of the checkpoint
+    before: Offsets = field(default_factory=dict)  # where it stood before a reset, without the last batch
     pending: Ranges = field(default_factory=dict)  # became durable before the position was known
     uncounted: Offsets = field(default_factory=dict)  # how much of that while the partition was ours
     known: Offsets = field(default_factory=dict)  # what we know that Kafka has
@@ -52,8 +54,9 @@ class Model:
         self.uncounted.pop(tp, None)
         if found is None:
             self.known.pop(tp, None)
-            at = ours if ours is not None else pending[0] if pending else START[tp]
+            at = ours if ours is not None else pending[0] if pending else self.before.get(tp, START[tp])
         else:
+            self.before.pop(tp, None)
             self.known[tp] = at = found.offset
             if found.stream != STREAM:
                 self.theirs.add(tp)
@@ -77,6 +80,7 @@ class Model:
         self.uncounted.pop(tp, None)
         if tp in self.position:
             self.memory[tp] = self.position.pop(tp), self.seq
+            self.start.pop(tp, None)
 
     def finish(self) -> None:
         """The batch in flight is durable."""
@@ -90,8 +94,12 @@ class Model:
         self.flight = {}
 
     def reset(self, epoch: int) -> None:
-        """A reset of the group shows: nothing that was known of before counts any more."""
+        """A reset of the group shows: nothing that was known of before counts any more, but where nothing else says
+        where to go on."""
         self.epoch = epoch
+        begins = {tp: start for tp, (start, _) in self.pending.items()}
+        stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
+        self.before, self.start = self.before | begins | stood, {}
         self.followed, self.theirs = set(), set()
         self.flight, self.position, self.memory, self.pending, self.uncounted, self.known = {}, {}, {}, {}, {}, {}
 

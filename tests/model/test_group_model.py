@@ -223,6 +223,7 @@ class GroupRun:
         positions = dict(offset.owed) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
         model.memory = {tp: (at, model.seq) for tp, at in positions.items()}
         if durable:
+            model.start = {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.Durable(offset=offset, topics=("orders",)))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
@@ -265,7 +266,7 @@ class GroupRun:
                 self.arrivals.update(ALL)
             else:
                 for tp in counts:
-                    if read[tp] is not None or self.model.reached(tp) is not None:
+                    if read[tp] is not None or self.model.reached(tp) is not None or tp in self.model.before:
                         self.model.resolve(tp)
             self.send(ev.CommittedRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
 

@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "undoes-a-rewind",
         P,
-        "if ours is not None and committed.seq < partition.as_of and not _followed_back(committed, partition):",
+        "if ours is not None and is_older(committed, partition):",
         "if ours is not None:",
         "a commit that is newer than what we remember counts, also when it goes back",
     ),
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "reads-its-own-rows-again",
-        P,
+        "group/partition.py",
         "return end if start <= at < end else at",
         "return at",
         "a pending batch is applied to the answer as if that had come first",

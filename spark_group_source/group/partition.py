@@ -1,0 +1,73 @@
+"""What a run knows of one partition, and how its memory stands to what Kafka has.
+
+Runs in: the stream reader (inside ``positions``), tests. Deliberately absent: what changes it (``positions``).
+"""
+
+from dataclasses import dataclass
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.states import PartitionState
+
+
+@dataclass(slots=True)
+class Partition:
+    """One partition that this run ever heard of."""
+
+    state: PartitionState = PartitionState.AWAY
+    slot: int = -1
+    position: int | None = None  # in a state without a known one: the last that was ours
+    as_of: int = -1  # number of the durable batch up to which that position takes everything into account
+    start: int | None = None  # where that batch began to read it, if a checkpoint says so
+    planned: bool = False  # the position is where the batch after that one begins, which is to be run again
+    committed: int | None = None  # what Kafka is known to have
+    theirs: bool = False  # ... under somebody else's name
+    followed: bool = False  # the position came from a commit that no stream made
+    until: int = 0  # end of what the batch in flight reads of it, in PLANNED
+    pending: tuple[int, int] | None = None  # range that became durable before the position was known
+    uncounted: int = 0  # offsets of that range, if it became durable while the partition was ours
+    began: int = 0  # its first position here: without a commit, the next reader may begin there
+    before: int | None = None  # where it began before a reset: nothing else says so if the group never committed it
+    questions: int = 0  # lookups on their way, maybe from before it left and came back
+
+    @property
+    def reached(self) -> int | None:
+        """The end of what is durable of it, as far as this run can say."""
+        if self.position is None or self.pending is None:
+            return self.position if self.pending is None else self.pending[1]
+        return after_batch(self.position, self.pending)
+
+    @property
+    def without_last(self) -> int | None:
+        """Where it stood before its last batch, as far as this run can say: a reset may have made that void."""
+        if self.start is not None:
+            return self.start
+        if self.position is not None:
+            return self.position
+        return self.before if self.pending is None else self.pending[0]
+
+    @property
+    def owed(self) -> bool:
+        """Whether Kafka may not have its position under our name."""
+        at = self.reached
+        return at is not None and (self.theirs or self.committed != at)
+
+
+def is_older(committed: ev.Committed, partition: Partition) -> bool:
+    """Whether a commit of ours was made before what we remember. Between the last batch and the plan of the next one a
+    position can move on: records that were to be read are gone."""
+    if partition.planned and committed.seq == partition.as_of:
+        return not committed.followed
+    return committed.seq < partition.as_of and not _followed_back(committed, partition)
+
+
+def _followed_back(committed: ev.Committed, partition: Partition) -> bool:
+    """Whether a batch was in flight when its partition was moved back to before where that batch began, and the run
+    ended before it could plan from there: the batch after it would have begun at that very offset."""
+    before_it = partition.start is not None and committed.offset < partition.start
+    return committed.followed and committed.seq == partition.as_of - 1 and before_it
+
+
+def after_batch(at: int, batch: tuple[int, int]) -> int:
+    """Where a partition stands after a batch, if it stood at ``at`` before: only one that begins there moves it."""
+    start, end = batch
+    return end if start <= at < end else at
