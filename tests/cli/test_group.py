@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
 from delta_files import living_rows
 from kafka_words import set_committed
-from streams import END_S, Job, JobFactory, Outsider, describe, job_factory, numbered, planned
+from streams import END_S, Job, JobFactory, Outsider, describe, numbered, planned
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
@@ -50,11 +50,6 @@ class Shown(NamedTuple):
 
 Run = Callable[..., Shown]
 CLI_S = 120
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 @pytest.fixture

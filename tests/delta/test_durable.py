@@ -7,23 +7,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import Offsets, Produce, TopicFactory, await_until
 from delta_files import living_rows
-from streams import END_S, Job, job_factory, numbered, planned
+from streams import END_S, Job, numbered, planned
 
 from spark_group_source import DeltaSink
 from spark_group_source.host import runs
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = pytest.mark.spark
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> Callable[..., Job]:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 def start(job: Job, table: Path, **trigger: Any) -> "StreamingQuery":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scenes import Scene
 from streams import options_of
 
 from rebalance.foreign import Foreign, settings_of
@@ -12,6 +13,28 @@ from spark_group_source.local.broker import Broker
 
 Options = Callable[..., dict[str, str]]
 Members = Callable[..., Foreign]
+
+
+class GroupScene(Scene):
+    """The test's group with runs of ours and ordinary consumers in it."""
+
+    members = 0
+
+    def run_options(
+        self, topic: str | None, strategy: str = "range", *, session_ms: int = 6000, **more: object
+    ) -> dict[str, str]:
+        """Options of a run in the test's group."""
+        return make_options(self.servers, self.group, topic, strategy, session_ms=session_ms, **more)
+
+    def foreign(self, *topics: str, **more: Any) -> Foreign:
+        """Start an ordinary consumer in the test's group; close it."""
+        self.members += 1
+        return Foreign(self.servers, self.group, list(topics), self.folder / f"foreign-{self.members}.txt", **more)
+
+
+@pytest.fixture
+def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> GroupScene:
+    return GroupScene(request, group_id)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory, await_until
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
-from rebalance.conftest import Members, Options
+from rebalance.conftest import GroupScene, Options
 from rebalance.foreign import KINDS
 from rebalance.runs import Run
 from spark_group_source.driver.coordinator import HOLD_SHARE
@@ -45,29 +45,21 @@ def test_B63_a_batch_longer_than_the_poll_interval_costs_neither_membership_nor_
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(PARTITIONS)
+def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
     for p in range(PARTITIONS):
-        produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-    slow = options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
+        scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
     with Run(slow) as run:
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the first records")
-        await_committed(admin, group_id, [name])
+        await_committed(scene.admin, scene.group, [name])
         run.rest()  # one batch over all partitions
         for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+            scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
         in_flight = {r.tp: (r.start, r.end) for r in run.hold().batch()}
         assert len(in_flight) == PARTITIONS
-        with foreign(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
+        with scene.foreign(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
             run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
             assert not other.partitions
             gained = other.await_partitions(2)
@@ -80,16 +72,16 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(
             read_again = {(tp.topic, tp.partition, offset) for tp in gained for offset in range(*in_flight[tp])}
             await_until(lambda: len(other.processed()) == 20, what="the other's records")
             run.let_go()
-            assert_once(admin, [name], [run], [other], twice=read_again)
-            await_committed(admin, group_id, [name])
+            assert_once(scene.admin, [name], [run], [other], twice=read_again)
+            await_committed(scene.admin, scene.group, [name])
             # Every partition went in an eager rebalance, and only those that another got were read there.
             went = in_flight if strategy in ("range", "roundrobin") else {tp: in_flight[tp] for tp in gained}
             assert run.statistics["maybe_twice"] == sum(end - start for start, end in went.values())
             await_until(lambda: len(run.partitions) == 2, what="two partitions for each")
             for p in range(PARTITIONS):
-                produce(name, [f"{p}-{n}" for n in range(20, 30)], partition=p)
-            assert_once(admin, [name], [run], [other], twice=read_again)
-            await_committed(admin, group_id, [name])
+                scene.produce(name, [f"{p}-{n}" for n in range(20, 30)], partition=p)
+            assert_once(scene.admin, [name], [run], [other], twice=read_again)
+            await_committed(scene.admin, scene.group, [name])
 
 
 def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(

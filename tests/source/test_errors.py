@@ -10,6 +10,7 @@ from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until, create_topic, produce_to
+from scenes import Scene
 from streams import END_S, Job, JobFactory, job_factory, numbered, planned, rewrite, texts, values_of
 
 from spark_group_source.local.broker import Broker
@@ -22,11 +23,6 @@ pytestmark = pytest.mark.spark
 
 Committed = Callable[[str], Offsets]
 NOWHERE = "127.0.0.1:1"
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 def message_of(action: Callable[[], object]) -> str:
@@ -147,16 +143,14 @@ def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in
 # --- the checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(
-    job: JobFactory, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
     text = message_of(lambda: one.run(kafka__group__id="another"))
-    assert f"the checkpoint belongs to group '{group_id}', but kafka.group.id is 'another'" in text
-    produce(name, numbered(4, 5))
+    assert f"the checkpoint belongs to group '{scene.group}', but kafka.group.id is 'another'" in text
+    scene.produce(name, numbered(4, 5))
     assert values_of(one.run()) == texts(4, 5)
 
 
@@ -171,32 +165,25 @@ def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(
 )
 @pytest.mark.parametrize("pending", [False, True], ids=["done", "pending"])
 def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(
-    pending: bool,
-    damage: Callable[[dict[str, Any]], str],
-    says: str,
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    group_id: str,
+    pending: bool, damage: Callable[[dict[str, Any]], str], says: str, scene: Scene
 ) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    before = committed(group_id)
+    before = scene.committed()
     last = max(planned(one.checkpoint))
     good = (one.checkpoint / "offsets" / str(last)).read_text().splitlines()[2]
     rewrite(one.checkpoint, last, damage(json.loads(good)))
     if pending:
         (one.checkpoint / "commits" / str(last)).unlink()
         (one.checkpoint / "commits" / f".{last}.crc").unlink()
-    produce(name, numbered(4, 5))
+    scene.produce(name, numbered(4, 5))
     text = message_of(one.run)
     assert "CheckpointMismatch" in text
     assert says in text
     assert one.values == texts(0, 3)
-    assert committed(group_id) == before
+    assert scene.committed() == before
 
 
 def test_B56_an_offset_that_is_no_json_stops_the_query(job: JobFactory, topic: TopicFactory, produce: Produce) -> None:
@@ -224,55 +211,43 @@ def delete_before(admin: AdminClient, name: str, partition: int, offset: int) ->
     await_until(done, what="the deletion of records")
 
 
-def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_over(
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    one = job(subscribe=name)
+def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_over(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(subscribe=name)
     one.run()
-    produce(name, numbered(4, 13, 2))
-    delete_before(admin, name, 1, 4)
+    scene.produce(name, numbered(4, 13, 2))
+    delete_before(scene.admin, name, 1, 4)
     text = message_of(one.run)
     assert "DataLoss" in text
     assert f"the records of {name}-1 from 2 on are gone: it begins at 4 now" in text
     assert "Set failOnDataLoss to false" in text
     assert one.values == texts(0, 3)
-    assert committed(group_id) == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+    assert scene.committed() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
     assert values_of(one.run(failOnDataLoss=False)) == sorted(str(n) for n in range(4, 14) if n not in (5, 7))
-    assert committed(group_id) == end_offsets(name)
+    assert scene.committed() == scene.end_offsets(name)
 
 
-def test_B43_a_group_offset_that_aged_out_is_a_loss_for_a_new_query_too(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    job(subscribe=name).run()
-    produce(name, numbered(4, 9))
-    delete_before(admin, name, 0, 6)
-    text = message_of(job(checkpoint="new", subscribe=name).run)
+def test_B43_a_group_offset_that_aged_out_is_a_loss_for_a_new_query_too(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    scene.job(subscribe=name).run()
+    scene.produce(name, numbered(4, 9))
+    delete_before(scene.admin, name, 0, 6)
+    text = message_of(scene.job(checkpoint="new", subscribe=name).run)
     assert f"DataLoss: the records of {name}-0 from 4 on are gone: it begins at 6 now" in text
-    assert values_of(job(checkpoint="again", subscribe=name, failOnDataLoss=False).run()) == texts(6, 9)
+    assert values_of(scene.job(checkpoint="again", subscribe=name, failOnDataLoss=False).run()) == texts(6, 9)
 
 
-def test_B15_a_new_partition_that_does_not_begin_at_0_is_a_loss(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, producer: Any
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_B15_a_new_partition_that_does_not_begin_at_0_is_a_loss(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    admin.create_partitions([NewPartitions(name, 2)])[name].result(ADMIN_S)
-    await_until(lambda: len(producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 2)
-    produce(name, ["a", "b", "c"], partition=1)
-    delete_before(admin, name, 1, 2)
+    scene.admin.create_partitions([NewPartitions(name, 2)])[name].result(ADMIN_S)
+    await_until(lambda: len(scene.producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 2)
+    scene.produce(name, ["a", "b", "c"], partition=1)
+    delete_before(scene.admin, name, 1, 2)
     assert f"DataLoss: new partition {name}-1 begins at 2, not at 0" in message_of(one.run)
     assert values_of(one.run(failOnDataLoss=False)) == ["c"]
 
@@ -287,34 +262,30 @@ def delete(admin: AdminClient, name: str) -> None:
     await_until(lambda: name not in admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {name}")
 
 
-def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_is_longer(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, committed: Committed, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_is_longer(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    recreate(admin, topic, name, 1)
-    produce(name, [f"again-{n}" for n in range(9)])
+    recreate(scene.admin, scene.topic, name, 1)
+    scene.produce(name, [f"again-{n}" for n in range(9)])
     text = message_of(one.run)
     assert f"DataLoss: topic {name} was deleted and made again" in text
     assert one.values == texts(0, 3)
     assert values_of(one.run(failOnDataLoss=False)) == [f"again-{n}" for n in range(9)]
-    assert committed(group_id) == {TopicPartition(name, 0): 9}
+    assert scene.committed() == {TopicPartition(name, 0): 9}
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_B40_a_topic_made_again_between_two_batches(
-    fails: bool, job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name, failOnDataLoss=fails)
+def test_B40_a_topic_made_again_between_two_batches(fails: bool, scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name, failOnDataLoss=fails)
 
     def again(number: int) -> None:
         if len(one.batches) == 1:
-            recreate(admin, topic, name, 1)
-            produce(name, [f"again-{n}" for n in range(9)])
+            recreate(scene.admin, scene.topic, name, 1)
+            scene.produce(name, [f"again-{n}" for n in range(9)])
 
     one.on_batch = again
     with one.running() as query:
@@ -326,43 +297,35 @@ def test_B40_a_topic_made_again_between_two_batches(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_topic_deleted_while_it_runs_stops_it_by_name(
-    alone: bool, job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
+def test_a_topic_deleted_while_it_runs_stops_it_by_name(alone: bool, scene: Scene) -> None:
     """Also the only one, of which the library says what it says of brokers that it cannot reach."""
-    gone, kept = topic(2), topic()
-    produce(gone, numbered(0, 3, 2))
-    produce(kept, numbered(4, 5))
-    one = job(subscribe=gone if alone else f"{gone},{kept}")
+    gone, kept = scene.topic(2), scene.topic()
+    scene.produce(gone, numbered(0, 3, 2))
+    scene.produce(kept, numbered(4, 5))
+    one = scene.job(subscribe=gone if alone else f"{gone},{kept}")
     with one.running() as query:
         query.processAllAvailable()
-        delete(admin, gone)
+        delete(scene.admin, gone)
         text = message_of(lambda: query.awaitTermination(END_S))
     assert f"TopicMissing: topic {gone} does not exist any more" in text
     assert "set failOnDataLoss to false to go on without it" in text
     assert one.values == texts(0, 3 if alone else 5)
 
 
-def test_B41_a_topic_deleted_while_it_runs_is_left_out_when_losses_are_allowed(
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-) -> None:
-    gone, kept = topic(2), topic()
-    produce(gone, numbered(0, 3, 2))
-    one = job(subscribe=f"{gone},{kept}", failOnDataLoss=False)
-    one.on_batch = lambda number: delete(admin, gone) if number == 0 else None  # its offsets cannot be committed
+def test_B41_a_topic_deleted_while_it_runs_is_left_out_when_losses_are_allowed(scene: Scene) -> None:
+    gone, kept = scene.topic(2), scene.topic()
+    scene.produce(gone, numbered(0, 3, 2))
+    one = scene.job(subscribe=f"{gone},{kept}", failOnDataLoss=False)
+    one.on_batch = lambda number: delete(scene.admin, gone) if number == 0 else None  # its offsets cannot be committed
     with one.running() as query:
         await_until(lambda: one.batches, what="the first batch")
-        produce(kept, numbered(4, 5))
+        scene.produce(kept, numbered(4, 5))
         await_until(lambda: len(one.rows) >= 6, what="the rows of the other topic")
-        produce(kept, numbered(6, 7))
+        scene.produce(kept, numbered(6, 7))
         await_until(lambda: len(one.rows) >= 8, what="more rows of the other topic")
-        await_until(lambda: committed(group_id).items() >= end_offsets(kept).items(), what="the other topic's offsets")
+        await_until(
+            lambda: scene.committed().items() >= scene.end_offsets(kept).items(), what="the other topic's offsets"
+        )
         assert query.exception() is None
     assert one.values == texts(0, 7)
 

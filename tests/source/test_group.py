@@ -3,11 +3,10 @@
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported without saying so
     AdminClient,
     AlterConfigOpType,
@@ -16,6 +15,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
     ResourceType,
 )
 from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
+from scenes import Scene
 from streams import (
     PROTOCOLS,
     Engine,
@@ -23,7 +23,6 @@ from streams import (
     Outsider,
     describe,
     forget,
-    job_factory,
     numbered,
     options_of,
     planned,
@@ -39,19 +38,11 @@ from spark_group_source.kafka.committer import memberless
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
 pytestmark = pytest.mark.spark
 
 Committed = Callable[[str], Offsets]
 Shares = Sequence[tuple[Identity, Mapping[TopicPartition, int]]]
 Notes = Mapping[TopicPartition, str]
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 @pytest.fixture
@@ -79,42 +70,34 @@ OptionsOf = Callable[..., dict[str, str]]
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run_has_ended(
-    protocol: str,
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
+    protocol: str, scene: Scene
 ) -> None:
-    name = topic(4)
-    produce(name, numbered(0, 9, 3))  # nothing in the last partition
-    one = job(protocol, subscribe=name, groupMembers=2)
+    name = scene.topic(4)
+    scene.produce(name, numbered(0, 9, 3))  # nothing in the last partition
+    one = scene.job(protocol, subscribe=name, groupMembers=2)
     with one.running() as query:
         query.processAllAvailable()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="lag 0 while idle")
-        produce(name, numbered(10, 15, 3))
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="lag 0 while idle")
+        scene.produce(name, numbered(10, 15, 3))
         query.processAllAvailable()
-    await_until(lambda: committed(group_id) == end_offsets(name), what="lag 0 after stop()")
-    produce(name, numbered(16, 20, 3))
+    await_until(lambda: scene.committed() == scene.end_offsets(name), what="lag 0 after stop()")
+    scene.produce(name, numbered(16, 20, 3))
     one.run()
-    assert committed(group_id) == end_offsets(name)
+    assert scene.committed() == scene.end_offsets(name)
     assert one.values == texts(0, 20)
 
 
-def test_G2_kafka_is_never_ahead_of_what_the_sink_has(
-    options: OptionsOf, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 4))
+def test_G2_kafka_is_never_ahead_of_what_the_sink_has(options: OptionsOf, scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 4))
     with Engine(options(subscribe=name)) as engine:
         engine.step()
-        assert committed(group_id).get(TopicPartition(name, 0), 0) == 0
-        produce(name, numbered(5, 9))
+        assert scene.committed().get(TopicPartition(name, 0), 0) == 0
+        scene.produce(name, numbered(5, 9))
         in_flight = engine.plan()
         assert in_flight is not None
-        await_until(lambda: committed(group_id) == {TopicPartition(name, 0): 5}, what="the first batch in Kafka")
-    assert committed(group_id) == {TopicPartition(name, 0): 5}  # the batch in flight was never durable
+        await_until(lambda: scene.committed() == {TopicPartition(name, 0): 5}, what="the first batch in Kafka")
+    assert scene.committed() == {TopicPartition(name, 0): 5}  # the batch in flight was never durable
 
 
 def refused_commits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -132,69 +115,49 @@ def refused_commits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_B47_a_refused_commit_costs_no_rows_and_the_next_one_covers_it(
-    options: OptionsOf,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 5, 2))
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 5, 2))
     broken = refused_commits(monkeypatch)
     with Engine(options(subscribe=name)) as engine:
         engine.step()
-        produce(name, numbered(6, 9), partition=0)
+        scene.produce(name, numbered(6, 9), partition=0)
         engine.step()
         await_until(lambda: "the coordinator is moving" in caplog.text, what="the warning")
         assert values_of(engine.rows) == texts(0, 9)
-        assert committed(group_id) == {}
+        assert scene.committed() == {}
         broken.clear()
         engine.step()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="both batches in Kafka")
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="both batches in Kafka")
 
 
 def test_a_drain_is_not_done_before_kafka_has_the_offsets(
-    options: OptionsOf,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
+    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
     broken = refused_commits(monkeypatch)
     monkeypatch.setattr("spark_group_source.group.steps.ECHO_MS_MAX", 500)
     with Engine(options(subscribe=name)) as engine:
         engine.step()
         with pytest.raises(GroupError, match="did not end its batch within 0 s"):
-            drain(group_id, timeout_s=0)  # asks, and goes
+            drain(scene.group, timeout_s=0)  # asks, and goes
         assert engine.plan() is None
         with pytest.raises(GroupError, match="did not end its batch within 1 s"):
-            drain(group_id, timeout_s=1)
+            drain(scene.group, timeout_s=1)
         broken.clear()
-        await_until(lambda: engine.plan() is None and committed(group_id) == end_offsets(name), what="the offsets")
+        await_until(lambda: engine.plan() is None and scene.committed() == scene.end_offsets(name), what="the offsets")
         engine.plan()
-        assert drain(group_id) == 1
+        assert drain(scene.group) == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
-    protocol: str,
-    options: OptionsOf,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
+    protocol: str, options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = topic(4)
-    produce(name, numbered(0, 7, 4))
+    name = scene.topic(4)
+    scene.produce(name, numbered(0, 7, 4))
 
     def refuse(self: OffsetCommitter) -> None:
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
@@ -202,24 +165,18 @@ def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
     monkeypatch.setattr(OffsetCommitter, "_own", refuse)
     with Engine(options(protocol, subscribe=name, groupMembers=2)) as engine:
         engine.run()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="the first offsets")
-        produce(name, numbered(8, 11, 4))
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="the first offsets")
+        scene.produce(name, numbered(8, 11, 4))
         engine.run()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="the next offsets")
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="the next offsets")
         assert values_of(engine.rows) == texts(0, 11)
         assert engine.coordinator._run.statistics().commits_failed == 0
 
 
 def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
-    options: OptionsOf,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
+    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = topic()
+    name = scene.topic()
     real, slow, sent = OffsetCommitter.commit, threading.Event(), []
 
     def commit(self: OffsetCommitter, shares: Shares, notes: Notes) -> None:
@@ -230,12 +187,12 @@ def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
     monkeypatch.setattr(OffsetCommitter, "commit", commit)
     with Engine(options(subscribe=name)) as engine:
         for n in range(4):
-            produce(name, numbered(n, n))
+            scene.produce(name, numbered(n, n))
             engine.step()  # planning does not wait for the commit
         assert values_of(engine.rows) == texts(0, 3)
         assert engine.plan() is None
         slow.set()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="the last batch in Kafka")
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="the last batch in Kafka")
     assert [offsets[TopicPartition(name, 0)] for offsets in sent] == [0, 4]
 
 
@@ -300,34 +257,28 @@ def outsider(broker: Broker, group_id: str) -> Iterator[Callable[..., Outsider]]
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(
-    protocol: str,
-    options: OptionsOf,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    group_id: str,
-    outsider: Callable[..., Outsider],
+    protocol: str, options: OptionsOf, scene: Scene, outsider: Callable[..., Outsider]
 ) -> None:
-    name = topic(6)
-    produce(name, numbered(0, 11, 6))
+    name = scene.topic(6)
+    scene.produce(name, numbered(0, 11, 6))
     given = options(protocol, subscribe=name, groupMembers=2)
     other = outsider(name, protocol)
 
     def shared() -> bool:
-        members = describe(admin, group_id).members
+        members = describe(scene.admin, scene.group).members
         return len(members) == 3 and all(len(has) == 2 for has in members.values()) and len(other.partitions) == 2
 
     with Engine(given) as first:
         first.step()
         await_until(lambda: first.step() is None and shared(), what="two partitions for each of three members")
         first.run()
-        before = describe(admin, group_id)
+        before = describe(scene.admin, scene.group)
     rebalances = other.rebalances
-    assert len(describe(admin, group_id).members) == 3  # the places are kept
-    produce(name, numbered(12, 23, 6))
+    assert len(describe(scene.admin, scene.group).members) == 3  # the places are kept
+    scene.produce(name, numbered(12, 23, 6))
     with Engine(given, first.log) as second:
         await_until(lambda: second.step() is None and len(second.rows) >= 8, what="the rows of our four partitions")
-        after = describe(admin, group_id)
+        after = describe(scene.admin, scene.group)
     assert after == before
     assert other.rebalances == rebalances
     ours = {(row.topic, row.partition) for row in second.rows}
@@ -335,19 +286,17 @@ def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_available_now_run_leaves_the_group_and_a_stopped_one_keeps_its_places(
-    protocol: str, job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    one = job(protocol, subscribe=name, groupMembers=2)
+def test_an_available_now_run_leaves_the_group_and_a_stopped_one_keeps_its_places(protocol: str, scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(protocol, subscribe=name, groupMembers=2)
     one.run()
-    assert describe(admin, group_id).members == {}
+    assert describe(scene.admin, scene.group).members == {}
     with one.running() as query:
         query.processAllAvailable()
-        during = describe(admin, group_id)
+        during = describe(scene.admin, scene.group)
     assert len(during.members) == 2
-    assert describe(admin, group_id).members.keys() == during.members.keys()
+    assert describe(scene.admin, scene.group).members.keys() == during.members.keys()
 
 
 def test_leaveOnStop_always_gives_the_places_back_at_once(
@@ -359,38 +308,34 @@ def test_leaveOnStop_always_gives_the_places_back_at_once(
     assert describe(admin, group_id).members == {}
 
 
-def test_leaveOnStop_never_keeps_the_places_of_a_bounded_run(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    one = job(subscribe=name, leaveOnStop="never")
+def test_leaveOnStop_never_keeps_the_places_of_a_bounded_run(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(subscribe=name, leaveOnStop="never")
     one.run()
     assert one.values == texts(0, 3)
-    assert len(describe(admin, group_id).members) == 1
+    assert len(describe(scene.admin, scene.group).members) == 1
 
 
 # --- old drivers ----------------------------------------------------------------------------------------------------
 
 
-def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(
-    options: OptionsOf, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
+def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(options: OptionsOf, scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
     given = options(subscribe=name)
     with Engine(given) as old:
         old.step()
         old.step()
-        produce(name, numbered(4, 7, 2))
+        scene.produce(name, numbered(4, 7, 2))
         in_flight = old.plan()
         assert in_flight is not None
         with Engine(given, old.log) as new:
             new.step()
-            produce(name, numbered(8, 9, 2))
+            scene.produce(name, numbered(8, 9, 2))
             new.run()
             everything = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
-            await_until(lambda: committed(group_id) == everything, what="the new driver's offsets")
+            await_until(lambda: scene.committed() == everything, what="the new driver's offsets")
             old.log.append(in_flight.to_json())  # its sink had the batch after all
 
             def fenced() -> bool:
@@ -401,8 +346,8 @@ def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(
                 return False
 
             await_until(fenced, what="the end of the old driver")
-            assert committed(group_id) == everything
-            produce(name, ["more"])
+            assert scene.committed() == everything
+            scene.produce(name, ["more"])
             new.run()
             assert values_of(new.rows) == sorted([*texts(4, 9), "more"])  # and the new one goes on undisturbed
 
@@ -462,23 +407,16 @@ def _of_generation(metadata: Any, generation: int) -> bytes:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_B57_partitions_move_to_and_from_an_ordinary_member_between_batches_without_loss_or_repetition(
-    protocol: str,
-    options: OptionsOf,
-    broker: Broker,
-    topic: TopicFactory,
-    producer: Producer,
-    produce: Produce,
-    committed: Committed,
-    group_id: str,
+    protocol: str, options: OptionsOf, scene: Scene
 ) -> None:
-    name = topic(4)
-    produce(name, numbered(0, 7, 4))
+    name = scene.topic(4)
+    scene.produce(name, numbered(0, 7, 4))
     with Engine(options(protocol, subscribe=name)) as engine:
         engine.step()
-        with Outsider(broker.bootstrap_servers, group_id, [name], protocol) as other:
+        with Outsider(scene.servers, scene.group, [name], protocol) as other:
             await_until(lambda: engine.step() is None and len(other.partitions) == 2, what="half of the partitions")
-            assert all(offset == 2 for offset in committed(group_id).values())  # before they left
-            produce(name, numbered(8, 15, 4))
+            assert all(offset == 2 for offset in scene.committed().values())  # before they left
+            scene.produce(name, numbered(8, 15, 4))
             await_until(lambda: engine.step() is None and len(other.values) == 4, what="the other member's rows")
             assert sorted([*other.values, *values_of(engine.rows)]) == texts(0, 15)
         # it goes without a commit: what it read is ours again

@@ -3,30 +3,20 @@
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, Record, TopicFactory, await_until
 from kafka_words import await_served, set_committed
-from streams import PROTOCOLS, Engine, JobFactory, job_factory, numbered, options_of, planned, texts, values_of
+from scenes import Scene
+from streams import PROTOCOLS, Engine, JobFactory, numbered, planned, texts, values_of
 
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 
 Committed = Callable[[str], Offsets]
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 # --- latest and earliest --------------------------------------------------------------------------------------------
@@ -68,23 +58,19 @@ def test_B3_latest_is_resolved_once_whether_the_checkpoint_stays_or_goes(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B3_a_driver_that_dies_before_batch_0_has_fixed_the_start_for_the_next_one(
-    protocol: str, broker: Broker, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    options = options_of(
-        broker.bootstrap_servers,
-        group_id,
-        protocol=protocol,
+def test_B3_a_driver_that_dies_before_batch_0_has_fixed_the_start_for_the_next_one(protocol: str, scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    options = scene.options(
+        protocol,
         subscribe=name,
         startingOffsets="latest",
         leaveOnStop="always",
     )
     with Engine(options) as dying:
         dying.plan()  # Spark never wrote it down
-        await_until(lambda: len(committed(group_id)) == 2, what="the resolved start in the group")
-    produce(name, numbered(4, 7, 2))
+        await_until(lambda: len(scene.committed()) == 2, what="the resolved start in the group")
+    scene.produce(name, numbered(4, 7, 2))
     with Engine(options) as second:
         second.step()
         assert values_of(second.rows) == texts(4, 7)
@@ -103,30 +89,26 @@ def test_without_a_word_a_group_without_offsets_starts_at_the_beginning(
 # --- a start for each partition -------------------------------------------------------------------------------------
 
 
-def test_B4_each_partition_begins_where_the_json_says(
-    job: JobFactory, topic: TopicFactory, produce: Produce, committed: Committed, end_offsets: Committed, group_id: str
-) -> None:
-    name = topic(5)
+def test_B4_each_partition_begins_where_the_json_says(scene: Scene) -> None:
+    name = scene.topic(5)
     for p in range(5):
-        produce(name, [f"{p}@{n}" for n in range(3)], partition=p)
+        scene.produce(name, [f"{p}@{n}" for n in range(3)], partition=p)
     starts = {name: {"0": -2, "1": -1, "2": 0, "3": 1, "4": 2}}
-    one = job(subscribe=name, startingOffsets=json.dumps(starts))
+    one = scene.job(subscribe=name, startingOffsets=json.dumps(starts))
     one.run()
     assert one.values == ["0@0", "0@1", "0@2", "2@0", "2@1", "2@2", "3@1", "3@2", "4@2"]
-    assert committed(group_id) == end_offsets(name)
+    assert scene.committed() == scene.end_offsets(name)
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [0, 1, 2, 3]], ids=["too few", "too many"])
-def test_B5_json_that_names_other_partitions_is_refused_with_both_lists(
-    numbers: list[int], job: JobFactory, topic: TopicFactory, committed: Committed, group_id: str
-) -> None:
-    name = topic(3)
-    one = job(subscribe=name, startingOffsets=json.dumps({name: {str(n): -2 for n in numbers}}))
+def test_B5_json_that_names_other_partitions_is_refused_with_both_lists(numbers: list[int], scene: Scene) -> None:
+    name = scene.topic(3)
+    one = scene.job(subscribe=name, startingOffsets=json.dumps({name: {str(n): -2 for n in numbers}}))
     with pytest.raises(Exception, match="OptionError") as failure:
         one.run()
     specified, assigned = (", ".join(f"{name}-{n}" for n in found) for found in (numbers, range(3)))
     assert f"specified [{specified}]; assigned [{assigned}]" in str(failure.value)
-    assert committed(group_id) == {}
+    assert scene.committed() == {}
 
 
 # --- timestamps -----------------------------------------------------------------------------------------------------
@@ -153,15 +135,13 @@ def test_B6_B7_a_timestamp_starts_at_the_first_record_not_older_and_latest_waits
     assert values_of(one.run()) == ["2@30"]
 
 
-def test_B6_B49_no_record_is_young_enough_and_the_strategy_is_error(
-    job: JobFactory, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
-    name = topic(2, config=KEPT)
-    stamped(produce, name, 0, T0_MS + 10)
-    stamped(produce, name, 1, T0_MS)
+def test_B6_B49_no_record_is_young_enough_and_the_strategy_is_error(scene: Scene) -> None:
+    name = scene.topic(2, config=KEPT)
+    stamped(scene.produce, name, 0, T0_MS + 10)
+    stamped(scene.produce, name, 1, T0_MS)
     with pytest.raises(Exception, match=rf"no record of {name}-1 is as young .*{T0_MS + 10}"):
-        job(subscribe=name, startingTimestamp=T0_MS + 10).run()
-    assert committed(group_id) == {}  # also not for the partition that could be resolved
+        scene.job(subscribe=name, startingTimestamp=T0_MS + 10).run()
+    assert scene.committed() == {}  # also not for the partition that could be resolved
 
 
 def test_B6_timestamps_for_each_partition(job: JobFactory, topic: TopicFactory, produce: Produce) -> None:
@@ -296,46 +276,35 @@ def test_B54_a_deleted_checkpoint_goes_on_where_the_group_stands(
     assert values_of(job(protocol, subscribe=name).run()) == texts(9, 11)
 
 
-def test_a_group_that_an_ordinary_consumer_had_is_taken_over_where_it_stands(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 9, 2))
-    set_committed(admin, group_id, name, {0: 2, 1: 4})
-    one = job(subscribe=name)  # startingOffsets is earliest, and has no say where the group has an offset
+def test_a_group_that_an_ordinary_consumer_had_is_taken_over_where_it_stands(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    set_committed(scene.admin, scene.group, name, {0: 2, 1: 4})
+    one = scene.job(subscribe=name)  # startingOffsets is earliest, and has no say where the group has an offset
     one.run()
     assert one.values == sorted(["4", "6", "8", "9"])
 
 
-def test_B55_an_operators_reset_while_it_was_stopped_is_followed(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str, committed: Committed
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 9, 2))
-    one = job(subscribe=name)
+def test_B55_an_operators_reset_while_it_was_stopped_is_followed(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name)
     one.run()
-    set_committed(admin, group_id, name, {0: 3})
+    set_committed(scene.admin, scene.group, name, {0: 3})
     assert values_of(one.run()) == ["6", "8"]
     last = max(planned(one.checkpoint).items())[1]
     assert last.followed == {TopicPartition(name, 0)}  # the sink is told that this start is not its own
-    assert committed(group_id) == {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
+    assert scene.committed() == {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
 
 
-def test_B55_the_reset_is_said_in_the_log(
-    broker: Broker,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    group_id: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    name = topic(1)
-    produce(name, numbered(0, 4, 1))
-    options = options_of(broker.bootstrap_servers, group_id, subscribe=name, leaveOnStop="always")
+def test_B55_the_reset_is_said_in_the_log(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    name = scene.topic(1)
+    scene.produce(name, numbered(0, 4, 1))
+    options = scene.options(subscribe=name, leaveOnStop="always")
     with Engine(options) as first:
         first.step()
         first.step()
-    set_committed(admin, group_id, name, {0: 1})
+    set_committed(scene.admin, scene.group, name, {0: 1})
     with Engine(options, first.log) as second:
         second.step()
     assert values_of(second.rows) == texts(1, 4)

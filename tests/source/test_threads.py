@@ -1,11 +1,11 @@
 """G8: a part of a run that does not work ends the run with its reason, or holds back nothing but its own."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Offsets, Produce, TopicFactory, await_until
+from conftest import Produce, TopicFactory, await_until
+from scenes import Scene
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.driver.member import Member
@@ -79,29 +79,23 @@ def test_G8_what_the_worker_did_not_expect_ends_the_run_and_says_so(
 
 
 def test_G2_a_slot_that_is_out_of_the_group_holds_no_other_ones_offsets_back_and_is_named(
-    options: dict[str, str],
-    produce: Produce,
-    committed: Callable[[str], Offsets],
-    end_offsets: Callable[[str], Offsets],
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    options: dict[str, str], scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, out = options["subscribe"], {1}
     real: Any = vars(Member)["identity"].fget
     with Engine(options) as engine:
         engine.run()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="the first offsets of both")
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="the first offsets of both")
         monkeypatch.setattr(Member, "identity", property(lambda self: None if self.slot in out else real(self)))
-        before = committed(group_id)
+        before = scene.committed()
         behind = {tp for tp, p in engine.coordinator._run.machine.positions.ours.items() if p.slot in out}
         assert len(behind) == 1
-        produce(name, numbered(4, 7, 2))
+        scene.produce(name, numbered(4, 7, 2))
         engine.run()
-        half = {tp: before[tp] if tp in behind else end for tp, end in end_offsets(name).items()}
-        await_until(lambda: engine.step() is None and committed(group_id) == half, what="the offsets of the other slot")
+        half = {tp: before[tp] if tp in behind else end for tp, end in scene.end_offsets(name).items()}
+        await_until(lambda: engine.step() is None and scene.committed() == half, what="the offsets of the other slot")
         await_until(lambda: "slot 1 is not in the group at the moment" in caplog.text, what="the line that says so")
-        assert committed(group_id) == half
+        assert scene.committed() == half
         out.clear()
-        await_until(lambda: engine.step() is None and committed(group_id) == end_offsets(name), what="the rest")
+        await_until(lambda: engine.step() is None and scene.committed() == scene.end_offsets(name), what="the rest")
     assert values_of(engine.rows) == texts(0, 7)

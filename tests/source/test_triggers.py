@@ -4,20 +4,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
+from confluent_kafka.admin import NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
 from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
+from scenes import Scene
 from streams import (
     PROTOCOLS,
     Engine,
     JobFactory,
     Outsider,
-    job_factory,
     numbered,
-    options_of,
     planned,
     readers_below,
     texts,
@@ -31,27 +30,20 @@ from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.spark
 
 Committed = Callable[[str], Offsets]
 
 
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
-def test_B17_the_turn_of_the_offset_that_is_left_over_goes_on_after_a_restart(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 17, 2))
-    options = options_of(broker.bootstrap_servers, group_id, subscribe=name, maxOffsetsPerTrigger=3)
+def test_B17_the_turn_of_the_offset_that_is_left_over_goes_on_after_a_restart(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 17, 2))
+    options = scene.options(subscribe=name, maxOffsetsPerTrigger=3)
     log: list[str] = []
     for _ in range(3):
         with Engine(options, log) as engine:
@@ -60,13 +52,11 @@ def test_B17_the_turn_of_the_offset_that_is_left_over_goes_on_after_a_restart(
     assert [[r.size for r in parse(line).batch()] for line in log] == [[2, 1], [1, 2], [2, 1]]
 
 
-def test_B17_the_limit_is_shared_fairly_and_goes_on_after_a_restart(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic(3)
+def test_B17_the_limit_is_shared_fairly_and_goes_on_after_a_restart(scene: Scene) -> None:
+    name = scene.topic(3)
     for p, count in enumerate((101, 11, 1)):
-        produce(name, [f"{p}@{n}" for n in range(count)], partition=p)
-    options = options_of(broker.bootstrap_servers, group_id, subscribe=name, maxOffsetsPerTrigger=10)
+        scene.produce(name, [f"{p}@{n}" for n in range(count)], partition=p)
+    options = scene.options(subscribe=name, maxOffsetsPerTrigger=10)
     with Engine(options) as first:
         first.step()
         first.step()
@@ -89,24 +79,20 @@ class LaterRuntime(Runtime):
         return super().now_ms() + self.later_ms
 
 
-def test_B19_small_additions_wait_for_the_minimum_or_the_delay_but_not_the_first_batch(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic()
+def test_B19_small_additions_wait_for_the_minimum_or_the_delay_but_not_the_first_batch(scene: Scene) -> None:
+    name = scene.topic()
     runtime = LaterRuntime()
-    options = options_of(
-        broker.bootstrap_servers, group_id, subscribe=name, minOffsetsPerTrigger=15, maxTriggerDelay="1h"
-    )
-    produce(name, numbered(0, 2))
+    options = scene.options(subscribe=name, minOffsetsPerTrigger=15, maxTriggerDelay="1h")
+    scene.produce(name, numbered(0, 2))
     with Engine(options, runtime=runtime) as engine:
         engine.step()
         assert values_of(engine.rows) == texts(0, 2)
-        produce(name, numbered(3, 7))
+        scene.produce(name, numbered(3, 7))
         assert engine.step() is None
-        produce(name, numbered(8, 17))  # 15 in all
+        scene.produce(name, numbered(8, 17))  # 15 in all
         engine.step()
         assert values_of(engine.rows) == texts(0, 17)
-        produce(name, numbered(18, 18))
+        scene.produce(name, numbered(18, 18))
         assert engine.step() is None
         runtime.later_ms = 3_600_000
         engine.step()
@@ -134,22 +120,14 @@ def test_B20_once_takes_all_there_is_whatever_the_limit(job: JobFactory, topic: 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(
-    protocol: str,
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-) -> None:
-    name = topic(3)
-    produce(name, numbered(0, 14, 3))
-    one = job(protocol, subscribe=name, maxOffsetsPerTrigger=5, groupMembers=2)
+def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(protocol: str, scene: Scene) -> None:
+    name = scene.topic(3)
+    scene.produce(name, numbered(0, 14, 3))
+    one = scene.job(protocol, subscribe=name, maxOffsetsPerTrigger=5, groupMembers=2)
 
     def send_more(number: int) -> None:
         if number == 0:
-            produce(name, numbered(100, 102, 3))
+            scene.produce(name, numbered(100, 102, 3))
 
     one.on_batch = send_more
     one.run()
@@ -157,21 +135,19 @@ def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(
     assert one.values == texts(0, 14)
     one.on_batch = lambda number: None
     assert values_of(one.run()) == texts(100, 102)
-    assert committed(group_id) == end_offsets(name)
+    assert scene.committed() == scene.end_offsets(name)
 
 
-def test_B22_a_partition_added_between_the_batches_of_an_available_now_run_is_the_next_runs(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, producer: Producer
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 9, 2))
-    one = job(subscribe=name, maxOffsetsPerTrigger=4)
+def test_B22_a_partition_added_between_the_batches_of_an_available_now_run_is_the_next_runs(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name, maxOffsetsPerTrigger=4)
 
     def grow(number: int) -> None:
         if number == 0:
-            admin.create_partitions([NewPartitions(name, 3)])[name].result(ADMIN_S)
-            await_until(lambda: len(producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 3)
-            produce(name, ["new"], partition=2)
+            scene.admin.create_partitions([NewPartitions(name, 3)])[name].result(ADMIN_S)
+            await_until(lambda: len(scene.producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 3)
+            scene.produce(name, ["new"], partition=2)
 
     one.on_batch = grow
     one.run()
@@ -278,20 +254,15 @@ def in_transactions(broker: Broker, name: str, ends: str) -> None:
 
 @pytest.mark.parametrize("limit", [None, 3])
 def test_B26_B27_B52_only_committed_records_come_by_default_and_the_group_stands_behind_the_markers(
-    limit: int | None,
-    job: JobFactory,
-    broker: Broker,
-    topic: TopicFactory,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
+    limit: int | None, scene: Scene
 ) -> None:
-    name = topic()
-    in_transactions(broker, name, "cac")
-    one = job(subscribe=name, **({} if limit is None else {"maxOffsetsPerTrigger": limit}))
+    name = scene.topic()
+    in_transactions(scene.broker, name, "cac")
+    limits: dict[str, Any] = {} if limit is None else {"maxOffsetsPerTrigger": limit}
+    one = scene.job(subscribe=name, **limits)
     one.run()
     assert one.values == [f"c{t}-{n}" for t in (0, 2) for n in range(5)]
-    assert committed(group_id) == end_offsets(name) == {TopicPartition(name, 0): 18}
+    assert scene.committed() == scene.end_offsets(name) == {TopicPartition(name, 0): 18}
     if limit:  # batches that hold nothing but an aborted part or a marker end too
         assert [sum(r.size for r in o.batch()) for o in planned(one.checkpoint).values()] == [3] * 6
         assert [] in [rows for _, rows in one.batches]
@@ -305,18 +276,16 @@ def test_B27_uncommitted_records_come_only_when_asked_for(job: JobFactory, broke
     assert one.values == [f"{end}-{n}" for end in ("a1", "c0") for n in range(5)]
 
 
-def test_B26_an_open_transaction_holds_the_end_of_the_batch_back(
-    job: JobFactory, broker: Broker, topic: TopicFactory, produce: Produce
-) -> None:
-    name = topic()
-    produce(name, ["before"])
-    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "transactional.id": name, "log_level": 3})
+def test_B26_an_open_transaction_holds_the_end_of_the_batch_back(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, ["before"])
+    producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": name, "log_level": 3})
     producer.init_transactions(ADMIN_S)
     producer.begin_transaction()
     producer.produce(name, b"open", partition=0)
     producer.flush(ADMIN_S)
-    produce(name, ["behind"])
-    one = job(subscribe=name)
+    scene.produce(name, ["behind"])
+    one = scene.job(subscribe=name)
     assert values_of(one.run()) == ["before"]
     producer.commit_transaction(ADMIN_S)
     assert values_of(one.run()) == ["behind", "open"]
@@ -344,31 +313,29 @@ def _object(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
-def test_a_listener_gets_what_the_members_did_after_every_batch(
-    spark: "SparkSession", job: JobFactory, broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic(4)
+def test_a_listener_gets_what_the_members_did_after_every_batch(scene: Scene) -> None:
+    name = scene.topic(4)
     received: list[tuple[str, Statistics]] = []
     listener = GroupListener(lambda progress, statistics: received.append((str(progress.id), statistics)))
 
     def a_batch_shows(assigned: tuple[int, ...]) -> bool:
-        produce(name, numbered(0, 3, 4))
+        scene.produce(name, numbered(0, 3, 4))
         return bool(received) and received[-1][1].assigned == assigned
 
-    spark.streams.addListener(listener)
+    scene.spark.streams.addListener(listener)
     try:
-        with job(subscribe=name, groupMembers=2).running(processingTime="100 milliseconds") as query:
+        with scene.job(subscribe=name, groupMembers=2).running(processingTime="100 milliseconds") as query:
             await_until(lambda: a_batch_shows((2, 2)), what="both members' partitions")
             alone = received[-1][1]
-            with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+            with Outsider(scene.servers, scene.group, [name]) as other:
                 await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
             first, last = received[0], received[-1][1]
-            assert (first[0], last.group, last.slots) == (str(query.id), group_id, ("assigned",) * 2)
+            assert (first[0], last.group, last.slots) == (str(query.id), scene.group, ("assigned",) * 2)
             assert alone.reason.endswith("was given 2 partitions")
             assert last.rebalances > alone.rebalances and last.generation > alone.generation
             assert last.seq > alone.seq and last.commits > alone.commits
     finally:
-        spark.streams.removeListener(listener)
+        scene.spark.streams.removeListener(listener)
 
 
 @pytest.mark.parametrize("offset", [None, "null", "17", "not JSON", '{"group":{"0":5}}', '{"group":"nobody"}'])
