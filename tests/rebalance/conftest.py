@@ -8,11 +8,11 @@ import pytest
 from scenes import Scene
 from streams import options_of
 
-from rebalance.foreign import Foreign, settings_of
+from rebalance.ordinary import OrdinaryConsumer, settings_of
 from spark_group_source.local.broker import Broker
 
 Options = Callable[..., dict[str, str]]
-Members = Callable[..., Foreign]
+Members = Callable[..., OrdinaryConsumer]
 
 
 class GroupScene(Scene):
@@ -26,10 +26,12 @@ class GroupScene(Scene):
         """Options of a run in the test's group."""
         return make_options(self.servers, self.group, topic, strategy, session_ms=session_ms, **more)
 
-    def foreign(self, *topics: str, **more: Any) -> Foreign:
+    def ordinary(self, *topics: str, **more: Any) -> OrdinaryConsumer:
         """Start an ordinary consumer in the test's group; close it."""
         self.members += 1
-        return Foreign(self.servers, self.group, list(topics), self.folder / f"foreign-{self.members}.txt", **more)
+        return OrdinaryConsumer(
+            self.servers, self.group, list(topics), self.folder / f"ordinary-{self.members}.txt", **more
+        )
 
 
 @pytest.fixture
@@ -59,13 +61,15 @@ def make_options(
 
 
 @pytest.fixture
-def foreign(broker: Broker, group_id: str, tmp_path: Path) -> Members:
-    """``foreign(topic, strategy="range", **more)`` starts an ordinary consumer in the test's group; close it."""
+def ordinary(broker: Broker, group_id: str, tmp_path: Path) -> Members:
+    """``ordinary(topic, strategy="range", **more)`` starts an ordinary consumer in the test's group; close it."""
     count = 0
 
-    def make(*topics: str, **more: Any) -> Foreign:
+    def make(*topics: str, **more: Any) -> OrdinaryConsumer:
         nonlocal count
         count += 1
-        return Foreign(broker.bootstrap_servers, group_id, list(topics), tmp_path / f"foreign-{count}.txt", **more)
+        return OrdinaryConsumer(
+            broker.bootstrap_servers, group_id, list(topics), tmp_path / f"ordinary-{count}.txt", **more
+        )
 
     return make

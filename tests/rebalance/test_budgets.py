@@ -6,7 +6,7 @@ from conftest import Produce, TopicFactory, await_until
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
 from rebalance.conftest import GroupScene, Options
-from rebalance.foreign import KINDS
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.driver.coordinator import HOLD_SHARE
 from spark_group_source.local.broker import Broker
@@ -59,7 +59,7 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strate
             scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
         in_flight = {r.tp: (r.start, r.end) for r in run.hold().batch()}
         assert len(in_flight) == PARTITIONS
-        with scene.foreign(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
+        with scene.ordinary(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
             run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
             assert not other.partitions
             gained = other.await_partitions(2)

@@ -64,7 +64,7 @@ def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(strategy
         for p in range(PARTITIONS):
             scene.produce(name, ["a", "b"], partition=p)
         await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
-        with scene.foreign(name, strategy=strategy) as other:
+        with scene.ordinary(name, strategy=strategy) as other:
             await_until(lambda: "revoking" in run.statistics(scene.group)["slots"], what="Kafka to ask for partitions")
             stays(lambda: not other.partitions, 0.5, "the hold")
             run.tell("let_go")
@@ -86,4 +86,4 @@ def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(strategy
             )
             assert shown.exit_code == 0, shown.output
             text = json.dumps(json.loads(shown.stdout))
-            assert "hold_max_ms" in text and f"spark-group-{found['stream']}-0" in text and "foreign" in text
+            assert "hold_max_ms" in text and f"spark-group-{found['stream']}-0" in text and "ordinary" in text

@@ -18,7 +18,7 @@ from conftest import ADMIN_S, await_until, create_topic
 
 from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed, describe, described, measured, stays
 from rebalance.conftest import make_options
-from rebalance.foreign import Foreign
+from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
 from spark_group_source.local.broker import Broker
 
@@ -38,7 +38,7 @@ def cluster_admin(cluster: Broker) -> AdminClient:
 
 
 class Scene:
-    """One group on the cluster: a run of ours, foreign members, and records that flow."""
+    """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
 
     def __init__(self, cluster: Broker, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
         self.cluster, self.admin, self.group, self.folder, self.strategy = cluster, admin, group, folder, strategy
@@ -46,14 +46,14 @@ class Scene:
         self.options = make_options(
             cluster.bootstrap_servers, group, self.topic, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
         )
-        self.members: list[Foreign] = []
+        self.members: list[OrdinaryConsumer] = []
         self.clients: list[AdminClient] = []
         self.killed: int | None = None
         self.killed_at_s = 0.0
 
-    def member(self, stack: ExitStack) -> Foreign:
+    def member(self, stack: ExitStack) -> OrdinaryConsumer:
         file = self.folder / f"member-{len(self.members)}"
-        found = Foreign(
+        found = OrdinaryConsumer(
             self.cluster.bootstrap_servers,
             self.group,
             [self.topic],
@@ -61,7 +61,7 @@ class Scene:
             strategy=self.strategy,
             session_ms=SESSION_MS,
             log_level=2,
-            client__id=f"foreign-{len(self.members)}",
+            client__id=f"ordinary-{len(self.members)}",
         )
         self.members.append(stack.enter_context(found))
         return found

@@ -29,7 +29,7 @@ from rebalance.accounts import (
     stays,
 )
 from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS, Foreign
+from rebalance.ordinary import KINDS, OrdinaryConsumer
 from rebalance.runs import RunProcess
 from spark_group_source import GroupError, drain
 from spark_group_source.cli.app import app
@@ -60,19 +60,19 @@ class Scene:
     admin: AdminClient
     group: str
     topic: str
-    foreign: Callable[[], Foreign]
+    ordinary: Callable[[], OrdinaryConsumer]
 
     def there_and_back(self, ours: AbstractContextManager[Party]) -> None:
         """An application begins, ours takes over, an application takes over again; each record has one reader."""
         flowing = Flow(self.broker.bootstrap_servers, self.topic, PARTITIONS)
-        with self.foreign() as before, flowing as flow, ours as run:
+        with self.ordinary() as before, flowing as flow, ours as run:
             await_until(before.processed, what="the ordinary application")
             with self.gaps() as there:
                 self.hand_over("spark-group", before.process)
                 at = len(run.records)
                 await_until(lambda: len(run.records) > at + 100, SPARK_S, what="records at ours alone")
-            with self.foreign() as after, self.gaps() as back:
-                self.hand_over("foreign", run.process)
+            with self.ordinary() as after, self.gaps() as back:
+                self.hand_over("ordinary", run.process)
                 at = len(after.processed())
                 await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
                 flow.stop()
@@ -118,12 +118,12 @@ Scenes = Callable[[str], Scene]
 
 
 @pytest.fixture
-def scene(broker: Broker, admin: AdminClient, topic: TopicFactory, foreign: Members, group_id: str) -> Scenes:
+def scene(broker: Broker, admin: AdminClient, topic: TopicFactory, ordinary: Members, group_id: str) -> Scenes:
     """``scene(strategy)``, with a topic of its own."""
 
     def make(strategy: str) -> Scene:
         name = topic(PARTITIONS)
-        return Scene(broker, admin, group_id, name, lambda: foreign(name, strategy=strategy))
+        return Scene(broker, admin, group_id, name, lambda: ordinary(name, strategy=strategy))
 
     return make
 
@@ -154,7 +154,7 @@ def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(
     admin: AdminClient,
     topic: TopicFactory,
     options: Options,
-    foreign: Members,
+    ordinary: Members,
     group_id: str,
     tmp_path: Path,
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(
         assert sum(committed_of(admin, group_id).values()) == read
         stays(lambda: len(run.records) == read, 1.0, "the drained run")
         run.kill()
-        with foreign(name, strategy=strategy) as after:
+        with ordinary(name, strategy=strategy) as after:
             await_until(after.processed, what="records in the application")
             flow.stop()
             assert_once(admin, [name], [run], [after])

@@ -8,7 +8,7 @@ from conftest import TopicFactory, await_until
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
 from rebalance.conftest import GroupScene, Members, Options
-from rebalance.foreign import STRATEGIES
+from rebalance.ordinary import STRATEGIES
 from rebalance.runs import Run
 
 PARTITIONS = 4
@@ -25,7 +25,7 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
     with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, PARTITIONS) as flow:
         run.await_partitions(PARTITIONS)
         plan = run.hold()
-        with scene.foreign(name, strategy=strategy) as other:
+        with scene.ordinary(name, strategy=strategy) as other:
             run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
             begins = {tp: start for tp, (start, _) in plan.ranges.items()}
             await_until(lambda: scene.committed() == begins, what="the echo of the batch before")
@@ -64,14 +64,14 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(
-    strategy: str, admin: AdminClient, topic: TopicFactory, options: Options, foreign: Members, group_id: str
+    strategy: str, admin: AdminClient, topic: TopicFactory, options: Options, ordinary: Members, group_id: str
 ) -> None:
     name = topic(PARTITIONS)
     with Run(options(name, strategy)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
-        with foreign(name, strategy=strategy) as other:
-            await_until(lambda: "foreign" in describe(admin, group_id).members, 60, what="the other in the group")
+        with ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "ordinary" in describe(admin, group_id).members, 60, what="the other in the group")
             seen_at_s = time.monotonic()
             other.await_partitions(2)
             measured(f"{strategy}: {(other.first_assigned_at() - seen_at_s) * 1000:.0f} ms after it was in the group")

@@ -5,7 +5,7 @@ from conftest import await_until
 
 from rebalance.accounts import Flow, assert_once, await_all_processed, await_committed, describe, measured, stays
 from rebalance.conftest import GroupScene
-from rebalance.foreign import KINDS, Foreign
+from rebalance.ordinary import KINDS, OrdinaryConsumer
 from rebalance.runs import Run, RunProcess
 from spark_group_source.model import TopicPartition
 
@@ -18,7 +18,7 @@ def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: st
     name = scene.topic(PARTITIONS)
     with (
         Run(scene.run_options(name, strategy)) as run,
-        scene.foreign(name, strategy=strategy, session_ms=2000) as other,
+        scene.ordinary(name, strategy=strategy, session_ms=2000) as other,
         Flow(scene.servers, name, PARTITIONS) as flow,
     ):
         gained = other.await_partitions(2)
@@ -27,7 +27,7 @@ def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: st
         plan = run.hold()  # and it dies in the middle of a batch of ours
         other.kill()
         committed = scene.committed()
-        run.await_(lambda: not describe(scene.admin, scene.group).of("foreign"), "the end of its session")
+        run.await_(lambda: not describe(scene.admin, scene.group).of("ordinary"), "the end of its session")
         assert run.planned[-1] == plan
         run.let_go()
         run.await_partitions(PARTITIONS)
@@ -45,7 +45,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
     name = scene.topic(PARTITIONS)
     with (
         Run(scene.run_options(name, strategy)) as run,
-        scene.foreign(name, strategy=strategy, session_ms=2000, keep=True) as other,
+        scene.ordinary(name, strategy=strategy, session_ms=2000, keep=True) as other,
     ):
         gained = other.await_partitions(2)
         run.await_partitions(2)
@@ -87,7 +87,7 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
     file = scene.folder / "run.txt"
     with (
         RunProcess(scene.run_options(name, strategy, session_ms=2000), file) as run,
-        Foreign(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other,
+        OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other,
     ):
         other.await_partitions(2)
         await_until(lambda: sum(run.statistics(scene.group).get("assigned", [])) == 2, 60, what="two for the run")
@@ -140,7 +140,7 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy
             scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
         run.tell("hold")
         await_until(lambda: run.output.count("batch in flight"), what="a batch in flight")
-        with Foreign(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other:
+        with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other:
             await_until(lambda: "revoking" in run.statistics(scene.group)["slots"], what="a held revocation")
             run.freeze()
             other.await_partitions(PARTITIONS)  # our session ended

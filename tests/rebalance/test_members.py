@@ -7,7 +7,7 @@ from conftest import ADMIN_S, await_until, end_offsets_of
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
 from rebalance.conftest import GroupScene
-from rebalance.foreign import KINDS
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import CommitFailed, Fenced
 from spark_group_source.kafka import Admin
@@ -28,9 +28,9 @@ def test_B62_more_members_than_partitions_is_no_trouble(strategy: str, scene: Gr
         with Flow(scene.servers, name, PARTITIONS) as flow:
             run.hold()
             run.let_go()
-            with scene.foreign(name, strategy=strategy) as other:  # it may get one, or be the seventh with nothing
+            with scene.ordinary(name, strategy=strategy) as other:  # it may get one, or be the seventh with nothing
                 await_until(
-                    lambda: "foreign" in describe(scene.admin, scene.group).members, what="the other in the group"
+                    lambda: "ordinary" in describe(scene.admin, scene.group).members, what="the other in the group"
                 )
                 if strategy != "consumer":  # which tells nothing of an empty assignment
                     await_until(lambda: other.joined, what="the other's assignment")
@@ -177,7 +177,7 @@ def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(stra
     name = scene.topic(PARTITIONS)
     for p in range(PARTITIONS):
         scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-    with scene.foreign(name, strategy=strategy, keep=True) as other:
+    with scene.ordinary(name, strategy=strategy, keep=True) as other:
         other.await_partitions(PARTITIONS)
         await_until(lambda: len(other.processed()) == 40, what="the other's records")
         other.do("stall")  # it has everything, committed nothing, and gives nothing back

@@ -11,7 +11,7 @@ from conftest import await_until
 
 from rebalance.accounts import Flow, assert_once, await_committed, measured
 from rebalance.conftest import GroupScene
-from rebalance.foreign import KINDS
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import OptionError
 from spark_group_source.options.table import Options as Parsed
@@ -24,7 +24,7 @@ def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScen
     second = scene.topic(4, name=f"{first}.new")
     both = f"{first},{second}"
     with ExitStack() as stack:
-        other = stack.enter_context(scene.foreign(first, strategy=strategy))
+        other = stack.enter_context(scene.ordinary(first, strategy=strategy))
         old = Run(scene.run_options(first, strategy))
         stack.callback(old.close)
         flows = [stack.enter_context(Flow(scene.servers, name, 4, per_s=100)) for name in (first, second)]
@@ -48,7 +48,7 @@ def test_an_assignment_strategy_changes_through_a_list_of_both(ours_first: bool,
     """range -> `roundrobin,range` in one member -> in the other: the group changes with the last of them."""
     name = scene.topic(4)
     with ExitStack() as stack:
-        other = stack.enter_context(scene.foreign(name, strategy="range"))
+        other = stack.enter_context(scene.ordinary(name, strategy="range"))
         run = Run(scene.run_options(name, "range", leaveOnStop="always"))
         stack.callback(run.close)
         flow = stack.enter_context(Flow(scene.servers, name, 4))
@@ -64,7 +64,7 @@ def test_an_assignment_strategy_changes_through_a_list_of_both(ours_first: bool,
                 runs.append(run)
             else:
                 other.close()
-                other = stack.enter_context(scene.foreign(name, strategy="roundrobin,range"))
+                other = stack.enter_context(scene.ordinary(name, strategy="roundrobin,range"))
                 members.append(other)
             other.await_partitions(2)
             run.await_partitions(2)
@@ -88,7 +88,7 @@ def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_w
     """Another member stays classic all the time; the broker changes the kind of the group below it."""
     name = scene.topic(4)
     with ExitStack() as stack:
-        other = stack.enter_context(scene.foreign(name, strategy=assignor))
+        other = stack.enter_context(scene.ordinary(name, strategy=assignor))
         flow = stack.enter_context(Flow(scene.servers, name, 4))
         runs: list[Run] = []
         log: list[str] = []
@@ -115,7 +115,7 @@ def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that
 ) -> None:
     """The broker refuses; we go on trying, and are in as soon as the other member has left."""
     name = scene.topic(4)
-    with scene.foreign(name, strategy="cooperative-sticky") as other:
+    with scene.ordinary(name, strategy="cooperative-sticky") as other:
         other.await_partitions(4)
         scene.produce(name, [f"{n}" for n in range(20)])
         await_until(lambda: len(other.processed()) == 20, what="the other's records")

@@ -63,8 +63,8 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
         for _, rows in list(query.job.batches):
             for row in rows:
                 ends[TopicPartition(row.topic, row.partition)] = row.offset + 1
-        with scene.foreign(name, strategy=strategy) as other:
-            await_until(lambda: "foreign" in describe(scene.admin, scene.group).members, what="the other in the group")
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "ordinary" in describe(scene.admin, scene.group).members, what="the other in the group")
             before = scene.committed()
             stays(lambda: not other.partitions, 1.5, "the batch in flight")
             query.gate.set()

@@ -12,7 +12,7 @@ from kafka_words import await_served, produce_to
 
 from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
 from rebalance.conftest import GroupScene, Options
-from rebalance.foreign import KINDS
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
 from spark_group_source.model import TopicPartition
 
@@ -28,7 +28,7 @@ def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginni
     name = scene.topic(4)
     with (
         Run(scene.run_options(name, strategy, startingOffsets="latest")) as run,
-        scene.foreign(name, strategy=strategy) as other,
+        scene.ordinary(name, strategy=strategy) as other,
     ):
         other.await_partitions(2)
         run.await_partitions(2)
@@ -55,7 +55,7 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: st
         run.await_partitions(6)
         members = []
         for round_ in range(3):
-            with scene.foreign(name, strategy=strategy) as other:
+            with scene.ordinary(name, strategy=strategy) as other:
                 members.append(other)
                 other.await_partitions(3)
                 run.await_partitions(3)
@@ -68,11 +68,11 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: st
         assert_once(scene.admin, [name], [run], members)
         await_committed(scene.admin, scene.group, [name])
         at: dict[TopicPartition, int] = {}
-        foreigners = {(t, p, o) for member in members for t, p, o in member.processed()}
+        elsewhere = {(t, p, o) for member in members for t, p, o in member.processed()}
         for plan in run.planned:  # ranges chain: what lies between two of ours was read by another member
             for tp, (start, end) in plan.ranges.items():
                 between = {(tp.topic, tp.partition, o) for o in range(at.get(tp, 0), start)}
-                assert start >= at.get(tp, 0) and between <= foreigners, f"{tp}: {at.get(tp)} -> {start}"
+                assert start >= at.get(tp, 0) and between <= elsewhere, f"{tp}: {at.get(tp)} -> {start}"
                 at[tp] = end
 
 

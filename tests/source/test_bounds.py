@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Offsets, await_until
 from delta_files import living_rows
-from rebalance.foreign import Foreign
+from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
 from streams import PROTOCOLS, Engine, numbered, texts, values_of
 
@@ -33,7 +33,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
     monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
     monkeypatch.setattr("spark_group_source.group.steps.SETTLE_MS_MAX", 500)  # the first batch goes without its share
     given = scene.options("consumer", subscribe=name)
-    with Foreign(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
+    with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
         other.await_partitions(4)
         await_until(lambda: len(other.processed()) == 4, what="all records at the other member")
         with Engine(given) as engine:

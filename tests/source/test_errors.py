@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(scene: Scene
         (lambda doc: json.dumps({**doc, "topics": 7}), "the checkpoint's offset is damaged"),
         (lambda doc: json.dumps({"t": {"0": 5}}), "the checkpoint's offset is not one of kafka-group"),
     ],
-    ids=["newer", "damaged", "foreign"],
+    ids=["newer", "damaged", "another source"],
 )
 @pytest.mark.parametrize("pending", [False, True], ids=["done", "pending"])
 def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(
