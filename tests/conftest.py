@@ -29,7 +29,6 @@ from kafka_words import (
     produce_to,
 )
 from scenes import Scene
-from streams import JobFactory
 
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
@@ -172,12 +171,6 @@ def group_id(request: pytest.FixtureRequest) -> str:
 def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> Scene:
     """The test's group, and all that it uses of Kafka and Spark."""
     return Scene(request, group_id)
-
-
-@pytest.fixture
-def job(scene: Scene) -> JobFactory:
-    """``job(protocol="classic", checkpoint="c", **options)``: a Spark query in the test's group."""
-    return scene.job
 
 
 @pytest.fixture(scope="session")

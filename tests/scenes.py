@@ -4,13 +4,14 @@ Runs in: tests. Deliberately absent: judgements, and what only one file of tests
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
-from kafka_words import Offsets, Record, committed_of, end_offsets_of, produce_to
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
+from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from streams import Job, options_of
 
 from spark_group_source.local.broker import Broker
@@ -26,7 +27,7 @@ class Scene:
         self._request = request
         self.group = group
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """The test's temporary directory."""
         folder: Path = self._request.getfixturevalue("tmp_path")
@@ -34,7 +35,7 @@ class Scene:
 
     # --- Kafka -----------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def broker(self) -> Broker:
         broker: Broker = self._request.getfixturevalue("broker")
         return broker
@@ -43,12 +44,12 @@ class Scene:
     def servers(self) -> str:
         return self.broker.bootstrap_servers
 
-    @property
+    @cached_property
     def admin(self) -> AdminClient:
         admin: AdminClient = self._request.getfixturevalue("admin")
         return admin
 
-    @property
+    @cached_property
     def producer(self) -> Producer:
         producer: Producer = self._request.getfixturevalue("producer")
         return producer
@@ -64,6 +65,22 @@ class Scene:
         """Write records and return [(partition, offset)] once all are acknowledged."""
         return produce_to(self.producer, topic, records, partition=partition)
 
+    def grow(self, topic: str, partitions: int) -> None:
+        """Give the topic more partitions, and return once the brokers serve them and the producer knows them."""
+        self.admin.create_partitions([NewPartitions(topic, partitions)])[topic].result(ADMIN_S)
+        await_served(self.admin, topic, partitions)
+
+        def known() -> bool:
+            found = self.producer.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions.values()
+            return len(found) == partitions and all(p.leader >= 0 for p in found)
+
+        await_until(known, what="leaders of the new partitions")
+
+    def delete(self, topic: str) -> None:
+        """Delete the topic, and return once it is gone."""
+        self.admin.delete_topics([topic])[topic].result(ADMIN_S)
+        await_until(lambda: topic not in self.admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {topic}")
+
     def committed(self, group: str | None = None) -> Offsets:
         """The next offset of each partition that the test's group, or another, has committed."""
         return committed_of(self.admin, group or self.group)
@@ -74,7 +91,7 @@ class Scene:
 
     # --- queries ---------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def spark(self) -> "SparkSession":
         spark: SparkSession = self._request.getfixturevalue("spark")
         return spark

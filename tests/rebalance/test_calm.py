@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from conftest import TopicFactory, await_until
+from conftest import await_until
 from typer.testing import CliRunner
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
-from rebalance.conftest import GroupScene, Options
+from rebalance.accounts import Flow, stays
+from rebalance.conftest import GroupScene
 from rebalance.runs import Run, RunProcess
 from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
@@ -25,7 +25,7 @@ def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for
     with Run(scene.run_options(None, strategy, subscribePattern=name)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
-        members, before = describe(scene.admin, scene.group), run.statistics
+        members, before = scene.describe(), run.statistics
 
         def same() -> bool:
             run.check()
@@ -36,14 +36,14 @@ def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for
         with Flow(scene.servers, name, PARTITIONS) as flow:
             stays(same, for_s / 2, "the busy group")
             flow.stop()
-        assert_once(scene.admin, [name], [run])
-        await_committed(scene.admin, scene.group, [name])
-        assert describe(scene.admin, scene.group) == members
+        scene.assert_once([name], [run])
+        scene.await_committed(name)
+        assert scene.describe() == members
 
 
-def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(topic: TopicFactory, options: Options) -> None:
-    name = topic(1)  # of a broker whose minimum is 1 s
-    run = Run(options(name, kafka__session__timeout__ms=500, kafka__heartbeat__interval__ms=100))
+def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(scene: GroupScene) -> None:
+    name = scene.topic(1)  # of a broker whose minimum is 1 s
+    run = Run(scene.run_options(name, kafka__session__timeout__ms=500, kafka__heartbeat__interval__ms=100))
     try:
         await_until(lambda: run.error is not None, what="the run's end")
         assert isinstance(run.error, OptionError), run.error

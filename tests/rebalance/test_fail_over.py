@@ -37,7 +37,7 @@ def cluster_admin(cluster: Broker) -> AdminClient:
     return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
 
 
-class Scene:
+class ClusterScene:
     """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
 
     def __init__(self, cluster: Broker, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
@@ -124,8 +124,8 @@ def scene(
     group_id: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> Iterator[Scene]:
-    made = Scene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
+) -> Iterator[ClusterScene]:
+    made = ClusterScene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
     yield made
     if made.killed is not None:
         cluster.start_node(made.killed)
@@ -138,7 +138,7 @@ def _in_sync(admin: AdminClient) -> bool:
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_members_join(scene: Scene) -> None:
+def test_the_coordinator_dies_while_members_join(scene: ClusterScene) -> None:
     """Our run holds its revocation for the batch in flight, so the join cannot end."""
     with ExitStack() as stack:
         scene.member(stack).await_partitions(PARTITIONS)
@@ -154,7 +154,7 @@ def test_the_coordinator_dies_while_members_join(scene: Scene) -> None:
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_the_assignment_is_computed(scene: Scene) -> None:
+def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterScene) -> None:
     """The leader (the member that came first) has joined, waits for the others, and is killed before its answer comes:
     the join ends, and nobody computes."""
     with ExitStack() as stack:
@@ -177,7 +177,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: Scene) -> 
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Scene) -> None:
+def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: ClusterScene) -> None:
     """The newcomer has joined and is killed: the leader's assignment is there, and one member has not fetched it."""
     with ExitStack() as stack:
         scene.member(stack).await_partitions(PARTITIONS)
@@ -200,7 +200,7 @@ def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Scene)
 
 
 @pytest.mark.parametrize("scene", ["range", "cooperative-sticky", "consumer"], indirect=True)
-def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: Scene) -> None:
+def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: ClusterScene) -> None:
     with ExitStack() as stack:
         scene.member(stack).await_partitions(PARTITIONS)
         run = stack.enter_context(Run(scene.options))
@@ -217,7 +217,7 @@ def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scene", ["consumer"], indirect=True)
-def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Scene) -> None:
+def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: ClusterScene) -> None:
     """Our run holds what the broker has given to the newcomer."""
     with ExitStack() as stack:
         run = stack.enter_context(Run(scene.options))

@@ -3,11 +3,10 @@
 import time
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import TopicFactory, await_until
+from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
-from rebalance.conftest import GroupScene, Members, Options
+from rebalance.accounts import Flow, measured, stays
+from rebalance.conftest import GroupScene
 from rebalance.ordinary import STRATEGIES
 from rebalance.runs import Run
 
@@ -57,21 +56,19 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
             first = next(p for p in run.planned if p.ranges.keys() >= gained and p.seq > plan.seq)
             assert {tp: first.ranges[tp][0] for tp in gained} == {tp: gone_at[tp] for tp in gained}
         flow.stop()
-        assert_once(scene.admin, [name], [run], [other])
-        await_committed(scene.admin, scene.group, [name])
+        scene.assert_once([name], [run], [other])
+        scene.await_committed(name)
         assert run.statistics["maybe_twice"] == run.statistics["overruns"] == run.statistics["lost"] == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(
-    strategy: str, admin: AdminClient, topic: TopicFactory, options: Options, ordinary: Members, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy)) as run:
+def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(name, strategy)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
-        with ordinary(name, strategy=strategy) as other:
-            await_until(lambda: "ordinary" in describe(admin, group_id).members, 60, what="the other in the group")
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "ordinary" in scene.describe().members, 60, what="the other in the group")
             seen_at_s = time.monotonic()
             other.await_partitions(2)
             measured(f"{strategy}: {(other.first_assigned_at() - seen_at_s) * 1000:.0f} ms after it was in the group")

@@ -3,7 +3,7 @@
 import pytest
 from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_all_processed, await_committed, describe, measured, stays
+from rebalance.accounts import Flow, await_all_processed, measured, stays
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS, OrdinaryConsumer
 from rebalance.runs import Run, RunProcess
@@ -27,15 +27,15 @@ def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: st
         plan = run.hold()  # and it dies in the middle of a batch of ours
         other.kill()
         committed = scene.committed()
-        run.await_(lambda: not describe(scene.admin, scene.group).of("ordinary"), "the end of its session")
+        run.await_(lambda: not scene.describe().of("ordinary"), "the end of its session")
         assert run.planned[-1] == plan
         run.let_go()
         run.await_partitions(PARTITIONS)
         flow.stop()
-        assert_once(scene.admin, [name], [run], [other], twice=other.unconfirmed())
+        scene.assert_once([name], [run], [other], twice=other.unconfirmed())
         first = next(p for p in run.planned if p.seq > plan.seq and p.ranges.keys() >= gained)
         assert {tp: first.ranges[tp][0] for tp in gained} == {tp: committed.get(tp, 0) for tp in gained}
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         assert run.statistics["maybe_twice"] == 0
 
 
@@ -58,11 +58,11 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
         assert len(kept) == 20  # processed, not committed
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the records that it had not committed")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(10, 15)], partition=p)
         run.await_(lambda: len(run.records) == 60, "more records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         for order in ("commit", "give", "go"):
             other.tell(order)
         other.thaw()
@@ -76,7 +76,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
         zombie = {
             record for record in other.unconfirmed() if record[2] < 15
         }  # also what it had fetched and not yet lost
-        assert_once(scene.admin, [name], [run], [other], twice=zombie)
+        scene.assert_once([name], [run], [other], twice=zombie)
         assert kept <= zombie and len(gained) == 2
 
 
@@ -93,7 +93,7 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
         await_until(lambda: sum(run.statistics(scene.group).get("assigned", [])) == 2, 60, what="two for the run")
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         run.rest()
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
@@ -102,10 +102,10 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
         other.await_partitions(PARTITIONS)  # our session ended
-        await_committed(scene.admin, scene.group, [name])  # it read what we have in flight
+        scene.await_committed(name)  # it read what we have in flight
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         run.thaw()
         await_until(lambda: run.statistics(scene.group)["lost"] >= 2, 60, what="the loss to be known")
         assert run.statistics(scene.group)["maybe_twice"] == 20
@@ -116,8 +116,8 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
         in_flight = {(tp.topic, tp.partition, offset) for tp in ours for offset in range(10, 20)}
-        assert_once(scene.admin, [name], [run], [other], twice=in_flight)
-        await_committed(scene.admin, scene.group, [name])
+        scene.assert_once([name], [run], [other], twice=in_flight)
+        scene.await_committed(name)
         run.close()
         assert run.process.returncode == 0, run.output
 
@@ -134,7 +134,7 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy
         )
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         run.rest()
         for p in range(PARTITIONS):
             scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
@@ -144,10 +144,10 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy
             await_until(lambda: "revoking" in run.statistics(scene.group)["slots"], what="a held revocation")
             run.freeze()
             other.await_partitions(PARTITIONS)  # our session ended
-            await_committed(scene.admin, scene.group, [name])  # it read what we have in flight
+            scene.await_committed(name)  # it read what we have in flight
             for p in range(PARTITIONS):
                 scene.produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
-            await_committed(scene.admin, scene.group, [name])
+            scene.await_committed(name)
             run.thaw()
             run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
             await_until(lambda: len(run.records) > PARTITIONS * 10, what="the batch")
@@ -155,10 +155,10 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy
             await_until(lambda: sum(run.statistics(scene.group)["assigned"]) == 2, 60, what="two for the run again")
             for p in range(PARTITIONS):
                 scene.produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
-            await_committed(scene.admin, scene.group, [name])
+            scene.await_committed(name)
             counted = run.statistics(scene.group)["maybe_twice"]
             measured(f"{strategy}: {counted} offsets may have been read twice")
-            assert_once(scene.admin, [name], [run], [other], counted=counted)
+            scene.assert_once([name], [run], [other], counted=counted)
             run.close()
             assert run.process.returncode == 0, run.output
 
@@ -186,8 +186,8 @@ def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(strat
         first.await_partitions(PARTITIONS)
         measured(f"{strategy}: the second stream read {len(second.records)} records")
         flow.stop()
-        assert_once(scene.admin, [name], [first, second], twice=_last_batch(second))
-        await_committed(scene.admin, scene.group, [name])
+        scene.assert_once([name], [first, second], twice=_last_batch(second))
+        scene.await_committed(name)
 
 
 def _last_batch(run: Run) -> set[tuple[str, int, int]]:

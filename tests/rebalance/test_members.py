@@ -5,7 +5,7 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from conftest import ADMIN_S, await_until, end_offsets_of
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
+from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS
 from rebalance.runs import Run
@@ -22,27 +22,25 @@ PROTOCOLS = ("range", "consumer")
 def test_B62_more_members_than_partitions_is_no_trouble(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(name, strategy, groupMembers=6)) as run:
-        run.await_(lambda: describe(scene.admin, scene.group).state == "stable", "a stable group")
-        await_until(lambda: len(describe(scene.admin, scene.group).members) == 6, what="six members")
+        run.await_(lambda: scene.describe().state == "stable", "a stable group")
+        await_until(lambda: len(scene.describe().members) == 6, what="six members")
         run.await_partitions(PARTITIONS)
         with Flow(scene.servers, name, PARTITIONS) as flow:
             run.hold()
             run.let_go()
             with scene.ordinary(name, strategy=strategy) as other:  # it may get one, or be the seventh with nothing
-                await_until(
-                    lambda: "ordinary" in describe(scene.admin, scene.group).members, what="the other in the group"
-                )
+                await_until(lambda: "ordinary" in scene.describe().members, what="the other in the group")
                 if strategy != "consumer":  # which tells nothing of an empty assignment
                     await_until(lambda: other.joined, what="the other's assignment")
                 seen = len(run.planned)
                 run.await_(lambda: len(run.planned) > seen + 3, "batches with seven members")
                 other.close()
             run.await_partitions(PARTITIONS)
-            await_until(lambda: len(describe(scene.admin, scene.group).members) == 6, what="six members again")
+            await_until(lambda: len(scene.describe().members) == 6, what="six members again")
             flow.stop()
-        assert_once(scene.admin, [name], [run], [other])
-        await_committed(scene.admin, scene.group, [name])
-        assert sum(map(len, describe(scene.admin, scene.group).members.values())) == PARTITIONS
+        scene.assert_once([name], [run], [other])
+        scene.await_committed(name)
+        assert sum(map(len, scene.describe().members.values())) == PARTITIONS
         assert run.statistics["slots"] == ("assigned",) * 6
 
 
@@ -52,7 +50,7 @@ def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_firs
     with Run(scene.run_options(name)) as old:
         old.await_partitions(PARTITIONS)
         old.await_(lambda: len(old.records) == 4, "the first records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         generation = old.statistics["generation"]
         old.rest()
         with Run(scene.run_options(name), log=old.engine.log) as new:  # same checkpoint, same stream, same places
@@ -60,7 +58,7 @@ def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_firs
             assert new.statistics["generation"] == generation, "a take-over is no rebalance"
             scene.produce(name, ["e", "f"])
             new.await_(lambda: len(new.records) == 2, "the next records in the new run")
-            await_committed(scene.admin, scene.group, [name])
+            scene.await_committed(name)
             old._trigger.set()
             await_until(lambda: old.error is not None, what="the old run's end")
             assert isinstance(old.error, Fenced), old.error
@@ -70,8 +68,8 @@ def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_firs
             old.error = None  # seen, and meant
             scene.produce(name, ["g"])
             # What it still put into its own sink before it heard: a plain sink is not fenced as a DeltaSink is.
-            assert_once(scene.admin, [name], [old, new], twice=old.records[4:])
-            await_committed(scene.admin, scene.group, [name])
+            scene.assert_once([name], [old, new], twice=old.records[4:])
+            scene.await_committed(name)
             assert new.statistics["generation"] == generation
 
 
@@ -82,7 +80,7 @@ def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(scene:
     with old:
         old.await_partitions(PARTITIONS)
         old.await_(lambda: len(old.records) == 4, "the first records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         new = Run(scene.run_options(name, "consumer"), log=old.engine.log)
         try:
             new.await_(lambda: "joining" in new.statistics["slots"], "its first try")
@@ -91,8 +89,8 @@ def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(scene:
             old.close()
             new.await_partitions(PARTITIONS)
             scene.produce(name, ["e", "f"])
-            assert_once(scene.admin, [name], [old, new])
-            await_committed(scene.admin, scene.group, [name])
+            scene.assert_once([name], [old, new])
+            scene.await_committed(name)
         finally:
             new.close()
 
@@ -108,16 +106,16 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
     operator = Admin({"bootstrap.servers": scene.servers, "log_level": "3"})
     with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
         run.await_(lambda: len(run.records) == 20, "all records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         with pytest.raises(CommitFailed, match="refused to move group"):
             operator.move_committed(scene.group, back)
         assert scene.committed() == end_offsets_of(scene.admin, name)
-    await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="an empty group")
+    await_until(lambda: scene.describe().state == "empty", what="an empty group")
     operator.move_committed(scene.group, back)
     with Run(scene.run_options(name, strategy), log=run.engine.log) as again:
         again.await_(lambda: len(again.records) == 12, "the records behind the operator's offsets")
         again.await_idle()
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         assert sorted(again.records) == sorted(
             [(name, 0, o) for o in range(3, 10)] + [(name, 1, o) for o in range(5, 10)]
         )
@@ -133,7 +131,7 @@ def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(stra
         lags = []
         for turn in range(3):
             run.hold()
-            group = describe(scene.admin, scene.group)
+            group = scene.describe()
             assert group.state == "stable"
             assert set(group.clients.values()) == {
                 f"spark-group-{run.statistics['stream']}-{slot}" for slot in range(2)
@@ -145,8 +143,8 @@ def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(stra
             lags.append(100 - sum(begins.values()))
             run.let_go(rest=turn < 2)
         assert lags == [100, 80, 60]
-        await_committed(scene.admin, scene.group, [name])
-        assert_once(scene.admin, [name], [run])
+        scene.await_committed(name)
+        scene.assert_once([name], [run])
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
@@ -157,7 +155,7 @@ def test_B69_a_commit_from_outside_the_group_is_refused_while_ours_is_accepted(
     scene.produce(name, ["a", "b"])
     with Run(scene.run_options(name, strategy)) as run:
         run.await_(lambda: len(run.records) == 2, "the records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         stranger = Consumer({"bootstrap.servers": scene.servers, "group.id": scene.group, "log_level": 3})
         try:
             with pytest.raises(KafkaException) as refused:
@@ -166,8 +164,8 @@ def test_B69_a_commit_from_outside_the_group_is_refused_while_ours_is_accepted(
         finally:
             stranger.close()
         scene.produce(name, ["c"])
-        await_committed(scene.admin, scene.group, [name])
-        assert_once(scene.admin, [name], [run])
+        scene.await_committed(name)
+        scene.assert_once([name], [run])
         assert run.statistics["commits_failed"] == 0
 
 
@@ -184,11 +182,11 @@ def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(stra
         run = Run(scene.run_options(name, strategy))
         run.engine.coordinator.prepare_available_now()
         with run:
-            await_until(lambda: len(describe(scene.admin, scene.group).clients) == 2, what="both in the group")
+            await_until(lambda: len(scene.describe().clients) == 2, what="both in the group")
             stays(lambda: run._idle == 0, 1.5, "not believing that there is nothing to read")
             other.kill()
-            assert_once(scene.admin, [name], [run])
-            await_committed(scene.admin, scene.group, [name])
+            scene.assert_once([name], [run])
+            scene.await_committed(name)
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
@@ -212,7 +210,7 @@ def test_B71_G5_a_partition_goes_on_exactly_where_it_was_committed(
         run.await_(lambda: (name, 0, 3) in run.records, "the next record")
         run.await_idle()
         assert [o for _, _, o in run.records] == list(range(at, 4))
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
 
 
 def _begin(broker: Broker, tp: TopicPartition) -> int:

@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, measured
+from rebalance.accounts import Flow, measured
 from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS
 from rebalance.runs import Run
@@ -39,8 +39,8 @@ def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScen
         await_until(lambda: len(new.partitions) == len(other.partitions) == 4, 60, what="a fair share of eight")
         for flow in flows:
             flow.stop()
-        assert_once(scene.admin, [first, second], [old, new], [other], twice=last_batch(old))
-        await_committed(scene.admin, scene.group, [first, second])
+        scene.assert_once([first, second], [old, new], [other], twice=last_batch(old))
+        scene.await_committed(first, second)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -71,8 +71,8 @@ def test_an_assignment_strategy_changes_through_a_list_of_both(ours_first: bool,
             expected = "range" if ours == ours_first else "roundrobin"
             await_until(partial(_is, _assignor, scene.admin, scene.group, expected), what=expected)
         flow.stop()
-        assert_once(scene.admin, [name], runs, members, twice=last_batch(runs[0]))
-        await_committed(scene.admin, scene.group, [name])
+        scene.assert_once([name], runs, members, twice=last_batch(runs[0]))
+        scene.await_committed(name)
 
 
 def test_a_mix_of_eager_and_cooperative_strategies_is_refused_by_name() -> None:
@@ -106,8 +106,8 @@ def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_w
             measured(f"{assignor}: {kind} group with both kinds of members, {len(run.records)} records")
         flow.stop()
         twice = last_batch(runs[0]) | last_batch(runs[1]) | other.unconfirmed()
-        assert_once(scene.admin, [name], runs, [other], twice=twice)
-        await_committed(scene.admin, scene.group, [name])
+        scene.assert_once([name], runs, [other], twice=twice)
+        scene.await_committed(name)
 
 
 def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that_is_said(
@@ -128,8 +128,8 @@ def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that
             other.close()
             run.await_partitions(4)
             scene.produce(name, [f"{n}" for n in range(20, 40)])
-            assert_once(scene.admin, [name], [old, run], [other])
-            await_committed(scene.admin, scene.group, [name])
+            scene.assert_once([name], [old, run], [other])
+            scene.await_committed(name)
 
 
 def last_batch(run: Run) -> set[tuple[str, int, int]]:

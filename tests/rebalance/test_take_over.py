@@ -8,7 +8,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import ADMIN_S, await_until
 from kafka_words import set_committed
 
-from rebalance.accounts import await_committed, describe, stays
+from rebalance.accounts import stays
 from rebalance.conftest import GroupScene
 from rebalance.runs import RunProcess
 from spark_group_source.group.names import parse_note
@@ -33,18 +33,18 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
     with RunProcess(given, scene.folder / "old") as old:
         await_until(lambda: whole(old), 60, what="both slots' assignments")
         scene.produce(name, [f"{n}" for n in range(10)])
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         old.tell("hold")
         scene.produce(name, [f"{n}" for n in range(10, 20)])
         await_until(lambda: "batch in flight" in old.output, what="a batch in flight")
         old.freeze()
-        await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its session")
+        await_until(lambda: not scene.describe().members, what="the end of its session")
         shutil.copy(old.file, scene.folder / "new")
         with RunProcess(given, scene.folder / "new") as new:
             await_until(lambda: whole(new), 60, what="the successor's assignments")
             scene.produce(name, [f"{n}" for n in range(20, 25)])
             await_until(lambda: len(new.records) == 25, 60, what="the successor's records")
-            await_committed(scene.admin, scene.group, [name])
+            scene.await_committed(name)
 
             old.thaw()
             old.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
@@ -58,7 +58,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
 
             scene.produce(name, [f"{n}" for n in range(25, 30)])
             await_until(lambda: len(new.records) == 30, BACK_S, what="more of the successor's records")
-            await_committed(scene.admin, scene.group, [name])
+            scene.await_committed(name)
             assert new.records == [(name, 0, n) for n in range(30)]
             new.close()
             assert new.process.returncode == 0, new.output
@@ -79,9 +79,9 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     with RunProcess(given, file) as first:
         await_until(lambda: len(first.records) == 20, 60, what="all records")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         first.close()
-    await_until(lambda: not describe(scene.admin, scene.group).members, what="an empty group")
+    await_until(lambda: not scene.describe().members, what="an empty group")
     set_committed(scene.admin, scene.group, name, {tp.partition: at for tp, at in back.items()})
     with RunProcess(given, file, held=True) as second:
         await_until(lambda: "batch in flight" in second.output, 60, what="the batch behind the operator's offsets")
@@ -89,7 +89,7 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
         second.kill()  # nobody ever heard of that batch
     with RunProcess(given, file) as third:
         await_until(lambda: len(third.records) >= 20 + 12, 60, what="the records behind the operator's offsets")
-        await_committed(scene.admin, scene.group, [name])
+        scene.await_committed(name)
         third.close()
         assert third.process.returncode == 0, third.output
         again = [(name, tp.partition, offset) for tp, at in back.items() for offset in range(at, 10)]

@@ -1,12 +1,11 @@
 """G8, G2: runs that end by themselves have bounds and say what is missing; two streams of one query are refused."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import Offsets, await_until
+from conftest import await_until
 from delta_files import living_rows
 from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
@@ -17,7 +16,6 @@ from spark_group_source.driver import coordinator
 from spark_group_source.errors import RebalanceTimeout
 from spark_group_source.host import runs
 
-Committed = Callable[[str], Offsets]
 BUDGET_MS = 4000
 SELF_JOIN_S_MAX = 45
 """From the start of the query: what Spark needs to start two readers on a machine that is busy, and two looks."""
@@ -52,12 +50,7 @@ def test_G2_once_with_a_sink_that_says_what_is_durable_leaves_nothing_uncommitte
     one, table = scene.job(subscribe=name), scene.folder / "table"
     for n in range(2):
         scene.produce(name, numbered(10 * n, 10 * n + 9, 2))
-        writer = one.load().writeStream.foreachBatch(DeltaSink(table)).trigger(once=True)
-        query = writer.option("checkpointLocation", str(one.checkpoint)).start()
-        try:
-            assert query.awaitTermination(60)
-        finally:
-            query.stop()
+        one.run_into(DeltaSink(table), once=True)
         await_until(lambda: not runs.read(scene.group), what="the end of the run")
         assert scene.committed() == scene.end_offsets(name)
     assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 19)

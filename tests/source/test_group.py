@@ -2,29 +2,26 @@
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported without saying so
-    AdminClient,
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
     ResourceType,
 )
-from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
+from conftest import ADMIN_S, await_until
 from scenes import Scene
 from streams import (
     PROTOCOLS,
     Engine,
-    JobFactory,
     Outsider,
     describe,
     forget,
     numbered,
-    options_of,
     planned,
     texts,
     values_of,
@@ -35,34 +32,23 @@ from spark_group_source.errors import CommitFailed, Fenced, GroupError
 from spark_group_source.group.names import note_text
 from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter, Runtime
 from spark_group_source.kafka.committer import memberless
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.spark
 
-Committed = Callable[[str], Offsets]
 Shares = Sequence[tuple[Identity, Mapping[TopicPartition, int]]]
 Notes = Mapping[TopicPartition, str]
 
 
-@pytest.fixture
-def options(broker: Broker, group_id: str, admin: AdminClient) -> Callable[..., dict[str, str]]:
+def patient(scene: Scene, protocol: str = "classic", **more: object) -> dict[str, str]:
     """Options of a group whose members are not thrown out while a test pauses."""
-
-    def make(protocol: str = "classic", **more: object) -> dict[str, str]:
-        if protocol == "consumer":
-            entry = ConfigEntry("consumer.session.timeout.ms", "30000", incremental_operation=AlterConfigOpType.SET)
-            resource = ConfigResource(ResourceType.GROUP, group_id, incremental_configs=[entry])
-            for done in admin.incremental_alter_configs([resource]).values():
-                done.result(ADMIN_S)
-        else:
-            more = {"kafka__session__timeout__ms": 30_000, **more}
-        return options_of(broker.bootstrap_servers, group_id, protocol=protocol, **more)
-
-    return make
-
-
-OptionsOf = Callable[..., dict[str, str]]
+    if protocol == "classic":
+        return scene.options(protocol, kafka__session__timeout__ms=30_000, **more)
+    entry = ConfigEntry("consumer.session.timeout.ms", "30000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.GROUP, scene.group, incremental_configs=[entry])
+    for done in scene.admin.incremental_alter_configs([resource]).values():
+        done.result(ADMIN_S)
+    return scene.options(protocol, **more)
 
 
 # --- the group shows what is durable --------------------------------------------------------------------------------
@@ -87,10 +73,10 @@ def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run
     assert one.values == texts(0, 20)
 
 
-def test_G2_kafka_is_never_ahead_of_what_the_sink_has(options: OptionsOf, scene: Scene) -> None:
+def test_G2_kafka_is_never_ahead_of_what_the_sink_has(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
-    with Engine(options(subscribe=name)) as engine:
+    with Engine(patient(scene, subscribe=name)) as engine:
         engine.step()
         assert scene.committed().get(TopicPartition(name, 0), 0) == 0
         scene.produce(name, numbered(5, 9))
@@ -115,12 +101,12 @@ def refused_commits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_B47_a_refused_commit_costs_no_rows_and_the_next_one_covers_it(
-    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 5, 2))
     broken = refused_commits(monkeypatch)
-    with Engine(options(subscribe=name)) as engine:
+    with Engine(patient(scene, subscribe=name)) as engine:
         engine.step()
         scene.produce(name, numbered(6, 9), partition=0)
         engine.step()
@@ -132,14 +118,12 @@ def test_B47_a_refused_commit_costs_no_rows_and_the_next_one_covers_it(
         await_until(lambda: scene.committed() == scene.end_offsets(name), what="both batches in Kafka")
 
 
-def test_a_drain_is_not_done_before_kafka_has_the_offsets(
-    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drain_is_not_done_before_kafka_has_the_offsets(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 3))
     broken = refused_commits(monkeypatch)
     monkeypatch.setattr("spark_group_source.group.steps.ECHO_MS_MAX", 500)
-    with Engine(options(subscribe=name)) as engine:
+    with Engine(patient(scene, subscribe=name)) as engine:
         engine.step()
         with pytest.raises(GroupError, match="did not end its batch within 0 s"):
             drain(scene.group, timeout_s=0)  # asks, and goes
@@ -154,7 +138,7 @@ def test_a_drain_is_not_done_before_kafka_has_the_offsets(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
-    protocol: str, options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    protocol: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = scene.topic(4)
     scene.produce(name, numbered(0, 7, 4))
@@ -163,7 +147,7 @@ def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
         raise KafkaException(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED))
 
     monkeypatch.setattr(OffsetCommitter, "_own", refuse)
-    with Engine(options(protocol, subscribe=name, groupMembers=2)) as engine:
+    with Engine(patient(scene, protocol, subscribe=name, groupMembers=2)) as engine:
         engine.run()
         await_until(lambda: scene.committed() == scene.end_offsets(name), what="the first offsets")
         scene.produce(name, numbered(8, 11, 4))
@@ -174,7 +158,7 @@ def test_where_transactions_are_not_allowed_the_members_commit_what_they_hold(
 
 
 def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
-    options: OptionsOf, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = scene.topic()
     real, slow, sent = OffsetCommitter.commit, threading.Event(), []
@@ -185,7 +169,7 @@ def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
         real(self, shares, notes)
 
     monkeypatch.setattr(OffsetCommitter, "commit", commit)
-    with Engine(options(subscribe=name)) as engine:
+    with Engine(patient(scene, subscribe=name)) as engine:
         for n in range(4):
             scene.produce(name, numbered(n, n))
             engine.step()  # planning does not wait for the commit
@@ -201,18 +185,18 @@ def test_B48_the_last_of_several_batches_is_committed_for_all_of_them(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_B44_G1_a_planned_batch_has_the_same_rows_after_a_crash_though_another_member_has_its_partitions(
-    protocol: str, job: JobFactory, broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+    protocol: str, scene: Scene
 ) -> None:
-    name = topic(4)
-    produce(name, numbered(0, 7, 4))
-    one = job(protocol, subscribe=name)
+    name = scene.topic(4)
+    scene.produce(name, numbered(0, 7, 4))
+    one = scene.job(protocol, subscribe=name)
     one.run()
-    produce(name, numbered(8, 15, 4))
+    scene.produce(name, numbered(8, 15, 4))
     one.run()
     last, plans = max(planned(one.checkpoint)), planned(one.checkpoint)
     forget(one.checkpoint, "commits", last)
-    produce(name, numbered(16, 19, 4))
-    with Outsider(broker.bootstrap_servers, group_id, [name], protocol) as other:
+    scene.produce(name, numbered(16, 19, 4))
+    with Outsider(scene.servers, scene.group, [name], protocol) as other:
         await_until(lambda: len(other.partitions) == 4, what="another member with everything")
         one.run()
         await_until(lambda: other.partitions, what="the other member again with some")
@@ -221,15 +205,13 @@ def test_B44_G1_a_planned_batch_has_the_same_rows_after_a_crash_though_another_m
     assert planned(one.checkpoint)[last] == plans[last]
 
 
-def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(
-    job: JobFactory, topic: TopicFactory, produce: Produce
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    one = job(subscribe=name)
+def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(subscribe=name)
     one.run()
     forget(one.checkpoint, "commits", 0)
-    produce(name, numbered(4, 5, 2))
+    scene.produce(name, numbered(4, 5, 2))
     one.options["startingOffsets"] = "latest"
     one.run()
     assert [(number, values_of(rows)) for number, rows in one.batches] == [
@@ -242,47 +224,32 @@ def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(
 # --- restarts and ends ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def outsider(broker: Broker, group_id: str) -> Iterator[Callable[..., Outsider]]:
-    made: list[Outsider] = []
-
-    def make(name: str, protocol: str) -> Outsider:
-        made.append(Outsider(broker.bootstrap_servers, group_id, [name], protocol))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(
-    protocol: str, options: OptionsOf, scene: Scene, outsider: Callable[..., Outsider]
-) -> None:
+def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str, scene: Scene) -> None:
     name = scene.topic(6)
     scene.produce(name, numbered(0, 11, 6))
-    given = options(protocol, subscribe=name, groupMembers=2)
-    other = outsider(name, protocol)
+    given = patient(scene, protocol, subscribe=name, groupMembers=2)
+    with Outsider(scene.servers, scene.group, [name], protocol) as other:
 
-    def shared() -> bool:
-        members = describe(scene.admin, scene.group).members
-        return len(members) == 3 and all(len(has) == 2 for has in members.values()) and len(other.partitions) == 2
+        def shared() -> bool:
+            members = describe(scene.admin, scene.group).members
+            return len(members) == 3 and all(len(has) == 2 for has in members.values()) and len(other.partitions) == 2
 
-    with Engine(given) as first:
-        first.step()
-        await_until(lambda: first.step() is None and shared(), what="two partitions for each of three members")
-        first.run()
-        before = describe(scene.admin, scene.group)
-    rebalances = other.rebalances
-    assert len(describe(scene.admin, scene.group).members) == 3  # the places are kept
-    scene.produce(name, numbered(12, 23, 6))
-    with Engine(given, first.log) as second:
-        await_until(lambda: second.step() is None and len(second.rows) >= 8, what="the rows of our four partitions")
-        after = describe(scene.admin, scene.group)
-    assert after == before
-    assert other.rebalances == rebalances
-    ours = {(row.topic, row.partition) for row in second.rows}
-    assert ours.isdisjoint(other.partitions) and len(ours) == 4
+        with Engine(given) as first:
+            first.step()
+            await_until(lambda: first.step() is None and shared(), what="two partitions for each of three members")
+            first.run()
+            before = describe(scene.admin, scene.group)
+        rebalances = other.rebalances
+        assert len(describe(scene.admin, scene.group).members) == 3  # the places are kept
+        scene.produce(name, numbered(12, 23, 6))
+        with Engine(given, first.log) as second:
+            await_until(lambda: second.step() is None and len(second.rows) >= 8, what="the rows of our four partitions")
+            after = describe(scene.admin, scene.group)
+        assert after == before
+        assert other.rebalances == rebalances
+        ours = {(row.topic, row.partition) for row in second.rows}
+        assert ours.isdisjoint(other.partitions) and len(ours) == 4
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -299,13 +266,11 @@ def test_an_available_now_run_leaves_the_group_and_a_stopped_one_keeps_its_place
     assert describe(scene.admin, scene.group).members.keys() == during.members.keys()
 
 
-def test_leaveOnStop_always_gives_the_places_back_at_once(
-    options: OptionsOf, topic: TopicFactory, admin: AdminClient, group_id: str
-) -> None:
-    with Engine(options(subscribe=topic(2), groupMembers=2, leaveOnStop="always")) as engine:
+def test_leaveOnStop_always_gives_the_places_back_at_once(scene: Scene) -> None:
+    with Engine(patient(scene, subscribe=scene.topic(2), groupMembers=2, leaveOnStop="always")) as engine:
         engine.step()
-        assert len(describe(admin, group_id).members) == 2
-    assert describe(admin, group_id).members == {}
+        assert len(describe(scene.admin, scene.group).members) == 2
+    assert describe(scene.admin, scene.group).members == {}
 
 
 def test_leaveOnStop_never_keeps_the_places_of_a_bounded_run(scene: Scene) -> None:
@@ -320,10 +285,10 @@ def test_leaveOnStop_never_keeps_the_places_of_a_bounded_run(scene: Scene) -> No
 # --- old drivers ----------------------------------------------------------------------------------------------------
 
 
-def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(options: OptionsOf, scene: Scene) -> None:
+def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
-    given = options(subscribe=name)
+    given = patient(scene, subscribe=name)
     with Engine(given) as old:
         old.step()
         old.step()
@@ -353,37 +318,33 @@ def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(options: Opt
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B51_a_commit_of_the_old_driver_is_refused_by_the_broker(
-    protocol: str, options: OptionsOf, topic: TopicFactory, committed: Committed, group_id: str
-) -> None:
-    tp = TopicPartition(topic(), 0)
-    settings: dict[str, Any] = Engine(options(protocol, subscribe=tp.topic)).options.producer_settings()
-    old = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s", runtime=Runtime())
-    nobody = memberless(settings, group_id, runtime=Runtime())
+def test_B51_a_commit_of_the_old_driver_is_refused_by_the_broker(protocol: str, scene: Scene) -> None:
+    tp = TopicPartition(scene.topic(), 0)
+    settings: dict[str, Any] = Engine(patient(scene, protocol, subscribe=tp.topic)).options.producer_settings()
+    old = OffsetCommitter(settings, group=scene.group, transactional_id=f"{scene.group}.s", runtime=Runtime())
+    nobody = memberless(settings, scene.group, runtime=Runtime())
     old.commit([(nobody, {tp: 3})], {tp: note_text("s", 1)})
-    new = OffsetCommitter(settings, group=group_id, transactional_id=f"{group_id}.s", runtime=Runtime())
+    new = OffsetCommitter(settings, group=scene.group, transactional_id=f"{scene.group}.s", runtime=Runtime())
     new.commit([(nobody, {tp: 5})], {tp: note_text("s", 2)})
     with pytest.raises(Fenced):
         old.commit([(nobody, {tp: 4})], {tp: note_text("s", 2)})
-    assert committed(group_id) == {tp: 5}
+    assert scene.committed() == {tp: 5}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_G6_a_commit_in_the_name_of_a_member_that_is_out_is_refused_by_the_broker(
-    protocol: str, options: OptionsOf, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
+def test_G6_a_commit_in_the_name_of_a_member_that_is_out_is_refused_by_the_broker(protocol: str, scene: Scene) -> None:
     """An order that a freeze or a rebalance overtook moves no offset of the partition's next owner."""
-    tp = TopicPartition(topic(), 0)
-    produce(tp.topic, numbered(0, 4))
-    with Engine(options(protocol, subscribe=tp.topic, leaveOnStop="always")) as engine:
+    tp = TopicPartition(scene.topic(), 0)
+    scene.produce(tp.topic, numbered(0, 4))
+    with Engine(patient(scene, protocol, subscribe=tp.topic, leaveOnStop="always")) as engine:
         engine.step()
         engine.plan()
-        await_until(lambda: committed(group_id) == {tp: 5}, what="the echo")
+        await_until(lambda: scene.committed() == {tp: 5}, what="the echo")
         identity = engine.coordinator._members[0].identity
         assert identity is not None and identity.generation > 0
         settings: dict[str, Any] = engine.options.producer_settings()
-        transactional_id = f"{group_id}.other"
-        committer = OffsetCommitter(settings, group=group_id, transactional_id=transactional_id, runtime=Runtime())
+        transactional_id = f"{scene.group}.other"
+        committer = OffsetCommitter(settings, group=scene.group, transactional_id=transactional_id, runtime=Runtime())
         committer.commit([(identity, {tp: 5})], {tp: note_text("s", 1)})
         older = identity._replace(metadata=_of_generation(identity.metadata, identity.generation - 1))
         with pytest.raises(MemberStale) as stale:
@@ -394,7 +355,7 @@ def test_G6_a_commit_in_the_name_of_a_member_that_is_out_is_refused_by_the_broke
         with pytest.raises(MemberStale) as out:
             committer.commit([(identity, {tp: 3})], {tp: note_text("s", 2)})
         assert out.value.thrown_out
-    assert committed(group_id) == {tp: 5}
+    assert scene.committed() == {tp: 5}
 
 
 def _of_generation(metadata: Any, generation: int) -> bytes:
@@ -407,11 +368,11 @@ def _of_generation(metadata: Any, generation: int) -> bytes:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_B57_partitions_move_to_and_from_an_ordinary_member_between_batches_without_loss_or_repetition(
-    protocol: str, options: OptionsOf, scene: Scene
+    protocol: str, scene: Scene
 ) -> None:
     name = scene.topic(4)
     scene.produce(name, numbered(0, 7, 4))
-    with Engine(options(protocol, subscribe=name)) as engine:
+    with Engine(patient(scene, protocol, subscribe=name)) as engine:
         engine.step()
         with Outsider(scene.servers, scene.group, [name], protocol) as other:
             await_until(lambda: engine.step() is None and len(other.partitions) == 2, what="half of the partitions")

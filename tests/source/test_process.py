@@ -8,17 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from conftest import Offsets, TopicFactory, await_until
+from conftest import await_until
 from pyspark.sql.types import StructType
 from scenes import Scene
 from streams import (
     PROTOCOLS,
     Engine,
-    JobFactory,
     alive,
     descendants,
     describe,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 
-Committed = Callable[[str], Offsets]
 FROZEN_SESSION_S = 3
 CHILD_S = 120
 """Bound of a process that starts a Spark of its own."""
@@ -232,8 +230,8 @@ def asking(query: "StreamingQuery") -> bool:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B74_stop_ends_an_idle_query(protocol: str, job: JobFactory, topic: TopicFactory, no_reader_left: None) -> None:
-    query = job(protocol, subscribe=topic(), groupMembers=2).start()
+def test_B74_stop_ends_an_idle_query(protocol: str, scene: Scene, no_reader_left: None) -> None:
+    query = scene.job(protocol, subscribe=scene.topic(), groupMembers=2).start()
     query.processAllAvailable()
     assert len(readers_below()) == 1
     query.stop()
@@ -260,8 +258,8 @@ def test_B74_stop_ends_a_query_whose_tasks_are_busy(scene: Scene, no_reader_left
     assert values_of(one.run()) == texts(0, 2)
 
 
-def test_B74_stop_ends_a_query_that_finds_no_broker(job: JobFactory, no_reader_left: None) -> None:
-    one = job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
+def test_B74_stop_ends_a_query_that_finds_no_broker(scene: Scene, no_reader_left: None) -> None:
+    one = scene.job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
     query = one.start()
     await_until(lambda: asking(query), what="the first question for offsets")
     query.stop()

@@ -4,26 +4,23 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import Produce, TopicFactory, await_until
+from conftest import await_until
 from scenes import Scene
-from streams import Engine, numbered, options_of, texts, values_of
+from streams import Engine, numbered, texts, values_of
 
 from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import InvariantBroken
-from spark_group_source.local.broker import Broker
 
 REFUSAL = "can't start new thread"
 
 
 @pytest.fixture
-def options(broker: Broker, group_id: str, topic: TopicFactory, produce: Produce) -> dict[str, str]:
+def options(scene: Scene) -> dict[str, str]:
     """Two slots, a topic of two partitions with four records, and little patience."""
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    return options_of(
-        broker.bootstrap_servers, group_id, subscribe=name, groupMembers=2, kafka__max__poll__interval__ms=6000
-    )
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    return scene.options(subscribe=name, groupMembers=2, kafka__max__poll__interval__ms=6000)
 
 
 def ends_with(engine: Engine) -> str:
