@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from scenes import Scene
-from streams import options_of
+from streams import numbered, options_of
 
 from rebalance.accounts import Record, Recorded, Seen, assert_once, await_committed, describe
 from rebalance.ordinary import OrdinaryConsumer, settings_of
@@ -27,6 +27,11 @@ class GroupScene(Scene):
         self.members += 1
         file = self.folder / f"ordinary-{self.members}.txt"
         return OrdinaryConsumer(self.servers, self.group, list(topics), file, **more)
+
+    def fill(self, topic: str, each: int) -> None:
+        """So many more records for each partition of the topic."""
+        partitions = len(self.end_offsets(topic))
+        self.produce(topic, numbered(0, each * partitions - 1, partitions))
 
     def describe(self) -> Seen:
         """The test's group, by Kafka's account."""

@@ -45,16 +45,14 @@ def test_B63_a_batch_longer_than_the_poll_interval_costs_neither_membership_nor_
 @pytest.mark.parametrize("strategy", KINDS)
 def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    scene.fill(name, 10)
     slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
     with Run(slow) as run:
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the first records")
         scene.await_committed(name)
         run.rest()  # one batch over all partitions
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         in_flight = {r.tp: (r.start, r.end) for r in run.hold().batch()}
         assert len(in_flight) == PARTITIONS
         with scene.ordinary(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
@@ -76,8 +74,7 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strate
             went = in_flight if strategy in ("range", "roundrobin") else {tp: in_flight[tp] for tp in gained}
             assert run.statistics["maybe_twice"] == sum(end - start for start, end in went.values())
             await_until(lambda: len(run.partitions) == 2, what="two partitions for each")
-            for p in range(PARTITIONS):
-                scene.produce(name, [f"{p}-{n}" for n in range(20, 30)], partition=p)
+            scene.fill(name, 10)
             scene.assert_once([name], [run], [other], twice=read_again)
             scene.await_committed(name)
 
@@ -87,8 +84,7 @@ def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
 ) -> None:
     monkeypatch.setattr("spark_group_source.group.steps.PATIENCE_MS", 500)
     name = scene.topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        scene.produce(name, ["a"], partition=p)
+    scene.fill(name, 1)
     with Run(scene.run_options(name)) as first:
         first.hold()
         with Run(scene.run_options(name)) as second:

@@ -57,23 +57,20 @@ def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(scene: 
 def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     with RunProcess(scene.run_options(name, strategy, groupMembers=2), scene.folder / "run") as run:
-        await_until(
-            lambda: sum(run.statistics(scene.group).get("assigned", [])) == PARTITIONS, 60, what="its partitions"
-        )
+        run.await_partitions(PARTITIONS)
         run.tell("hold")
-        for p in range(PARTITIONS):
-            scene.produce(name, ["a", "b"], partition=p)
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        scene.fill(name, 2)
+        run.await_in_flight()
         with scene.ordinary(name, strategy=strategy) as other:
-            await_until(lambda: "revoking" in run.statistics(scene.group)["slots"], what="Kafka to ask for partitions")
+            await_until(lambda: "revoking" in run.statistics["slots"], what="Kafka to ask for partitions")
             stays(lambda: not other.partitions, 0.5, "the hold")
             run.tell("let_go")
             await_until(lambda: other.partitions, what="partitions at the other")
             await_until(
-                lambda: run.statistics(scene.group)["holds"] > 0 and not run.statistics(scene.group)["uncommitted"],
+                lambda: run.statistics["holds"] > 0 and not run.statistics["uncommitted"],
                 what="the hold in the statistics",
             )
-            found = run.statistics(scene.group)
+            found = run.statistics
             assert found["rebalances"] >= 2 and found["generation"] > 0
             assert len(found["assigned"]) == 2 and sum(found["assigned"]) <= PARTITIONS
             assert found["hold_max_ms"] >= 500 and found["hold_max_ms"] >= found["hold_last_ms"] >= 0

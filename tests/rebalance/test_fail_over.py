@@ -66,6 +66,14 @@ class ClusterScene:
         self.members.append(stack.enter_context(found))
         return found
 
+    def shared(self, stack: ExitStack) -> tuple[Run, Flow]:
+        """An ordinary consumer had all partitions, and our run has half of them now."""
+        self.member(stack).await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(self.options))
+        flow = stack.enter_context(Flow(self.cluster.bootstrap_servers, self.topic, PARTITIONS))
+        run.await_partitions(PARTITIONS // 2)
+        return run, flow
+
     def look(self) -> Seen:
         """The group now; after a failed question with a new client, which finds a moved coordinator at once."""
         while True:
@@ -141,10 +149,7 @@ def _in_sync(admin: AdminClient) -> bool:
 def test_the_coordinator_dies_while_members_join(scene: ClusterScene) -> None:
     """Our run holds its revocation for the batch in flight, so the join cannot end."""
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -158,11 +163,8 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
     """The leader (the member that came first) has joined, waits for the others, and is killed before its answer comes:
     the join ends, and nobody computes."""
     with ExitStack() as stack:
-        leader = scene.member(stack)
-        leader.await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
+        leader = scene.members[0]
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -180,10 +182,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
 def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: ClusterScene) -> None:
     """The newcomer has joined and is killed: the leader's assignment is there, and one member has not fetched it."""
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         run.hold()
         newcomer = scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -202,10 +201,7 @@ def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Cluste
 @pytest.mark.parametrize("scene", ["range", "cooperative-sticky", "consumer"], indirect=True)
 def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: ClusterScene) -> None:
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         scene.await_state("stable")
         generation = run.statistics["generation"]
         run.hold()

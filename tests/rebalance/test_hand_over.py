@@ -139,7 +139,7 @@ def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(strategy: s
             drain("nobody")
         await_until(lambda: len(run.records) > 100, what="records in the run")
         run.tell("hold")
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        run.await_in_flight()
         with pytest.raises(GroupError, match=f"in process {run.process.pid} did not end its batch within 1 s"):
             drain(scene.group, timeout_s=1)
         with pytest.raises(GroupError, match="no query"):

@@ -5,7 +5,7 @@ from conftest import await_until
 
 from rebalance.accounts import Flow, await_all_processed, measured, stays
 from rebalance.conftest import GroupScene
-from rebalance.ordinary import KINDS, OrdinaryConsumer
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
 from spark_group_source.model import TopicPartition
 
@@ -49,8 +49,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
     ):
         gained = other.await_partitions(2)
         run.await_partitions(2)
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        scene.fill(name, 10)
         await_until(lambda: len(other.processed()) == 20, what="the other's records")
         other.do("stall")  # so that the order to commit is the first thing it meets when it comes back
         other.freeze()
@@ -59,8 +58,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the records that it had not committed")
         scene.await_committed(name)
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10, 15)], partition=p)
+        scene.fill(name, 5)
         run.await_(lambda: len(run.records) == 60, "more records")
         scene.await_committed(name)
         for order in ("commit", "give", "go"):
@@ -70,8 +68,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
         assert refused["code"] in ("UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "STALE_MEMBER_EPOCH"), refused
         assert scene.committed() == {TopicPartition(name, p): 15 for p in range(PARTITIONS)}
         other.await_partitions(2)  # it is a member again, and starts where we are
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(15, 20)], partition=p)
+        scene.fill(name, 5)
         await_all_processed(scene.admin, [name], [run], [other])
         zombie = {
             record for record in other.unconfirmed() if record[2] < 15
@@ -87,34 +84,30 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
     file = scene.folder / "run.txt"
     with (
         RunProcess(scene.run_options(name, strategy, session_ms=2000), file) as run,
-        OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other,
+        scene.ordinary(name, strategy=strategy) as other,
     ):
         other.await_partitions(2)
-        await_until(lambda: sum(run.statistics(scene.group).get("assigned", [])) == 2, 60, what="two for the run")
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        run.await_partitions(2)
+        scene.fill(name, 10)
         scene.await_committed(name)
         run.rest()
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         run.tell("hold")
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        run.await_in_flight()
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
         other.await_partitions(PARTITIONS)  # our session ended
         scene.await_committed(name)  # it read what we have in flight
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
+        scene.fill(name, 5)
         scene.await_committed(name)
         run.thaw()
-        await_until(lambda: run.statistics(scene.group)["lost"] >= 2, 60, what="the loss to be known")
-        assert run.statistics(scene.group)["maybe_twice"] == 20
+        await_until(lambda: run.statistics["lost"] >= 2, 60, what="the loss to be known")
+        assert run.statistics["maybe_twice"] == 20
         run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
         await_until(lambda: len(run.records) >= 40, what="the batch")
         stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
-        await_until(lambda: sum(run.statistics(scene.group)["assigned"]) == 2, 60, what="two for the run again")
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
+        run.await_partitions(2)
+        scene.fill(name, 5)
         in_flight = {(tp.topic, tp.partition, offset) for tp in ours for offset in range(10, 20)}
         scene.assert_once([name], [run], [other], twice=in_flight)
         scene.await_committed(name)
@@ -129,34 +122,28 @@ def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy
     read on, and every offset of that is counted."""
     name = scene.topic(PARTITIONS)
     with RunProcess(scene.run_options(name, strategy, session_ms=2000), scene.folder / "run.txt") as run:
-        await_until(
-            lambda: sum(run.statistics(scene.group).get("assigned", [])) == PARTITIONS, 60, what="its partitions"
-        )
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        run.await_partitions(PARTITIONS)
+        scene.fill(name, 10)
         scene.await_committed(name)
         run.rest()
-        for p in range(PARTITIONS):
-            scene.produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         run.tell("hold")
-        await_until(lambda: run.output.count("batch in flight"), what="a batch in flight")
-        with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy=strategy) as other:
-            await_until(lambda: "revoking" in run.statistics(scene.group)["slots"], what="a held revocation")
+        run.await_in_flight()
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "revoking" in run.statistics["slots"], what="a held revocation")
             run.freeze()
             other.await_partitions(PARTITIONS)  # our session ended
             scene.await_committed(name)  # it read what we have in flight
-            for p in range(PARTITIONS):
-                scene.produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
+            scene.fill(name, 5)
             scene.await_committed(name)
             run.thaw()
             run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
             await_until(lambda: len(run.records) > PARTITIONS * 10, what="the batch")
             stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
-            await_until(lambda: sum(run.statistics(scene.group)["assigned"]) == 2, 60, what="two for the run again")
-            for p in range(PARTITIONS):
-                scene.produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
+            run.await_partitions(2)
+            scene.fill(name, 5)
             scene.await_committed(name)
-            counted = run.statistics(scene.group)["maybe_twice"]
+            counted = run.statistics["maybe_twice"]
             measured(f"{strategy}: {counted} offsets may have been read twice")
             scene.assert_once([name], [run], [other], counted=counted)
             run.close()

@@ -100,8 +100,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
     strategy: str, scene: GroupScene
 ) -> None:
     name = scene.topic(2)
-    for p in range(2):
-        scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    scene.fill(name, 10)
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     operator = Admin({"bootstrap.servers": scene.servers, "log_level": "3"})
     with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
@@ -125,8 +124,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        scene.produce(name, [f"{p}-{n}" for n in range(25)], partition=p)
+    scene.fill(name, 25)
     with Run(scene.run_options(name, strategy, groupMembers=2, maxOffsetsPerTrigger=20)) as run:
         lags = []
         for turn in range(3):
@@ -173,8 +171,7 @@ def test_B69_a_commit_from_outside_the_group_is_refused_while_ours_is_accepted(
 def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(strategy: str, scene: GroupScene) -> None:
     """A run that ends by itself starts while another member keeps the group from being stable."""
     name = scene.topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    scene.fill(name, 10)
     with scene.ordinary(name, strategy=strategy, keep=True) as other:
         other.await_partitions(PARTITIONS)
         await_until(lambda: len(other.processed()) == 40, what="the other's records")

@@ -27,7 +27,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
     given = scene.run_options(name, strategy, session_ms=2000, groupMembers=2)
 
     def whole(run: RunProcess) -> bool:
-        found = run.statistics(scene.group)
+        found = run.statistics
         return found.get("slots") == ["assigned"] * 2 and sum(found["assigned"]) == 1
 
     with RunProcess(given, scene.folder / "old") as old:
@@ -36,7 +36,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
         scene.await_committed(name)
         old.tell("hold")
         scene.produce(name, [f"{n}" for n in range(10, 20)])
-        await_until(lambda: "batch in flight" in old.output, what="a batch in flight")
+        old.await_in_flight()
         old.freeze()
         await_until(lambda: not scene.describe().members, what="the end of its session")
         shutil.copy(old.file, scene.folder / "new")
@@ -72,8 +72,7 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
     """By then the offset stands under the run's own name, and only the note beside it tells that it is newer than what
     the checkpoint says."""
     name = scene.topic(2)
-    for p in range(2):
-        scene.produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    scene.fill(name, 10)
     given = scene.run_options(name, strategy, session_ms=2000, leaveOnStop="always")
     file = scene.folder / "run"
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
@@ -84,7 +83,7 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
     await_until(lambda: not scene.describe().members, what="an empty group")
     set_committed(scene.admin, scene.group, name, {tp.partition: at for tp, at in back.items()})
     with RunProcess(given, file, held=True) as second:
-        await_until(lambda: "batch in flight" in second.output, 60, what="the batch behind the operator's offsets")
+        second.await_in_flight()
         assert _committed_by_a_stream(scene.admin, scene.group) == back
         second.kill()  # nobody ever heard of that batch
     with RunProcess(given, file) as third:

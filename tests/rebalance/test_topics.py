@@ -210,20 +210,18 @@ def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
     strategy: str, scene: GroupScene
 ) -> None:
     name = scene.topic(4)
-    for p in range(4):
-        scene.produce(name, ["old"], partition=p)
+    scene.fill(name, 1)
     file = scene.folder / "run"
     patient = scene.run_options(name, strategy, session_ms=20_000, startingOffsets="latest")
     with RunProcess(patient, file) as run:
-        await_until(lambda: sum(run.statistics(scene.group).get("assigned", [])) == 4, 60, what="its partitions")
+        run.await_partitions(4)
         starts = {TopicPartition(name, p): 1 for p in range(4)}
         await_until(lambda: scene.committed() == starts, what="the start positions in the group")
         await_until(lambda: len(run.offsets()) == 1, what="the first offset")
         before = scene.describe()
-        generation = run.statistics(scene.group)["generation"]
+        generation = run.statistics["generation"]
         run.kill()
-    for p in range(4):
-        scene.produce(name, ["new"], partition=p)  # while nobody is there
+    scene.fill(name, 1)  # while nobody is there
     with RunProcess(patient, file) as again:
         await_until(lambda: len(again.records) == 4, 60, what="the records of the meantime")
         assert {offset for _, _, offset in again.records} == {1}
@@ -231,4 +229,4 @@ def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
         after = scene.describe()
         assert after.members == before.members
         if strategy == "range":  # under KIP-848 a killed member's place is free when its session ends: the same place
-            assert again.statistics(scene.group)["generation"] == generation, "a rebalance"
+            assert again.statistics["generation"] == generation, "a rebalance"
