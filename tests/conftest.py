@@ -28,6 +28,7 @@ from kafka_words import (
     end_offsets_of,
     produce_to,
 )
+from scenes import Scene
 
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
@@ -164,6 +165,12 @@ def topic(admin: AdminClient, request: pytest.FixtureRequest) -> TopicFactory:
 def group_id(request: pytest.FixtureRequest) -> str:
     """A consumer group that no other test uses."""
     return _unique(request, "g")
+
+
+@pytest.fixture
+def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> Scene:
+    """The test's group, and all that it uses of Kafka and Spark."""
+    return Scene(request, group_id)
 
 
 @pytest.fixture(scope="session")

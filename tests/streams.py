@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("classic", "consumer")
 END_S = 60
-"""Bound of an AvailableNow run."""
+"""Bound of a run that ends by itself."""
+
+Sink = Callable[["DataFrame", int], None]
 
 
 class Seen(NamedTuple):
@@ -87,7 +89,12 @@ class Job:
         return self.start_frame(self.load(), **trigger)
 
     def start_frame(self, frame: "DataFrame", **trigger: Any) -> "StreamingQuery":
-        writer = frame.writeStream.foreachBatch(self._keep).option("checkpointLocation", str(self.checkpoint))
+        return self.start_into(self._keep, frame, **trigger)
+
+    def start_into(self, sink: Sink, frame: "DataFrame | None" = None, **trigger: Any) -> "StreamingQuery":
+        """Start the query with another sink; ``batches`` does not see its rows."""
+        loaded = self.load() if frame is None else frame
+        writer = loaded.writeStream.foreachBatch(sink).option("checkpointLocation", str(self.checkpoint))
         return (writer.trigger(**trigger) if trigger else writer).start()
 
     @contextlib.contextmanager
@@ -101,13 +108,17 @@ class Job:
     def run(self, **more: object) -> list[Seen]:
         """An AvailableNow run to its end; returns the rows of this run, and raises what the query failed with."""
         before = len(self.batches)
-        query = self.start_frame(self.load(**more), availableNow=True)
+        self.run_into(self._keep, self.load(**more), availableNow=True)
+        return rows_of(self.batches[before:])
+
+    def run_into(self, sink: Sink, frame: "DataFrame | None" = None, **trigger: Any) -> None:
+        """A run to its end, into another sink; raises what the query failed with."""
+        query = self.start_into(sink, frame, **trigger)
         try:
             ended = query.awaitTermination(END_S)
         finally:
             query.stop()
         assert ended, f"the run did not end within {END_S} s"
-        return rows_of(self.batches[before:])
 
     @property
     def rows(self) -> list[Seen]:
@@ -121,18 +132,6 @@ class Job:
         found = frame.selectExpr("topic", "partition", "offset", "string(value) value").collect()
         self.batches.append((number, [Seen(*row) for row in found]))
         self.on_batch(number)
-
-
-JobFactory = Callable[..., Job]
-
-
-def job_factory(spark: "SparkSession", servers: str, group: str, folder: Path) -> JobFactory:
-    """``job(protocol="classic", checkpoint="c", **options)`` for queries of one group."""
-
-    def make(protocol: str = "classic", checkpoint: str = "c", **options: object) -> Job:
-        return Job(spark, options_of(servers, group, protocol=protocol, **options), folder / checkpoint)
-
-    return make
 
 
 def rows_of(batches: Sequence[tuple[int, list[Seen]]]) -> list[Seen]:

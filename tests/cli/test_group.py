@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
-from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until
+from conftest import ADMIN_S, await_until
 from delta_files import living_rows
 from kafka_words import set_committed
-from streams import END_S, Job, JobFactory, Outsider, describe, job_factory, numbered, planned
+from scenes import Scene
+from streams import Job, Outsider, describe, numbered, planned
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
@@ -30,15 +30,12 @@ from spark_group_source.delta.checkpoint import positions
 from spark_group_source.delta.kept import read_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.group.names import Note, parse_note
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
-
-Committed = Callable[[str], Offsets]
 
 
 class Shown(NamedTuple):
@@ -53,22 +50,17 @@ CLI_S = 120
 
 
 @pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
-
-
-@pytest.fixture
-def run(spark: "SparkSession", broker: Broker, group_id: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Run:
     """``run("reset", "--to-latest")`` as typed, but in this process and with its Spark session."""
 
     @contextmanager
     def session(wanted: bool) -> "Iterator[SparkSession | None]":
-        yield spark if wanted else None
+        yield scene.spark if wanted else None
 
     monkeypatch.setattr(cli_group, "_spark", session)
 
     def invoke(command: str, *arguments: str) -> Shown:
-        common = ["--group", group_id, "--bootstrap-servers", broker.bootstrap_servers]
+        common = ["--group", scene.group, "--bootstrap-servers", scene.servers]
         result = CliRunner().invoke(app, [command, *common, *arguments], env={"COLUMNS": "2000"})
         return Shown(result.exit_code, result.output)
 
@@ -81,24 +73,23 @@ def refused(shown: Shown) -> str:
     return shown.output.splitlines()[-1]
 
 
-def into(job: Job, table: Path, *, dies_at: int | None = None) -> None:
-    """An AvailableNow run of the job into a Delta table; raises what the query failed with.
+def into(job: Job, table: Path) -> None:
+    """An AvailableNow run of the job into a Delta table; raises what the query failed with."""
+    job.run_into(DeltaSink(table), availableNow=True)
 
-    ``dies_at``: the batch that its sink does not survive: it is planned then, and not in the table.
-    """
+
+def die_in(scene: Scene, job: Job, table: Path, batch: int) -> None:
+    """A run whose sink does not survive the batch: it is planned then, and not in the table."""
     sink = DeltaSink(table)
 
     def write(df: "DataFrame", number: int) -> None:
-        if number == dies_at:
+        if number == batch:
             raise RuntimeError("the sink died")
         sink(df, number)
 
-    writer = job.load().writeStream.foreachBatch(write).option("checkpointLocation", str(job.checkpoint))
-    query = writer.trigger(availableNow=True).start()
-    try:
-        assert query.awaitTermination(END_S)
-    finally:
-        query.stop()
+    with pytest.raises(Exception, match="the sink died"):
+        job.run_into(write, availableNow=True)
+    await_left(scene)
 
 
 def offsets_in(table: Path) -> Counter[tuple[int, int]]:
@@ -108,15 +99,13 @@ def offsets_in(table: Path) -> Counter[tuple[int, int]]:
 # --- describe -------------------------------------------------------------------------------------------------------
 
 
-def test_describe_shows_members_offsets_lag_and_what_the_table_holds(
-    broker: Broker, job: JobFactory, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
-) -> None:
-    name, table = topic(2), tmp_path / "table"
-    produce(name, numbered(0, 9, 2))
-    into(job(subscribe=name), table)
-    produce(name, numbered(10, 12, 2))
-    command = [sys.executable, "-m", "spark_group_source", "describe", "--group", group_id, "--json"]
-    command += ["--bootstrap-servers", broker.bootstrap_servers, "--table", str(table)]
+def test_describe_shows_members_offsets_lag_and_what_the_table_holds(scene: Scene) -> None:
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    into(scene.job(subscribe=name), table)
+    scene.produce(name, numbered(10, 12, 2))
+    command = [sys.executable, "-m", "spark_group_source", "describe", "--group", scene.group, "--json"]
+    command += ["--bootstrap-servers", scene.servers, "--table", str(table)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
@@ -125,15 +114,13 @@ def test_describe_shows_members_offsets_lag_and_what_the_table_holds(
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
 
 
-def test_describe_names_the_member_of_each_partition(
-    run: Run, broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    with Outsider(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
         text = run("describe").output
-    assert f"group {group_id}: stable" in text and "1 members" in text
+    assert f"group {scene.group}: stable" in text and "1 members" in text
     assert text.count("rdkafka") >= 2, text
 
 
@@ -153,37 +140,28 @@ def test_describe_names_the_member_of_each_partition(
     ],
 )
 def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(
-    to: tuple[str, ...],
-    then: tuple[int, int],
-    run: Run,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    group_id: str,
+    to: tuple[str, ...], then: tuple[int, int], scene: Scene, run: Run
 ) -> None:
-    name = topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
-    produce(name, numbered(0, 9, 2, at_ms=1_000_000))
-    produce(name, numbered(10, 10, 2, at_ms=3_000_000))
-    set_committed(admin, group_id, name, {0: 5, 1: 5})
+    name = scene.topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
+    scene.produce(name, numbered(0, 9, 2, at_ms=1_000_000))
+    scene.produce(name, numbered(10, 10, 2, at_ms=3_000_000))
+    set_committed(scene.admin, scene.group, name, {0: 5, 1: 5})
     here = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
     arguments = [argument % name if "%s" in argument else argument for argument in to]
-    assert committed(group_id) == here
+    assert scene.committed() == here
     assert "nothing was changed" in run("reset", *arguments).output
-    assert committed(group_id) == here
+    assert scene.committed() == here
     run("reset", *arguments, "--execute")
-    assert committed(group_id) == dict(zip(here, then, strict=True))
+    assert scene.committed() == dict(zip(here, then, strict=True))
 
 
-def test_reset_is_refused_while_the_group_has_members(
-    run: Run, broker: Broker, topic: TopicFactory, group_id: str, committed: Committed
-) -> None:
-    name = topic()
-    with Outsider(broker.bootstrap_servers, group_id, [name]) as other:
+def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) -> None:
+    name = scene.topic()
+    with Outsider(scene.servers, scene.group, [name]) as other:
         await_until(lambda: other.partitions, what="its partitions")
         line = refused(run("reset", "--to-latest", "--topic", name, "--execute"))
-        assert f"group '{group_id}' is stable with 1 members: Kafka moves offsets only" in line
-        assert committed(group_id) == {}
+        assert f"group '{scene.group}' is stable with 1 members: Kafka moves offsets only" in line
+        assert scene.committed() == {}
 
 
 @pytest.mark.parametrize(
@@ -205,46 +183,38 @@ def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ..
     assert message in refused(run("reset", *arguments))
 
 
-def notes(admin: AdminClient, group: str) -> dict[TopicPartition, Note]:
+def notes(scene: Scene) -> dict[TopicPartition, Note]:
     """What the text beside each of the group's committed offsets says."""
-    request = [ConsumerGroupTopicPartitions(group)]
-    found = admin.list_consumer_group_offsets(request, require_stable=True)[group].result(ADMIN_S).topic_partitions
+    asked = scene.admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(scene.group)], require_stable=True)
+    found = asked[scene.group].result(ADMIN_S).topic_partitions
     return {TopicPartition(p.topic, p.partition): parse_note(p.metadata or "") for p in found or []}
 
 
-def await_left(admin: AdminClient, group: str) -> None:
+def await_left(scene: Scene) -> None:
     """Wait for the members of a query that failed: they leave while its end is told already."""
-    await_until(lambda: describe(admin, group).state == "empty", what="the members that leave")
+    await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="the members that leave")
 
 
-def test_a_reset_says_its_number_beside_every_offset_of_the_group(
-    run: Run, admin: AdminClient, topic: TopicFactory, produce: Produce, committed: Committed, group_id: str
-) -> None:
-    one, other = topic(2), topic()
-    produce(one, numbered(0, 9, 2))
-    set_committed(admin, group_id, one, {0: 4, 1: 5})
-    set_committed(admin, group_id, other, {0: 0})
+def test_a_reset_says_its_number_beside_every_offset_of_the_group(scene: Scene, run: Run) -> None:
+    one, other = scene.topic(2), scene.topic()
+    scene.produce(one, numbered(0, 9, 2))
+    set_committed(scene.admin, scene.group, one, {0: 4, 1: 5})
+    set_committed(scene.admin, scene.group, other, {0: 0})
     for number in (1, 2):
         shown = run("reset", "--topic", one, "--to-earliest", "--execute")
-        assert f"moved 2 partitions of group {group_id}; this was its reset {number}" in shown.output
+        assert f"moved 2 partitions of group {scene.group}; this was its reset {number}" in shown.output
         here = {TopicPartition(one, 0): 0, TopicPartition(one, 1): 0, TopicPartition(other, 0): 0}
-        assert committed(group_id) == here
-        assert notes(admin, group_id) == dict.fromkeys(here, Note(epoch=number))
+        assert scene.committed() == here
+        assert notes(scene) == dict.fromkeys(here, Note(epoch=number))
 
 
 def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_until_it_is_settled(
-    run: Run,
-    job: JobFactory,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    group_id: str,
-    tmp_path: Path,
+    scene: Scene, run: Run
 ) -> None:
     """All with one checkpoint: what was refused is in it, and void after the reset that the refusal names."""
-    name, table = topic(2), tmp_path / "table"
-    produce(name, numbered(0, 9, 2))
-    one = job(subscribe=name)
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name)
     into(one, table)
     everything = {(p, offset): 1 for p in range(2) for offset in range(5)}
     assert offsets_in(table) == everything
@@ -253,11 +223,11 @@ def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_
     for _ in range(2):
         with pytest.raises(Exception, match="LedgerConflict") as refused:
             into(one, table)
-        await_left(admin, group_id)
+        await_left(scene)
         assert "spark-group reset" in str(refused.value)
         assert offsets_in(table) == everything, "nothing was written"
     run("reset", "--to-ledger", "--table", str(table), "--execute")
-    produce(name, numbered(10, 11, 2))
+    scene.produce(name, numbered(10, 11, 2))
     into(one, table)
     everything |= {(0, 5): 1, (1, 5): 1}
     assert offsets_in(table) == everything
@@ -277,30 +247,19 @@ def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_
     ids=["back", "forward", "to the ledger"],
 )
 def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goes_on_where_the_reset_says(
-    to: tuple[str, ...],
-    times: dict[int, int],
-    run: Run,
-    job: JobFactory,
-    spark: "SparkSession",
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    group_id: str,
-    tmp_path: Path,
+    to: tuple[str, ...], times: dict[int, int], scene: Scene, run: Run
 ) -> None:
     """``times``: how often the records from each offset on are in the table in the end; once before the first."""
-    name, table = topic(2), tmp_path / "table"
-    produce(name, numbered(0, 19, 2))
-    one = job(subscribe=name, maxOffsetsPerTrigger=8)
-    with pytest.raises(Exception, match="the sink died"):
-        into(one, table, dies_at=2)
-    await_left(admin, group_id)
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 19, 2))
+    one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
+    die_in(scene, one, table, 2)
     pending = planned(one.checkpoint)[2]
     assert set(pending.ranges.values()) == {(8, 10)}
     for _ in range(2):
         shown = run("reset", *to, "--table", str(table), "--execute")
     assert "this was its reset 2" in shown.output
-    produce(name, numbered(20, 23, 2))
+    scene.produce(name, numbered(20, 23, 2))
     into(one, table)
 
     steps = {0: 1, **times}
@@ -311,30 +270,21 @@ def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goe
     assert {number: plan.epoch for number, plan in plans.items() if number > 2} == dict.fromkeys(
         range(3, len(plans)), 2
     )
-    ledger = read_ledger(spark, str(table), group_id)
+    ledger = read_ledger(scene.spark, str(table), scene.group)
     assert ledger is not None
     assert (ledger.epoch, set(ledger.offsets.values())) == (2, {12})
-    found = notes(admin, group_id)
+    found = notes(scene)
     assert {(note.stream, note.epoch) for note in found.values()} == {(pending.stream, 2)}, "the number is carried on"
 
 
-def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(
-    run: Run,
-    job: JobFactory,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
+def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(scene: Scene, run: Run) -> None:
     """The other topic goes on at its committed offset, so that what the void batch was to read of it is not lost."""
-    moved, other, table = topic(name=f"{group_id}-moved"), topic(name=f"{group_id}-other"), tmp_path / "table"
+    moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))
+    table = scene.folder / "table"
     for name in (moved, other):
-        produce(name, numbered(0, 9))
-    one = job(subscribe=f"{moved},{other}", maxOffsetsPerTrigger=8)
-    with pytest.raises(Exception, match="the sink died"):
-        into(one, table, dies_at=2)
-    await_left(admin, group_id)
+        scene.produce(name, numbered(0, 9))
+    one = scene.job(subscribe=f"{moved},{other}", maxOffsetsPerTrigger=8)
+    die_in(scene, one, table, 2)
     run("reset", "--topic", moved, "--to-earliest", "--table", str(table), "--execute")
     into(one, table)
     found = Counter((row["topic"], row["offset"]) for row in living_rows(table, ["topic", "offset"]))
@@ -345,21 +295,12 @@ def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(
 
 
 def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
-    run: Run,
-    job: JobFactory,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    group_id: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scene: Scene, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, table = topic(2), tmp_path / "table"
-    produce(name, numbered(0, 19, 2))
-    one = job(subscribe=name, maxOffsetsPerTrigger=8)
-    with pytest.raises(Exception, match="the sink died"):
-        into(one, table, dies_at=2)
-    await_left(admin, group_id)
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 19, 2))
+    one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
+    die_in(scene, one, table, 2)
 
     def die(*_: object, **__: object) -> None:
         raise OSError("killed")
@@ -367,10 +308,10 @@ def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
     with monkeypatch.context() as killed:
         killed.setattr(kept, "set_ledger", die)
         assert run("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
-    assert {note.epoch for note in notes(admin, group_id).values()} == {1}
+    assert {note.epoch for note in notes(scene).values()} == {1}
     with pytest.raises(Exception, match=r"Kafka says 3, the table holds up to 10"):
         into(one, table)
-    await_left(admin, group_id)
+    await_left(scene)
     once = {(p, offset): 1 for p in range(2) for offset in range(10)}
     assert offsets_in(table) == once, "what was pending was not planned after the reset that the table never saw"
     run("reset", "--to-offset", "3", "--table", str(table), "--execute")
@@ -378,37 +319,29 @@ def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
     assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in once}
 
 
-def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_ended(
-    run: Run,
-    spark: "SparkSession",
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    group_id: str,
-) -> None:
+def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_ended(scene: Scene, run: Run) -> None:
     """The initial positions of a stream survive its batches and restarts: batch 0 began there."""
-    name = topic(2)
+    name = scene.topic(2)
     p0, p1 = TopicPartition(name, 0), TopicPartition(name, 1)
-    produce(name, numbered(0, 19, 2))
+    scene.produce(name, numbered(0, 19, 2))
     starting = json.dumps({name: {"0": 4, "1": 2}})
-    one = job(subscribe=name, startingOffsets=starting, maxOffsetsPerTrigger=4)
+    one = scene.job(subscribe=name, startingOffsets=starting, maxOffsetsPerTrigger=4)
     one.run()
     checkpoint = str(one.checkpoint)
-    assert committed(group_id) == {p0: 10, p1: 10}
+    assert scene.committed() == {p0: 10, p1: 10}
     run("reset", "--to-earliest", "--execute")
 
     run("reset", "--to-checkpoint", checkpoint, "--execute")
-    assert committed(group_id) == {p0: 10, p1: 10}
+    assert scene.committed() == {p0: 10, p1: 10}
     run("reset", "--to-checkpoint", checkpoint, "--batch", "0", "--execute")
-    assert committed(group_id) == {p0: 4, p1: 2}
+    assert scene.committed() == {p0: 4, p1: 2}
     run("reset", "--to-checkpoint", checkpoint, "--batch", "1", "--topic", name, "--execute")
-    assert committed(group_id) == {p0: 6, p1: 4}
+    assert scene.committed() == {p0: 6, p1: 4}
     assert len(one.run()) == 10, "what came after batch 0, once more"
 
     with pytest.raises(OptionError, match=r"does not have batch 77; it has 0 to \d+"):
-        positions(spark, checkpoint, group_id, 77)
+        positions(scene.spark, checkpoint, scene.group, 77)
     with pytest.raises(OptionError, match=r"batch 0 in .* has no partition of group 'other'"):
-        positions(spark, checkpoint, "other", 0)
+        positions(scene.spark, checkpoint, "other", 0)
     with pytest.raises(OptionError, match=r"has no finished batch\. Is it the checkpointLocation"):
-        positions(spark, f"{checkpoint}-no", group_id)
+        positions(scene.spark, f"{checkpoint}-no", scene.group)

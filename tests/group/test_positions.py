@@ -17,7 +17,8 @@ OTHER = tps("payments", 0)[0]
 FROM_THE_END = StartingPosition(everywhere=LATEST)
 
 
-def foreign(offset: int) -> ev.Committed:
+def by_no_stream(offset: int) -> ev.Committed:
+    """The commit of an ordinary consumer, or of an operator."""
     return ev.Committed(offset=offset)
 
 
@@ -42,7 +43,7 @@ def test_an_assignment_that_names_held_partitions_again_changes_nothing_for_them
 
 def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group: GroupHarness) -> None:
     group.assigned(A, B)
-    group.taken({A: foreign(70), B: ev.Committed(offset=80, stream="another")})
+    group.taken({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
     assert group.machine.plannable() == {A: 70, B: 80}
     assert group.said() == []  # nothing of ours was moved
     # An ordinary consumer's commit is marked in the offset, a stream's is not.
@@ -52,7 +53,7 @@ def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group:
 def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
-    assert group.committed({A: foreign(70), B: 80}) == [
+    assert group.committed({A: by_no_stream(70), B: 80}) == [
         ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
     ]
     assert group.machine.positions.resolved and not group.gathered()
@@ -69,13 +70,13 @@ def test_what_somebody_else_committed_may_go_again_before_it_was_committed_under
     group.plan({B: (100, 110)})
     group.durable()
     group.assigned(A)
-    group.committed({A: foreign(70)})
+    group.committed({A: by_no_stream(70)})
     assert group.revoking(A) == [ev.Release(slot=0, client=1)]
 
 
 def test_a_commit_on_its_way_is_waited_for_even_if_it_changes_nothing(group: GroupHarness) -> None:
     group.assigned(A)
-    commands = group.committed({A: foreign(70)})
+    commands = group.committed({A: by_no_stream(70)})
     assert group.revoking(A) == []  # it could arrive after the next member's commit
     assert group.echoed(commands) == [ev.Release(slot=0, client=1)]
 
@@ -104,15 +105,15 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
-    group.taken({A: foreign(offset)})
+    group.taken({A: by_no_stream(offset)})
     assert group.machine.plannable() == {A: offset}
     assert group.machine.positions.followed() == {A}
     assert any(f"from 100 to {offset}" in text for text in group.said())
 
 
-def test_a_batch_makes_a_foreign_position_our_own(group: GroupHarness) -> None:
+def test_a_batch_makes_a_followed_position_our_own(group: GroupHarness) -> None:
     group.assigned(A, B)
-    group.taken({A: foreign(70), B: foreign(80)})
+    group.taken({A: by_no_stream(70), B: by_no_stream(80)})
     group.plan({A: (70, 75)})
     assert group.machine.positions.followed() == {A, B}
     group.durable()
@@ -212,7 +213,7 @@ def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: Grou
     assert only(ev.FetchCommitted, group.assigned(A)) == []
     assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
     assert group.machine.plannable() == {}
-    group.taken({A: foreign(300)})
+    group.taken({A: by_no_stream(300)})
     assert group.machine.plannable() == {A: 300}
 
 
@@ -222,7 +223,7 @@ def test_a_start_older_than_a_partitions_return_is_asked_for_again(group: GroupH
     group.revoking(A)
     group.assigned(A)
     assert group.resolved({A: 0}) == [ev.FetchCommitted(partitions=(A,))]
-    group.taken({A: foreign(300)})
+    group.taken({A: by_no_stream(300)})
     assert group.machine.plannable() == {A: 300}
 
 
@@ -386,9 +387,9 @@ def test_what_others_read_of_the_batch_does_not_move_a_partition_that_was_lost_d
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.taken({A: foreign(offset)})
+        group.taken({A: by_no_stream(offset)})
     else:
-        group.taken({A: foreign(offset)})
+        group.taken({A: by_no_stream(offset)})
         group.durable()
         if offset < 150:
             group.echoed()
@@ -409,9 +410,9 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
     group.assigned(A)
     if first == "durable":
         group.durable()
-        group.taken({A: foreign(offset)})
+        group.taken({A: by_no_stream(offset)})
     else:
-        group.taken({A: foreign(offset)})
+        group.taken({A: by_no_stream(offset)})
         group.durable()
     assert group.machine.plannable() == {A: offset}
     assert group.machine.positions.followed() == {A}

@@ -1,7 +1,7 @@
 """Records that flow while members come and go, and the account at the end: everything once.
 
 Runs in: tests. What was produced is asked from Kafka's admin API; what was processed comes from the runs' sinks and the
-foreign members' own files.
+ordinary consumers' own files.
 """
 
 import threading
@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
 from kafka_words import ADMIN_S, POLL_S, await_until, committed_of, end_offsets_of
 
-from rebalance.foreign import Foreign
+from rebalance.ordinary import OrdinaryConsumer
 from spark_group_source.model import TopicPartition
 
 DRAINED_S = 60
@@ -101,7 +101,7 @@ def await_all_processed(
     admin: AdminClient,
     topics: Sequence[str],
     runs: Sequence[Recorded],
-    foreign: Sequence[Foreign] = (),
+    ordinary: Sequence[OrdinaryConsumer] = (),
     *,
     deadline_s: float = DRAINED_S,
 ) -> None:
@@ -112,7 +112,7 @@ def await_all_processed(
             if (check := getattr(run, "check", None)) is not None:
                 check()
         seen = {record for run in runs for record in run.records}
-        seen |= {record for member in foreign for record in member.processed()}
+        seen |= {record for member in ordinary for record in member.processed()}
         return produced(admin, topics) - seen
 
     left: set[Record] = set()
@@ -133,7 +133,7 @@ def assert_once(
     admin: AdminClient,
     topics: Sequence[str],
     runs: Sequence[Recorded],
-    foreign: Sequence[Foreign] = (),
+    ordinary: Sequence[OrdinaryConsumer] = (),
     *,
     twice: Iterable[Record] = (),
     counted: int = 0,
@@ -145,12 +145,12 @@ def assert_once(
             it could commit them.
         counted: how many more a run of ours lost without a commit, by its own statistics.
     """
-    await_all_processed(admin, topics, runs, foreign)
+    await_all_processed(admin, topics, runs, ordinary)
     counts = Counter(record for run in runs for record in run.records)
-    counts.update(record for member in foreign for record in member.processed())
+    counts.update(record for member in ordinary for record in member.processed())
     doubled = {record for record, count in counts.items() if count > 1}
     unjustified = sorted(doubled - set(twice))
-    who = [name for name, party in parties(runs, foreign) if unjustified and unjustified[0] in party]
+    who = [name for name, party in parties(runs, ordinary) if unjustified and unjustified[0] in party]
     assert len(unjustified) <= counted, f"{len(unjustified)} records were processed twice: {unjustified[:5]}, by {who}"
     assert counts.keys() == produced(admin, topics)
 
@@ -161,9 +161,9 @@ def records_in(table: Path) -> list[Record]:
     return [(row["topic"], row["partition"], row["offset"]) for row in rows]
 
 
-def parties(runs: Sequence[Recorded], foreign: Sequence[Foreign]) -> list[tuple[str, set[Record]]]:
+def parties(runs: Sequence[Recorded], ordinary: Sequence[OrdinaryConsumer]) -> list[tuple[str, set[Record]]]:
     found = [(f"run {i}", set(run.records)) for i, run in enumerate(runs)]
-    return found + [(f"foreign {i}", set(member.processed())) for i, member in enumerate(foreign)]
+    return found + [(f"ordinary {i}", set(member.processed())) for i, member in enumerate(ordinary)]
 
 
 def await_committed(admin: AdminClient, group: str, topics: Sequence[str], deadline_s: float = DRAINED_S) -> None:

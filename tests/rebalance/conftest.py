@@ -1,27 +1,62 @@
-"""What the tests of rebalances share: a group's options, runs and members, all tied to the test's broker."""
+"""What the tests of rebalances share: a group with runs of ours and ordinary consumers in it, and its accounts."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from streams import options_of
+from scenes import Scene
+from streams import numbered, options_of
 
-from rebalance.foreign import Foreign, settings_of
-from spark_group_source.local.broker import Broker
+from rebalance.accounts import Record, Recorded, Seen, assert_once, await_committed, describe
+from rebalance.ordinary import OrdinaryConsumer, settings_of
 
-Options = Callable[..., dict[str, str]]
-Members = Callable[..., Foreign]
+
+class GroupScene(Scene):
+    """The test's group with runs of ours and ordinary consumers in it."""
+
+    members = 0
+
+    def run_options(
+        self, topic: str | None, strategy: str = "range", *, session_ms: int = 6000, **more: object
+    ) -> dict[str, str]:
+        """Options of a run in the test's group."""
+        return make_options(self.servers, self.group, topic, strategy, session_ms=session_ms, **more)
+
+    def ordinary(self, *topics: str, **more: Any) -> OrdinaryConsumer:
+        """Start an ordinary consumer in the test's group; close it."""
+        self.members += 1
+        file = self.folder / f"ordinary-{self.members}.txt"
+        return OrdinaryConsumer(self.servers, self.group, list(topics), file, **more)
+
+    def fill(self, topic: str, each: int) -> None:
+        """So many more records for each partition of the topic."""
+        partitions = len(self.end_offsets(topic))
+        self.produce(topic, numbered(0, each * partitions - 1, partitions))
+
+    def describe(self) -> Seen:
+        """The test's group, by Kafka's account."""
+        return describe(self.admin, self.group)
+
+    def await_committed(self, *topics: str) -> None:
+        """See :func:`rebalance.accounts.await_committed`."""
+        await_committed(self.admin, self.group, topics)
+
+    def assert_once(
+        self,
+        topics: Sequence[str],
+        runs: Sequence[Recorded],
+        ordinary: Sequence[OrdinaryConsumer] = (),
+        *,
+        twice: Iterable[Record] = (),
+        counted: int = 0,
+    ) -> None:
+        """See :func:`rebalance.accounts.assert_once`."""
+        assert_once(self.admin, topics, runs, ordinary, twice=twice, counted=counted)
 
 
 @pytest.fixture
-def options(broker: Broker, group_id: str) -> Options:
-    """``options(topic, strategy="range", session_ms=6000, **more)`` for a run in the test's group."""
-
-    def make(topic: str | None, strategy: str = "range", *, session_ms: int = 6000, **more: object) -> dict[str, str]:
-        return make_options(broker.bootstrap_servers, group_id, topic, strategy, session_ms=session_ms, **more)
-
-    return make
+def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> GroupScene:
+    return GroupScene(request, group_id)
 
 
 def make_options(
@@ -33,16 +68,3 @@ def make_options(
     subscribe = {} if topic is None else {"subscribe": topic}
     kafka = {f"kafka.{name}": value for name, value in own.items()}
     return options_of(servers, group, protocol=protocol, **{**kafka, **subscribe, **more})
-
-
-@pytest.fixture
-def foreign(broker: Broker, group_id: str, tmp_path: Path) -> Members:
-    """``foreign(topic, strategy="range", **more)`` starts an ordinary consumer in the test's group; close it."""
-    count = 0
-
-    def make(*topics: str, **more: Any) -> Foreign:
-        nonlocal count
-        count += 1
-        return Foreign(broker.bootstrap_servers, group_id, list(topics), tmp_path / f"foreign-{count}.txt", **more)
-
-    return make

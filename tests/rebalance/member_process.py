@@ -1,7 +1,8 @@
 """An ordinary consumer as a program: processes records, writes each down, commits them; told what to do by lines.
 
-Runs in: a child process of the tests (:class:`rebalance.foreign.Foreign`). Deliberately absent: everything of this
-package. One JSON object a line: commands come in on stdin, what happened goes out on stdout, with the monotonic time.
+Runs in: a child process of the tests (:class:`rebalance.ordinary.OrdinaryConsumer`). Deliberately absent: everything
+of this package. One JSON object a line: commands come in on stdin, what happened goes out on stdout, with the monotonic
+time.
 
 Commands: ``{"do": "close"}`` leave and end; ``stall`` / ``go`` stop and go on polling; ``keep`` / ``give`` stop and go
 on committing; ``commit`` commit now what is kept; ``pause`` with ``ms`` after each record; ``subscribe`` with

@@ -199,6 +199,7 @@ class RunProcess:
 
     def __init__(self, options: Mapping[str, str], file: Path, *, held: bool = False) -> None:
         self.file = file
+        self._group = options["kafka.group.id"]
         self._log = file.with_suffix(".log").open("ab")
         arguments = {"options": dict(options), "file": str(file), "earlier": self.offsets(), "held": held}
         self.process = subprocess.Popen(
@@ -220,9 +221,19 @@ class RunProcess:
         self.tell("rest")
         await_until(lambda: self.output.count("resting") > before, STEP_S, what="the end of the trigger")
 
-    def statistics(self, group: str) -> dict[str, Any]:
-        """What the run publishes on this host."""
-        return next((doc for doc in progress.read(group) if doc["pid"] == self.process.pid), {})
+    def await_in_flight(self) -> None:
+        """After the order to hold: wait for a batch with records."""
+        await_until(lambda: "batch in flight" in self.output, STEP_S, what="a batch in flight")
+
+    def await_partitions(self, count: int) -> None:
+        await_until(
+            lambda: sum(self.statistics.get("assigned", [])) == count, STEP_S, what=f"{count} partitions at the run"
+        )
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """What the run publishes on this host; nothing until it begins."""
+        return next((doc for doc in progress.read(self._group) if doc["pid"] == self.process.pid), {})
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -1,15 +1,13 @@
 """B60, B63, G3, G8: sinks that take longer than Kafka likes, with nobody waiting and with somebody waiting."""
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until
+from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS
+from rebalance.accounts import Flow, measured, stays
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.driver.coordinator import HOLD_SHARE
-from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 POLL_MS = 4000
@@ -21,53 +19,43 @@ LATE_S = 3.0
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_B63_a_batch_longer_than_the_poll_interval_costs_neither_membership_nor_rows(
-    strategy: str, broker: Broker, admin: AdminClient, topic: TopicFactory, options: Options, group_id: str
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(PARTITIONS)
-    slow = options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
-    with Run(slow) as run, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+    name = scene.topic(PARTITIONS)
+    slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
+    with Run(slow) as run, Flow(scene.servers, name, PARTITIONS) as flow:
         run.await_partitions(PARTITIONS)
         run.hold()
         before = run.statistics
-        members = describe(admin, group_id)
+        members = scene.describe()
         stays(
-            lambda: describe(admin, group_id) == members and len(run.partitions) == PARTITIONS,
+            lambda: scene.describe() == members and len(run.partitions) == PARTITIONS,
             POLL_MS / 1000 * 1.5,
             "the group",
         )
         run.let_go()
         flow.stop()
-        assert_once(admin, [name], [run])
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [run])
+        scene.await_committed(name)
         after = run.statistics
         same = ("generation", "rebalances", "lost", "overruns", "maybe_twice")
         assert {key: after[key] for key in same} == {key: before[key] for key in same}
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-    slow = options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
+def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    scene.fill(name, 10)
+    slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
     with Run(slow) as run:
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the first records")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         run.rest()  # one batch over all partitions
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         in_flight = {r.tp: (r.start, r.end) for r in run.hold().batch()}
         assert len(in_flight) == PARTITIONS
-        with foreign(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
+        with scene.ordinary(name, strategy=strategy, session_ms=SESSION_MS, max__poll__interval__ms=POLL_MS) as other:
             run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
             assert not other.partitions
             gained = other.await_partitions(2)
@@ -80,32 +68,26 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(
             read_again = {(tp.topic, tp.partition, offset) for tp in gained for offset in range(*in_flight[tp])}
             await_until(lambda: len(other.processed()) == 20, what="the other's records")
             run.let_go()
-            assert_once(admin, [name], [run], [other], twice=read_again)
-            await_committed(admin, group_id, [name])
+            scene.assert_once([name], [run], [other], twice=read_again)
+            scene.await_committed(name)
             # Every partition went in an eager rebalance, and only those that another got were read there.
             went = in_flight if strategy in ("range", "roundrobin") else {tp: in_flight[tp] for tp in gained}
             assert run.statistics["maybe_twice"] == sum(end - start for start, end in went.values())
             await_until(lambda: len(run.partitions) == 2, what="two partitions for each")
-            for p in range(PARTITIONS):
-                produce(name, [f"{p}-{n}" for n in range(20, 30)], partition=p)
-            assert_once(admin, [name], [run], [other], twice=read_again)
-            await_committed(admin, group_id, [name])
+            scene.fill(name, 10)
+            scene.assert_once([name], [run], [other], twice=read_again)
+            scene.await_committed(name)
 
 
 def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    scene: GroupScene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("spark_group_source.group.steps.PATIENCE_MS", 500)
-    name = topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        produce(name, ["a"], partition=p)
-    with Run(options(name)) as first:
+    name = scene.topic(PARTITIONS)
+    scene.fill(name, 1)
+    with Run(scene.run_options(name)) as first:
         first.hold()
-        with Run(options(name)) as second:
+        with Run(scene.run_options(name)) as second:
             await_until(lambda: "waiting up to" in caplog.text, what="the warning")
             assert "a self-join" in caplog.text and "a group of its own" in caplog.text
             first.let_go()

@@ -1,19 +1,16 @@
 """G7, G8, and what a run says of itself: a calm group stays calm, limits are named errors, statistics are readable."""
 
 import json
-from pathlib import Path
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until
+from conftest import await_until
 from typer.testing import CliRunner
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
-from rebalance.conftest import Members, Options
+from rebalance.accounts import Flow, stays
+from rebalance.conftest import GroupScene
 from rebalance.runs import Run, RunProcess
 from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
-from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 CALM_S = 10
@@ -22,21 +19,13 @@ SOAK_S = 1200
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 @pytest.mark.parametrize("for_s", [CALM_S, pytest.param(SOAK_S, marks=pytest.mark.soak)])
-def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(
-    strategy: str,
-    for_s: int,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    group_id: str,
-) -> None:
+def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for_s: int, scene: GroupScene) -> None:
     """Idle and busy; its topics are listed again twice a second all the time, under a pattern."""
-    name = topic(PARTITIONS)
-    with Run(options(None, strategy, subscribePattern=name)) as run:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(None, strategy, subscribePattern=name)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
-        members, before = describe(admin, group_id), run.statistics
+        members, before = scene.describe(), run.statistics
 
         def same() -> bool:
             run.check()
@@ -44,17 +33,17 @@ def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(
             return all(now[key] == before[key] for key in ("generation", "rebalances", "lost", "assigned"))
 
         stays(same, for_s / 2, "the idle group")
-        with Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+        with Flow(scene.servers, name, PARTITIONS) as flow:
             stays(same, for_s / 2, "the busy group")
             flow.stop()
-        assert_once(admin, [name], [run])
-        await_committed(admin, group_id, [name])
-        assert describe(admin, group_id) == members
+        scene.assert_once([name], [run])
+        scene.await_committed(name)
+        assert scene.describe() == members
 
 
-def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(topic: TopicFactory, options: Options) -> None:
-    name = topic(1)  # of a broker whose minimum is 1 s
-    run = Run(options(name, kafka__session__timeout__ms=500, kafka__heartbeat__interval__ms=100))
+def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(scene: GroupScene) -> None:
+    name = scene.topic(1)  # of a broker whose minimum is 1 s
+    run = Run(scene.run_options(name, kafka__session__timeout__ms=500, kafka__heartbeat__interval__ms=100))
     try:
         await_until(lambda: run.error is not None, what="the run's end")
         assert isinstance(run.error, OptionError), run.error
@@ -65,33 +54,23 @@ def test_G8_a_session_timeout_below_the_brokers_minimum_is_a_named_error(topic: 
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(
-    strategy: str,
-    broker: Broker,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(PARTITIONS)
-    with RunProcess(options(name, strategy, groupMembers=2), tmp_path / "run") as run:
-        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == PARTITIONS, 60, what="its partitions")
+def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with RunProcess(scene.run_options(name, strategy, groupMembers=2), scene.folder / "run") as run:
+        run.await_partitions(PARTITIONS)
         run.tell("hold")
-        for p in range(PARTITIONS):
-            produce(name, ["a", "b"], partition=p)
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
-        with foreign(name, strategy=strategy) as other:
-            await_until(lambda: "revoking" in run.statistics(group_id)["slots"], what="Kafka to ask for partitions")
+        scene.fill(name, 2)
+        run.await_in_flight()
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "revoking" in run.statistics["slots"], what="Kafka to ask for partitions")
             stays(lambda: not other.partitions, 0.5, "the hold")
             run.tell("let_go")
             await_until(lambda: other.partitions, what="partitions at the other")
             await_until(
-                lambda: run.statistics(group_id)["holds"] > 0 and not run.statistics(group_id)["uncommitted"],
+                lambda: run.statistics["holds"] > 0 and not run.statistics["uncommitted"],
                 what="the hold in the statistics",
             )
-            found = run.statistics(group_id)
+            found = run.statistics
             assert found["rebalances"] >= 2 and found["generation"] > 0
             assert len(found["assigned"]) == 2 and sum(found["assigned"]) <= PARTITIONS
             assert found["hold_max_ms"] >= 500 and found["hold_max_ms"] >= found["hold_last_ms"] >= 0
@@ -100,8 +79,8 @@ def test_a_run_on_this_host_publishes_what_it_did_and_describe_shows_it(
             assert 0 < found["echo_last_ms"] <= found["echo_max_ms"]
             shown = CliRunner().invoke(
                 app,
-                ["describe", "--group", group_id, "--bootstrap-servers", broker.bootstrap_servers, "--json"],
+                ["describe", "--group", scene.group, "--bootstrap-servers", scene.servers, "--json"],
             )
             assert shown.exit_code == 0, shown.output
             text = json.dumps(json.loads(shown.stdout))
-            assert "hold_max_ms" in text and f"spark-group-{found['stream']}-0" in text and "foreign" in text
+            assert "hold_max_ms" in text and f"spark-group-{found['stream']}-0" in text and "ordinary" in text

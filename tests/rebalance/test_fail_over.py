@@ -18,7 +18,7 @@ from conftest import ADMIN_S, await_until, create_topic
 
 from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed, describe, described, measured, stays
 from rebalance.conftest import make_options
-from rebalance.foreign import Foreign
+from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
 from spark_group_source.local.broker import Broker
 
@@ -37,8 +37,8 @@ def cluster_admin(cluster: Broker) -> AdminClient:
     return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
 
 
-class Scene:
-    """One group on the cluster: a run of ours, foreign members, and records that flow."""
+class ClusterScene:
+    """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
 
     def __init__(self, cluster: Broker, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
         self.cluster, self.admin, self.group, self.folder, self.strategy = cluster, admin, group, folder, strategy
@@ -46,14 +46,14 @@ class Scene:
         self.options = make_options(
             cluster.bootstrap_servers, group, self.topic, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
         )
-        self.members: list[Foreign] = []
+        self.members: list[OrdinaryConsumer] = []
         self.clients: list[AdminClient] = []
         self.killed: int | None = None
         self.killed_at_s = 0.0
 
-    def member(self, stack: ExitStack) -> Foreign:
+    def member(self, stack: ExitStack) -> OrdinaryConsumer:
         file = self.folder / f"member-{len(self.members)}"
-        found = Foreign(
+        found = OrdinaryConsumer(
             self.cluster.bootstrap_servers,
             self.group,
             [self.topic],
@@ -61,10 +61,18 @@ class Scene:
             strategy=self.strategy,
             session_ms=SESSION_MS,
             log_level=2,
-            client__id=f"foreign-{len(self.members)}",
+            client__id=f"ordinary-{len(self.members)}",
         )
         self.members.append(stack.enter_context(found))
         return found
+
+    def shared(self, stack: ExitStack) -> tuple[Run, Flow]:
+        """An ordinary consumer had all partitions, and our run has half of them now."""
+        self.member(stack).await_partitions(PARTITIONS)
+        run = stack.enter_context(Run(self.options))
+        flow = stack.enter_context(Flow(self.cluster.bootstrap_servers, self.topic, PARTITIONS))
+        run.await_partitions(PARTITIONS // 2)
+        return run, flow
 
     def look(self) -> Seen:
         """The group now; after a failed question with a new client, which finds a moved coordinator at once."""
@@ -124,8 +132,8 @@ def scene(
     group_id: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-) -> Iterator[Scene]:
-    made = Scene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
+) -> Iterator[ClusterScene]:
+    made = ClusterScene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
     yield made
     if made.killed is not None:
         cluster.start_node(made.killed)
@@ -138,13 +146,10 @@ def _in_sync(admin: AdminClient) -> bool:
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_members_join(scene: Scene) -> None:
+def test_the_coordinator_dies_while_members_join(scene: ClusterScene) -> None:
     """Our run holds its revocation for the batch in flight, so the join cannot end."""
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -154,15 +159,12 @@ def test_the_coordinator_dies_while_members_join(scene: Scene) -> None:
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_the_assignment_is_computed(scene: Scene) -> None:
+def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterScene) -> None:
     """The leader (the member that came first) has joined, waits for the others, and is killed before its answer comes:
     the join ends, and nobody computes."""
     with ExitStack() as stack:
-        leader = scene.member(stack)
-        leader.await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
+        leader = scene.members[0]
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -177,13 +179,10 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: Scene) -> 
 
 
 @pytest.mark.soak
-def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Scene) -> None:
+def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: ClusterScene) -> None:
     """The newcomer has joined and is killed: the leader's assignment is there, and one member has not fetched it."""
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         run.hold()
         newcomer = scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -200,12 +199,9 @@ def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Scene)
 
 
 @pytest.mark.parametrize("scene", ["range", "cooperative-sticky", "consumer"], indirect=True)
-def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: Scene) -> None:
+def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: ClusterScene) -> None:
     with ExitStack() as stack:
-        scene.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
-        run.await_partitions(3)
+        run, flow = scene.shared(stack)
         scene.await_state("stable")
         generation = run.statistics["generation"]
         run.hold()
@@ -217,7 +213,7 @@ def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("scene", ["consumer"], indirect=True)
-def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Scene) -> None:
+def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: ClusterScene) -> None:
     """Our run holds what the broker has given to the newcomer."""
     with ExitStack() as stack:
         run = stack.enter_context(Run(scene.options))

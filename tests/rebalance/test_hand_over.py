@@ -5,15 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import TopicFactory, await_until, committed_of
+from conftest import await_until
 from typer.testing import CliRunner
 
 from rebalance.accounts import (
@@ -22,18 +20,15 @@ from rebalance.accounts import (
     Record,
     Recorded,
     asking,
-    assert_once,
-    await_committed,
     measured,
     records_in,
     stays,
 )
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS, Foreign
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import RunProcess
 from spark_group_source import GroupError, drain
 from spark_group_source.cli.app import app
-from spark_group_source.local.broker import Broker
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "hand_over.py"
@@ -52,36 +47,29 @@ class Party(Recorded, Protocol):
     def output(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Scene:
-    """A topic with records in flow and the members of one group that read it."""
+class HandOver(GroupScene):
+    """A group that goes from one application to another while records flow."""
 
-    broker: Broker
-    admin: AdminClient
-    group: str
-    topic: str
-    foreign: Callable[[], Foreign]
-
-    def there_and_back(self, ours: AbstractContextManager[Party]) -> None:
+    def there_and_back(self, topic: str, strategy: str, ours: AbstractContextManager[Party]) -> None:
         """An application begins, ours takes over, an application takes over again; each record has one reader."""
-        flowing = Flow(self.broker.bootstrap_servers, self.topic, PARTITIONS)
-        with self.foreign() as before, flowing as flow, ours as run:
+        flowing = Flow(self.servers, topic, PARTITIONS)
+        with self.ordinary(topic, strategy=strategy) as before, flowing as flow, ours as run:
             await_until(before.processed, what="the ordinary application")
             with self.gaps() as there:
                 self.hand_over("spark-group", before.process)
                 at = len(run.records)
                 await_until(lambda: len(run.records) > at + 100, SPARK_S, what="records at ours alone")
-            with self.foreign() as after, self.gaps() as back:
-                self.hand_over("foreign", run.process)
+            with self.ordinary(topic, strategy=strategy) as after, self.gaps() as back:
+                self.hand_over("ordinary", run.process)
                 at = len(after.processed())
                 await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
                 flow.stop()
                 measured(f"longest gap {max(there):.2f} s to ours, {max(back):.2f} s back")
-                assert_once(self.admin, [self.topic], [run], [before, after])
-                await_committed(self.admin, self.group, [self.topic])
+                self.assert_once([topic], [run], [before, after])
+                self.await_committed(topic)
 
     def hand_over(self, to: str, stop: "subprocess.Popen[Any]") -> None:
-        command = [sys.executable, str(JOB), "--bootstrap-servers", self.broker.bootstrap_servers, "--to", to]
+        command = [sys.executable, str(JOB), "--bootstrap-servers", self.servers, "--to", to]
         command += ["--group", self.group, "--stop", str(stop.pid), "--wait-s", str(SPARK_S)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SPARK_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +83,7 @@ class Scene:
         stop = threading.Event()
 
         def done() -> int:
-            return sum(asking(lambda: committed_of(self.admin, self.group)).values())
+            return sum(asking(self.committed).values())
 
         def watch() -> None:
             last_s, last = time.monotonic(), done()
@@ -114,76 +102,60 @@ class Scene:
             thread.join(ANSWER_S)
 
 
-Scenes = Callable[[str], Scene]
-
-
 @pytest.fixture
-def scene(broker: Broker, admin: AdminClient, topic: TopicFactory, foreign: Members, group_id: str) -> Scenes:
-    """``scene(strategy)``, with a topic of its own."""
-
-    def make(strategy: str) -> Scene:
-        name = topic(PARTITIONS)
-        return Scene(broker, admin, group_id, name, lambda: foreign(name, strategy=strategy))
-
-    return make
+def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> HandOver:
+    return HandOver(request, group_id)
 
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or_doubled(
-    strategy: str, scene: Scenes, options: Options, tmp_path: Path
+    strategy: str, scene: HandOver
 ) -> None:
-    played = scene(strategy)
-    played.there_and_back(RunProcess(options(played.topic, strategy, leaveOnStop="always"), tmp_path / "run"))
+    name = scene.topic(PARTITIONS)
+    options = scene.run_options(name, strategy, leaveOnStop="always")
+    scene.there_and_back(name, strategy, RunProcess(options, scene.folder / "run"))
 
 
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_a_record_lost_or_doubled(
-    strategy: str, scene: Scenes, options: Options, tmp_path: Path
+    strategy: str, scene: HandOver
 ) -> None:
     """The job is asked to end in the middle of its batches: it drains, so that nothing of them is read again."""
-    played = scene(strategy)
-    played.there_and_back(SparkJob(options(played.topic, strategy, leaveOnStop="always"), tmp_path))
+    name = scene.topic(PARTITIONS)
+    options = scene.run_options(name, strategy, leaveOnStop="always")
+    scene.there_and_back(name, strategy, SparkJob(options, scene.folder))
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(PARTITIONS)
+def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(strategy: str, scene: HandOver) -> None:
+    name = scene.topic(PARTITIONS)
     with (
-        RunProcess(options(name, strategy, session_ms=2000), tmp_path / "run") as run,
-        Flow(broker.bootstrap_servers, name, PARTITIONS) as flow,
+        RunProcess(scene.run_options(name, strategy, session_ms=2000), scene.folder / "run") as run,
+        Flow(scene.servers, name, PARTITIONS) as flow,
     ):
         with pytest.raises(GroupError, match="no query of group 'nobody' runs on this host"):
             drain("nobody")
         await_until(lambda: len(run.records) > 100, what="records in the run")
         run.tell("hold")
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        run.await_in_flight()
         with pytest.raises(GroupError, match=f"in process {run.process.pid} did not end its batch within 1 s"):
-            drain(group_id, timeout_s=1)
+            drain(scene.group, timeout_s=1)
         with pytest.raises(GroupError, match="no query"):
-            drain(group_id, driver=os.getpid() + 1)
+            drain(scene.group, driver=os.getpid() + 1)
         run.tell("let_go")
-        shown = CliRunner().invoke(app, ["drain", "--group", group_id])
-        assert shown.exit_code == 0 and f"1 query of group {group_id} drained" in shown.output, shown.output
+        shown = CliRunner().invoke(app, ["drain", "--group", scene.group])
+        assert shown.exit_code == 0 and f"1 query of group {scene.group} drained" in shown.output, shown.output
         read = len(run.records)
-        assert sum(committed_of(admin, group_id).values()) == read
+        assert sum(scene.committed().values()) == read
         stays(lambda: len(run.records) == read, 1.0, "the drained run")
         run.kill()
-        with foreign(name, strategy=strategy) as after:
+        with scene.ordinary(name, strategy=strategy) as after:
             await_until(after.processed, what="records in the application")
             flow.stop()
-            assert_once(admin, [name], [run], [after])
-            await_committed(admin, group_id, [name])
+            scene.assert_once([name], [run], [after])
+            scene.await_committed(name)
 
 
 class SparkJob:

@@ -3,14 +3,12 @@
 import time
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import TopicFactory, await_until, committed_of
+from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, stays
-from rebalance.conftest import Members, Options
-from rebalance.foreign import STRATEGIES
+from rebalance.accounts import Flow, measured, stays
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import STRATEGIES
 from rebalance.runs import Run
-from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 HAND_OVER_S_MAX = 5.0
@@ -20,24 +18,18 @@ QUIET_S = 1.0
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind_it(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy)) as run, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, PARTITIONS) as flow:
         run.await_partitions(PARTITIONS)
         plan = run.hold()
-        with foreign(name, strategy=strategy) as other:
+        with scene.ordinary(name, strategy=strategy) as other:
             run.await_(lambda: "revoking" in run.statistics["slots"], "Kafka to ask for partitions")
             begins = {tp: start for tp, (start, _) in plan.ranges.items()}
-            await_until(lambda: committed_of(admin, group_id) == begins, what="the echo of the batch before")
+            await_until(lambda: scene.committed() == begins, what="the echo of the batch before")
             stays(lambda: not other.partitions and run.planned[-1] == plan, QUIET_S, "the batch in flight")
-            assert committed_of(admin, group_id) == begins, "committed while the batch was in flight"
+            assert scene.committed() == begins, "committed while the batch was in flight"
 
             durable_at_s = run.let_go()
             gained = other.await_partitions(2)
@@ -64,21 +56,19 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
             first = next(p for p in run.planned if p.ranges.keys() >= gained and p.seq > plan.seq)
             assert {tp: first.ranges[tp][0] for tp in gained} == {tp: gone_at[tp] for tp in gained}
         flow.stop()
-        assert_once(admin, [name], [run], [other])
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [run], [other])
+        scene.await_committed(name)
         assert run.statistics["maybe_twice"] == run.statistics["overruns"] == run.statistics["lost"] == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(
-    strategy: str, admin: AdminClient, topic: TopicFactory, options: Options, foreign: Members, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy)) as run:
+def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(name, strategy)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
-        with foreign(name, strategy=strategy) as other:
-            await_until(lambda: "foreign" in describe(admin, group_id).members, 60, what="the other in the group")
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "ordinary" in scene.describe().members, 60, what="the other in the group")
             seen_at_s = time.monotonic()
             other.await_partitions(2)
             measured(f"{strategy}: {(other.first_assigned_at() - seen_at_s) * 1000:.0f} ms after it was in the group")

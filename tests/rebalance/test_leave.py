@@ -1,16 +1,12 @@
 """B57, B58, B59, G3: members that are killed, frozen, or of a second run; and our own run frozen past its session."""
 
-from pathlib import Path
-
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until, committed_of
+from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_all_processed, await_committed, describe, measured, stays
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS, Foreign
+from rebalance.accounts import Flow, await_all_processed, measured, stays
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 PARTITIONS = 4
@@ -18,56 +14,42 @@ PARTITIONS = 4
 
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B57_a_killed_members_partitions_come_when_its_session_ends(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(PARTITIONS)
+def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
     with (
-        Run(options(name, strategy)) as run,
-        foreign(name, strategy=strategy, session_ms=2000) as other,
-        Flow(broker.bootstrap_servers, name, PARTITIONS) as flow,
+        Run(scene.run_options(name, strategy)) as run,
+        scene.ordinary(name, strategy=strategy, session_ms=2000) as other,
+        Flow(scene.servers, name, PARTITIONS) as flow,
     ):
         gained = other.await_partitions(2)
         run.await_partitions(2)
         await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
         plan = run.hold()  # and it dies in the middle of a batch of ours
         other.kill()
-        committed = committed_of(admin, group_id)
-        run.await_(lambda: not describe(admin, group_id).of("foreign"), "the end of its session")
+        committed = scene.committed()
+        run.await_(lambda: not scene.describe().of("ordinary"), "the end of its session")
         assert run.planned[-1] == plan
         run.let_go()
         run.await_partitions(PARTITIONS)
         flow.stop()
-        assert_once(admin, [name], [run], [other], twice=other.unconfirmed())
+        scene.assert_once([name], [run], [other], twice=other.unconfirmed())
         first = next(p for p in run.planned if p.seq > plan.seq and p.ranges.keys() >= gained)
         assert {tp: first.ranges[tp][0] for tp in gained} == {tp: committed.get(tp, 0) for tp in gained}
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         assert run.statistics["maybe_twice"] == 0
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy)) as run, foreign(name, strategy=strategy, session_ms=2000, keep=True) as other:
+def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with (
+        Run(scene.run_options(name, strategy)) as run,
+        scene.ordinary(name, strategy=strategy, session_ms=2000, keep=True) as other,
+    ):
         gained = other.await_partitions(2)
         run.await_partitions(2)
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+        scene.fill(name, 10)
         await_until(lambda: len(other.processed()) == 20, what="the other's records")
         other.do("stall")  # so that the order to commit is the first thing it meets when it comes back
         other.freeze()
@@ -75,136 +57,106 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(
         assert len(kept) == 20  # processed, not committed
         run.await_partitions(PARTITIONS)
         run.await_(lambda: len(run.records) == 40, "the records that it had not committed")
-        await_committed(admin, group_id, [name])
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10, 15)], partition=p)
+        scene.await_committed(name)
+        scene.fill(name, 5)
         run.await_(lambda: len(run.records) == 60, "more records")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         for order in ("commit", "give", "go"):
             other.tell(order)
         other.thaw()
         refused = other.await_said("commit_failed")
         assert refused["code"] in ("UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "STALE_MEMBER_EPOCH"), refused
-        assert committed_of(admin, group_id) == {TopicPartition(name, p): 15 for p in range(PARTITIONS)}
+        assert scene.committed() == {TopicPartition(name, p): 15 for p in range(PARTITIONS)}
         other.await_partitions(2)  # it is a member again, and starts where we are
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(15, 20)], partition=p)
-        await_all_processed(admin, [name], [run], [other])
+        scene.fill(name, 5)
+        await_all_processed(scene.admin, [name], [run], [other])
         zombie = {
             record for record in other.unconfirmed() if record[2] < 15
         }  # also what it had fetched and not yet lost
-        assert_once(admin, [name], [run], [other], twice=zombie)
+        scene.assert_once([name], [run], [other], twice=zombie)
         assert kept <= zombie and len(gained) == 2
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(PARTITIONS)
-    file = tmp_path / "run.txt"
+def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    file = scene.folder / "run.txt"
     with (
-        RunProcess(options(name, strategy, session_ms=2000), file) as run,
-        Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy=strategy) as other,
+        RunProcess(scene.run_options(name, strategy, session_ms=2000), file) as run,
+        scene.ordinary(name, strategy=strategy) as other,
     ):
         other.await_partitions(2)
-        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == 2, 60, what="two for the run")
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-        await_committed(admin, group_id, [name])
+        run.await_partitions(2)
+        scene.fill(name, 10)
+        scene.await_committed(name)
         run.rest()
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         run.tell("hold")
-        await_until(lambda: "batch in flight" in run.output, what="a batch in flight")
+        run.await_in_flight()
         ours = {TopicPartition(name, p) for p in range(PARTITIONS)} - other.partitions
         run.freeze()
         other.await_partitions(PARTITIONS)  # our session ended
-        await_committed(admin, group_id, [name])  # it read what we have in flight
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)  # it read what we have in flight
+        scene.fill(name, 5)
+        scene.await_committed(name)
         run.thaw()
-        await_until(lambda: run.statistics(group_id)["lost"] >= 2, 60, what="the loss to be known")
-        assert run.statistics(group_id)["maybe_twice"] == 20
+        await_until(lambda: run.statistics["lost"] >= 2, 60, what="the loss to be known")
+        assert run.statistics["maybe_twice"] == 20
         run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
         await_until(lambda: len(run.records) >= 40, what="the batch")
-        stays(lambda: min(committed_of(admin, group_id).values()) == 25, 1.0, "the newer offsets")
-        await_until(lambda: sum(run.statistics(group_id)["assigned"]) == 2, 60, what="two for the run again")
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
+        stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
+        run.await_partitions(2)
+        scene.fill(name, 5)
         in_flight = {(tp.topic, tp.partition, offset) for tp in ours for offset in range(10, 20)}
-        assert_once(admin, [name], [run], [other], twice=in_flight)
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [run], [other], twice=in_flight)
+        scene.await_committed(name)
         run.close()
         assert run.process.returncode == 0, run.output
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
+def test_B59_what_a_run_held_back_when_it_was_frozen_is_never_committed(strategy: str, scene: GroupScene) -> None:
     """A holder is not told that it was thrown out, or only when its hold is over (KIP-848): until it finds out it may
     read on, and every offset of that is counted."""
-    name = topic(PARTITIONS)
-    with RunProcess(options(name, strategy, session_ms=2000), tmp_path / "run.txt") as run:
-        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == PARTITIONS, 60, what="its partitions")
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-        await_committed(admin, group_id, [name])
+    name = scene.topic(PARTITIONS)
+    with RunProcess(scene.run_options(name, strategy, session_ms=2000), scene.folder / "run.txt") as run:
+        run.await_partitions(PARTITIONS)
+        scene.fill(name, 10)
+        scene.await_committed(name)
         run.rest()
-        for p in range(PARTITIONS):
-            produce(name, [f"{p}-{n}" for n in range(10, 20)], partition=p)
+        scene.fill(name, 10)
         run.tell("hold")
-        await_until(lambda: run.output.count("batch in flight"), what="a batch in flight")
-        with Foreign(broker.bootstrap_servers, group_id, [name], tmp_path / "other", strategy=strategy) as other:
-            await_until(lambda: "revoking" in run.statistics(group_id)["slots"], what="a held revocation")
+        run.await_in_flight()
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "revoking" in run.statistics["slots"], what="a held revocation")
             run.freeze()
             other.await_partitions(PARTITIONS)  # our session ended
-            await_committed(admin, group_id, [name])  # it read what we have in flight
-            for p in range(PARTITIONS):
-                produce(name, [f"{p}-{n}" for n in range(20, 25)], partition=p)
-            await_committed(admin, group_id, [name])
+            scene.await_committed(name)  # it read what we have in flight
+            scene.fill(name, 5)
+            scene.await_committed(name)
             run.thaw()
             run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
             await_until(lambda: len(run.records) > PARTITIONS * 10, what="the batch")
-            stays(lambda: min(committed_of(admin, group_id).values()) == 25, 1.0, "the newer offsets")
-            await_until(lambda: sum(run.statistics(group_id)["assigned"]) == 2, 60, what="two for the run again")
-            for p in range(PARTITIONS):
-                produce(name, [f"{p}-{n}" for n in range(25, 30)], partition=p)
-            await_committed(admin, group_id, [name])
-            counted = run.statistics(group_id)["maybe_twice"]
+            stays(lambda: min(scene.committed().values()) == 25, 1.0, "the newer offsets")
+            run.await_partitions(2)
+            scene.fill(name, 5)
+            scene.await_committed(name)
+            counted = run.statistics["maybe_twice"]
             measured(f"{strategy}: {counted} offsets may have been read twice")
-            assert_once(admin, [name], [run], [other], counted=counted)
+            scene.assert_once([name], [run], [other], counted=counted)
             run.close()
             assert run.process.returncode == 0, run.output
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(
-    strategy: str, broker: Broker, admin: AdminClient, topic: TopicFactory, options: Options, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy)) as first, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(name, strategy)) as first, Flow(scene.servers, name, PARTITIONS) as flow:
         first.await_partitions(PARTITIONS)
         plan = first.hold()
-        with Run(options(name, strategy, leaveOnStop="always")) as second:
+        with Run(scene.run_options(name, strategy, leaveOnStop="always")) as second:
             first.await_(lambda: "revoking" in first.statistics["slots"], "Kafka to ask for partitions")
             assert not second.partitions
             first.let_go()
@@ -221,8 +173,8 @@ def test_B53_a_second_stream_of_the_group_joins_and_leaves_between_batches(
         first.await_partitions(PARTITIONS)
         measured(f"{strategy}: the second stream read {len(second.records)} records")
         flow.stop()
-        assert_once(admin, [name], [first, second], twice=_last_batch(second))
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [first, second], twice=_last_batch(second))
+        scene.await_committed(name)
 
 
 def _last_batch(run: Run) -> set[tuple[str, int, int]]:

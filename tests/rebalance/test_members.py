@@ -3,12 +3,11 @@
 import pytest
 from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of, end_offsets_of
+from conftest import ADMIN_S, await_until, end_offsets_of
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS
+from rebalance.accounts import Flow, stays
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import CommitFailed, Fenced
 from spark_group_source.kafka import Admin
@@ -20,121 +19,102 @@ PROTOCOLS = ("range", "consumer")
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B62_more_members_than_partitions_is_no_trouble(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(PARTITIONS)
-    with Run(options(name, strategy, groupMembers=6)) as run:
-        run.await_(lambda: describe(admin, group_id).state == "stable", "a stable group")
-        await_until(lambda: len(describe(admin, group_id).members) == 6, what="six members")
+def test_B62_more_members_than_partitions_is_no_trouble(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    with Run(scene.run_options(name, strategy, groupMembers=6)) as run:
+        run.await_(lambda: scene.describe().state == "stable", "a stable group")
+        await_until(lambda: len(scene.describe().members) == 6, what="six members")
         run.await_partitions(PARTITIONS)
-        with Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+        with Flow(scene.servers, name, PARTITIONS) as flow:
             run.hold()
             run.let_go()
-            with foreign(name, strategy=strategy) as other:  # it may get one, or be the seventh with nothing
-                await_until(lambda: "foreign" in describe(admin, group_id).members, what="the other in the group")
+            with scene.ordinary(name, strategy=strategy) as other:  # it may get one, or be the seventh with nothing
+                await_until(lambda: "ordinary" in scene.describe().members, what="the other in the group")
                 if strategy != "consumer":  # which tells nothing of an empty assignment
                     await_until(lambda: other.joined, what="the other's assignment")
                 seen = len(run.planned)
                 run.await_(lambda: len(run.planned) > seen + 3, "batches with seven members")
                 other.close()
             run.await_partitions(PARTITIONS)
-            await_until(lambda: len(describe(admin, group_id).members) == 6, what="six members again")
+            await_until(lambda: len(scene.describe().members) == 6, what="six members again")
             flow.stop()
-        assert_once(admin, [name], [run], [other])
-        await_committed(admin, group_id, [name])
-        assert sum(map(len, describe(admin, group_id).members.values())) == PARTITIONS
+        scene.assert_once([name], [run], [other])
+        scene.await_committed(name)
+        assert sum(map(len, scene.describe().members.values())) == PARTITIONS
         assert run.statistics["slots"] == ("assigned",) * 6
 
 
-def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_first_stops(
-    admin: AdminClient, topic: TopicFactory, produce: Produce, options: Options, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    produce(name, ["a", "b", "c", "d"])
-    with Run(options(name)) as old:
+def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_first_stops(scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    scene.produce(name, ["a", "b", "c", "d"])
+    with Run(scene.run_options(name)) as old:
         old.await_partitions(PARTITIONS)
         old.await_(lambda: len(old.records) == 4, "the first records")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         generation = old.statistics["generation"]
         old.rest()
-        with Run(options(name), log=old.engine.log) as new:  # same checkpoint, same stream, same places
+        with Run(scene.run_options(name), log=old.engine.log) as new:  # same checkpoint, same stream, same places
             new.await_partitions(PARTITIONS)
             assert new.statistics["generation"] == generation, "a take-over is no rebalance"
-            produce(name, ["e", "f"])
+            scene.produce(name, ["e", "f"])
             new.await_(lambda: len(new.records) == 2, "the next records in the new run")
-            await_committed(admin, group_id, [name])
+            scene.await_committed(name)
             old._trigger.set()
             await_until(lambda: old.error is not None, what="the old run's end")
             assert isinstance(old.error, Fenced), old.error
-            assert "newer" in str(old.error) and group_id in str(old.error)
+            assert "newer" in str(old.error) and scene.group in str(old.error)
             assert not old.error.retriable
             old.close()
             old.error = None  # seen, and meant
-            produce(name, ["g"])
+            scene.produce(name, ["g"])
             # What it still put into its own sink before it heard: a plain sink is not fenced as a DeltaSink is.
-            assert_once(admin, [name], [old, new], twice=old.records[4:])
-            await_committed(admin, group_id, [name])
+            scene.assert_once([name], [old, new], twice=old.records[4:])
+            scene.await_committed(name)
             assert new.statistics["generation"] == generation
 
 
-def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(
-    admin: AdminClient, topic: TopicFactory, produce: Produce, options: Options, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    produce(name, ["a", "b", "c", "d"])
-    old = Run(options(name, "consumer"))
+def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    scene.produce(name, ["a", "b", "c", "d"])
+    old = Run(scene.run_options(name, "consumer"))
     with old:
         old.await_partitions(PARTITIONS)
         old.await_(lambda: len(old.records) == 4, "the first records")
-        await_committed(admin, group_id, [name])
-        new = Run(options(name, "consumer"), log=old.engine.log)
+        scene.await_committed(name)
+        new = Run(scene.run_options(name, "consumer"), log=old.engine.log)
         try:
             new.await_(lambda: "joining" in new.statistics["slots"], "its first try")
             stays(lambda: not new.partitions and new.error is None, 2.0, "the newcomer's wait")
             assert len(old.partitions) == PARTITIONS
             old.close()
             new.await_partitions(PARTITIONS)
-            produce(name, ["e", "f"])
-            assert_once(admin, [name], [old, new])
-            await_committed(admin, group_id, [name])
+            scene.produce(name, ["e", "f"])
+            scene.assert_once([name], [old, new])
+            scene.await_committed(name)
         finally:
             new.close()
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_one(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    broker: Broker,
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(2)
-    for p in range(2):
-        produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
+    name = scene.topic(2)
+    scene.fill(name, 10)
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
-    operator = Admin({"bootstrap.servers": broker.bootstrap_servers, "log_level": "3"})
-    with Run(options(name, strategy, leaveOnStop="always")) as run:
+    operator = Admin({"bootstrap.servers": scene.servers, "log_level": "3"})
+    with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
         run.await_(lambda: len(run.records) == 20, "all records")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         with pytest.raises(CommitFailed, match="refused to move group"):
-            operator.move_committed(group_id, back)
-        assert committed_of(admin, group_id) == end_offsets_of(admin, name)
-    await_until(lambda: describe(admin, group_id).state == "empty", what="an empty group")
-    operator.move_committed(group_id, back)
-    with Run(options(name, strategy), log=run.engine.log) as again:
+            operator.move_committed(scene.group, back)
+        assert scene.committed() == end_offsets_of(scene.admin, name)
+    await_until(lambda: scene.describe().state == "empty", what="an empty group")
+    operator.move_committed(scene.group, back)
+    with Run(scene.run_options(name, strategy), log=run.engine.log) as again:
         again.await_(lambda: len(again.records) == 12, "the records behind the operator's offsets")
         again.await_idle()
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         assert sorted(again.records) == sorted(
             [(name, 0, o) for o in range(3, 10)] + [(name, 1, o) for o in range(5, 10)]
         )
@@ -142,17 +122,14 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(
-    strategy: str, admin: AdminClient, topic: TopicFactory, produce: Produce, options: Options, group_id: str
-) -> None:
-    name = topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        produce(name, [f"{p}-{n}" for n in range(25)], partition=p)
-    with Run(options(name, strategy, groupMembers=2, maxOffsetsPerTrigger=20)) as run:
+def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    scene.fill(name, 25)
+    with Run(scene.run_options(name, strategy, groupMembers=2, maxOffsetsPerTrigger=20)) as run:
         lags = []
         for turn in range(3):
             run.hold()
-            group = describe(admin, group_id)
+            group = scene.describe()
             assert group.state == "stable"
             assert set(group.clients.values()) == {
                 f"spark-group-{run.statistics['stream']}-{slot}" for slot in range(2)
@@ -160,100 +137,77 @@ def test_B68_kafkas_own_view_names_us_at_every_partition_with_a_falling_lag(
             rows = [tp for tps in group.members.values() for tp in tps]
             assert sorted(rows) == [TopicPartition(name, p) for p in range(PARTITIONS)], "one row per partition"
             begins = {tp: start for tp, (start, _) in run.planned[-1].ranges.items()}
-            await_until(lambda at=begins: committed_of(admin, group_id) == at, what="the echo")  # type: ignore[misc]
+            await_until(lambda at=begins: scene.committed() == at, what="the echo")  # type: ignore[misc]
             lags.append(100 - sum(begins.values()))
             run.let_go(rest=turn < 2)
         assert lags == [100, 80, 60]
-        await_committed(admin, group_id, [name])
-        assert_once(admin, [name], [run])
+        scene.await_committed(name)
+        scene.assert_once([name], [run])
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_B69_a_commit_from_outside_the_group_is_refused_while_ours_is_accepted(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(1)
-    produce(name, ["a", "b"])
-    with Run(options(name, strategy)) as run:
+    name = scene.topic(1)
+    scene.produce(name, ["a", "b"])
+    with Run(scene.run_options(name, strategy)) as run:
         run.await_(lambda: len(run.records) == 2, "the records")
-        await_committed(admin, group_id, [name])
-        stranger = Consumer({"bootstrap.servers": broker.bootstrap_servers, "group.id": group_id, "log_level": 3})
+        scene.await_committed(name)
+        stranger = Consumer({"bootstrap.servers": scene.servers, "group.id": scene.group, "log_level": 3})
         try:
             with pytest.raises(KafkaException) as refused:
                 stranger.commit(offsets=[KafkaPartition(name, 0, 1)], asynchronous=False)
             assert refused.value.args[0].name() in ("UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "STALE_MEMBER_EPOCH")
         finally:
             stranger.close()
-        produce(name, ["c"])
-        await_committed(admin, group_id, [name])
-        assert_once(admin, [name], [run])
+        scene.produce(name, ["c"])
+        scene.await_committed(name)
+        scene.assert_once([name], [run])
         assert run.statistics["commits_failed"] == 0
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
+def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(strategy: str, scene: GroupScene) -> None:
     """A run that ends by itself starts while another member keeps the group from being stable."""
-    name = topic(PARTITIONS)
-    for p in range(PARTITIONS):
-        produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-    with foreign(name, strategy=strategy, keep=True) as other:
+    name = scene.topic(PARTITIONS)
+    scene.fill(name, 10)
+    with scene.ordinary(name, strategy=strategy, keep=True) as other:
         other.await_partitions(PARTITIONS)
         await_until(lambda: len(other.processed()) == 40, what="the other's records")
         other.do("stall")  # it has everything, committed nothing, and gives nothing back
-        run = Run(options(name, strategy))
+        run = Run(scene.run_options(name, strategy))
         run.engine.coordinator.prepare_available_now()
         with run:
-            await_until(lambda: len(describe(admin, group_id).clients) == 2, what="both in the group")
+            await_until(lambda: len(scene.describe().clients) == 2, what="both in the group")
             stays(lambda: run._idle == 0, 1.5, "not believing that there is nothing to read")
             other.kill()
-            assert_once(admin, [name], [run])
-            await_committed(admin, group_id, [name])
+            scene.assert_once([name], [run])
+            scene.await_committed(name)
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 @pytest.mark.parametrize(("at", "count"), [(0, 3), (3, 3), (3, 0)], ids=["zero", "behind-the-last", "not-there-yet"])
 def test_B71_G5_a_partition_goes_on_exactly_where_it_was_committed(
-    strategy: str,
-    at: int,
-    count: int,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
+    strategy: str, at: int, count: int, scene: GroupScene
 ) -> None:
     """Offset 0; the end of the log; and the end of a log that was cut behind it."""
-    name = topic(1)
+    name = scene.topic(1)
     tp = TopicPartition(name, 0)
-    produce(name, ["a", "b", "c"])
+    scene.produce(name, ["a", "b", "c"])
     if count == 0:  # all records are gone, the committed offset is both the beginning and the end
-        admin.delete_records([KafkaPartition(name, 0, 3)])
-        await_until(lambda: _begin(broker, tp) == 3, what="the deleted records")
-    Admin({"bootstrap.servers": broker.bootstrap_servers, "log_level": "3"}).move_committed(group_id, {tp: at})
-    with Run(options(name, strategy, startingOffsets="latest" if at == 0 else "earliest")) as run:
+        scene.admin.delete_records([KafkaPartition(name, 0, 3)])
+        await_until(lambda: _begin(scene.broker, tp) == 3, what="the deleted records")
+    Admin({"bootstrap.servers": scene.servers, "log_level": "3"}).move_committed(scene.group, {tp: at})
+    with Run(scene.run_options(name, strategy, startingOffsets="latest" if at == 0 else "earliest")) as run:
         run.await_partitions(1)
         run.await_idle()
         assert [o for _, _, o in run.records] == list(range(at, 3))
-        produce(name, ["d"])
+        scene.produce(name, ["d"])
         run.await_(lambda: (name, 0, 3) in run.records, "the next record")
         run.await_idle()
         assert [o for _, _, o in run.records] == list(range(at, 4))
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
 
 
 def _begin(broker: Broker, tp: TopicPartition) -> int:

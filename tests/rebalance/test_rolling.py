@@ -7,40 +7,31 @@ from functools import partial
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until
+from conftest import await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, measured
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS
+from rebalance.accounts import Flow, measured
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import OptionError
-from spark_group_source.local.broker import Broker
 from spark_group_source.options.table import Options as Parsed
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_a_subscription_changes_member_by_member(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
+def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScene) -> None:
     """Members with the old and the new subscription share the group meanwhile, each with partitions that fit it."""
-    first = topic(4)
-    second = topic(4, name=f"{first}.new")
+    first = scene.topic(4)
+    second = scene.topic(4, name=f"{first}.new")
     both = f"{first},{second}"
     with ExitStack() as stack:
-        other = stack.enter_context(foreign(first, strategy=strategy))
-        old = Run(options(first, strategy))
+        other = stack.enter_context(scene.ordinary(first, strategy=strategy))
+        old = Run(scene.run_options(first, strategy))
         stack.callback(old.close)
-        flows = [stack.enter_context(Flow(broker.bootstrap_servers, name, 4, per_s=100)) for name in (first, second)]
+        flows = [stack.enter_context(Flow(scene.servers, name, 4, per_s=100)) for name in (first, second)]
         old.await_partitions(2)
         old.await_(lambda: len(old.records) > 20, "records of the old subscription")
         old.close()  # as a query is stopped, and started again with another option
-        new = stack.enter_context(Run(options(both, strategy), log=old.engine.log))
+        new = stack.enter_context(Run(scene.run_options(both, strategy), log=old.engine.log))
         # A static member that comes back tells its subscription only with the next rebalance; the other one's makes it.
         new.await_(lambda: new.planned and new.records, "records again")
         other.tell("subscribe", topics=[first, second])
@@ -48,48 +39,40 @@ def test_a_subscription_changes_member_by_member(
         await_until(lambda: len(new.partitions) == len(other.partitions) == 4, 60, what="a fair share of eight")
         for flow in flows:
             flow.stop()
-        assert_once(admin, [first, second], [old, new], [other], twice=last_batch(old))
-        await_committed(admin, group_id, [first, second])
+        scene.assert_once([first, second], [old, new], [other], twice=last_batch(old))
+        scene.await_committed(first, second)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_an_assignment_strategy_changes_through_a_list_of_both(
-    ours_first: bool,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
+def test_an_assignment_strategy_changes_through_a_list_of_both(ours_first: bool, scene: GroupScene) -> None:
     """range -> `roundrobin,range` in one member -> in the other: the group changes with the last of them."""
-    name = topic(4)
+    name = scene.topic(4)
     with ExitStack() as stack:
-        other = stack.enter_context(foreign(name, strategy="range"))
-        run = Run(options(name, "range", leaveOnStop="always"))
+        other = stack.enter_context(scene.ordinary(name, strategy="range"))
+        run = Run(scene.run_options(name, "range", leaveOnStop="always"))
         stack.callback(run.close)
-        flow = stack.enter_context(Flow(broker.bootstrap_servers, name, 4))
+        flow = stack.enter_context(Flow(scene.servers, name, 4))
         run.await_partitions(2)
-        assert _assignor(admin, group_id) == "range"
+        assert _assignor(scene.admin, scene.group) == "range"
         runs, members = [run], [other]
         for ours in (ours_first, not ours_first):
             if ours:
                 run.close()
                 run = stack.enter_context(
-                    Run(options(name, "roundrobin,range", leaveOnStop="always"), log=run.engine.log)
+                    Run(scene.run_options(name, "roundrobin,range", leaveOnStop="always"), log=run.engine.log)
                 )
                 runs.append(run)
             else:
                 other.close()
-                other = stack.enter_context(foreign(name, strategy="roundrobin,range"))
+                other = stack.enter_context(scene.ordinary(name, strategy="roundrobin,range"))
                 members.append(other)
             other.await_partitions(2)
             run.await_partitions(2)
             expected = "range" if ours == ours_first else "roundrobin"
-            await_until(partial(_is, _assignor, admin, group_id, expected), what=expected)
+            await_until(partial(_is, _assignor, scene.admin, scene.group, expected), what=expected)
         flow.stop()
-        assert_once(admin, [name], runs, members, twice=last_batch(runs[0]))
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], runs, members, twice=last_batch(runs[0]))
+        scene.await_committed(name)
 
 
 def test_a_mix_of_eager_and_cooperative_strategies_is_refused_by_name() -> None:
@@ -100,28 +83,22 @@ def test_a_mix_of_eager_and_cooperative_strategies_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("assignor", ["range", "roundrobin"])
 def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_works(
-    assignor: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
+    assignor: str, scene: GroupScene
 ) -> None:
     """Another member stays classic all the time; the broker changes the kind of the group below it."""
-    name = topic(4)
+    name = scene.topic(4)
     with ExitStack() as stack:
-        other = stack.enter_context(foreign(name, strategy=assignor))
-        flow = stack.enter_context(Flow(broker.bootstrap_servers, name, 4))
+        other = stack.enter_context(scene.ordinary(name, strategy=assignor))
+        flow = stack.enter_context(Flow(scene.servers, name, 4))
         runs: list[Run] = []
         log: list[str] = []
         for strategy, kind in ((assignor, "classic"), ("consumer", "consumer"), (assignor, "classic")):
-            run = Run(options(name, strategy, leaveOnStop="always"), log=log)
+            run = Run(scene.run_options(name, strategy, leaveOnStop="always"), log=log)
             runs.append(run)
             stack.callback(run.close)
             run.await_partitions(2, 90)
             other.await_partitions(2, 90)
-            await_until(partial(_is, _kind, admin, group_id, kind), 60, what=f"a {kind} group")
+            await_until(partial(_is, _kind, scene.admin, scene.group, kind), 60, what=f"a {kind} group")
             run.await_(partial(_has_read, run, len(run.records) + 50), "records")
             if len(runs) < 3:
                 run.close()
@@ -129,36 +106,30 @@ def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_w
             measured(f"{assignor}: {kind} group with both kinds of members, {len(run.records)} records")
         flow.stop()
         twice = last_batch(runs[0]) | last_batch(runs[1]) | other.unconfirmed()
-        assert_once(admin, [name], runs, [other], twice=twice)
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], runs, [other], twice=twice)
+        scene.await_committed(name)
 
 
 def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that_is_said(
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    caplog: pytest.LogCaptureFixture,
+    scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The broker refuses; we go on trying, and are in as soon as the other member has left."""
-    name = topic(4)
-    with foreign(name, strategy="cooperative-sticky") as other:
+    name = scene.topic(4)
+    with scene.ordinary(name, strategy="cooperative-sticky") as other:
         other.await_partitions(4)
-        produce(name, [f"{n}" for n in range(20)])
+        scene.produce(name, [f"{n}" for n in range(20)])
         await_until(lambda: len(other.processed()) == 20, what="the other's records")
-        with Run(options(name, "cooperative-sticky", leaveOnStop="always")) as old:
+        with Run(scene.run_options(name, "cooperative-sticky", leaveOnStop="always")) as old:
             old.await_partitions(2)  # the data comes with a member's second generation
         other.await_partitions(4)
-        with Run(options(name, "consumer"), log=old.engine.log) as run:
+        with Run(scene.run_options(name, "consumer"), log=old.engine.log) as run:
             run.await_(lambda: "members whose assignor keeps data of its own" in caplog.text, "the reason")
             assert len(other.partitions) == 4, "disturbed"
             other.close()
             run.await_partitions(4)
-            produce(name, [f"{n}" for n in range(20, 40)])
-            assert_once(admin, [name], [old, run], [other])
-            await_committed(admin, group_id, [name])
+            scene.produce(name, [f"{n}" for n in range(20, 40)])
+            scene.assert_once([name], [old, run], [other])
+            scene.await_committed(name)
 
 
 def last_batch(run: Run) -> set[tuple[str, int, int]]:

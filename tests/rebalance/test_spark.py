@@ -1,24 +1,21 @@
 """B53, B57, G3, G4: the same with real Spark queries, end to end, once for each protocol."""
 
 import threading
+import time
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import TopicFactory, await_until, committed_of
+from conftest import await_until
 from streams import Job
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, measured, produced, records_in, stays
-from rebalance.conftest import Members, Options
+from rebalance.accounts import Flow, measured, produced, records_in, stays
+from rebalance.conftest import GroupScene
 from rebalance.runs import Record
 from spark_group_source import DeltaSink
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -54,19 +51,11 @@ class Query:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_back(
-    strategy: str,
-    spark: "SparkSession",
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-    tmp_path: Path,
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(PARTITIONS)
-    query = Query(Job(spark, options(name, strategy), tmp_path / "checkpoint"))
-    with query.job.running() as running, Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+    name = scene.topic(PARTITIONS)
+    query = Query(Job(scene.spark, scene.run_options(name, strategy), scene.folder / "checkpoint"))
+    with query.job.running() as running, Flow(scene.servers, name, PARTITIONS) as flow:
         await_until(lambda: query.records or running.exception(), SPARK_S, what="the first batch")
         query.gate.clear()
         await_until(query.inside.is_set, SPARK_S, what="a batch in flight")
@@ -74,12 +63,12 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
         for _, rows in list(query.job.batches):
             for row in rows:
                 ends[TopicPartition(row.topic, row.partition)] = row.offset + 1
-        with foreign(name, strategy=strategy) as other:
-            await_until(lambda: "foreign" in describe(admin, group_id).members, what="the other in the group")
-            before = committed_of(admin, group_id)
+        with scene.ordinary(name, strategy=strategy) as other:
+            await_until(lambda: "ordinary" in scene.describe().members, what="the other in the group")
+            before = scene.committed()
             stays(lambda: not other.partitions, 1.5, "the batch in flight")
             query.gate.set()
-            let_go_s = _now()
+            let_go_s = time.monotonic()
             gained = other.await_partitions(2)
             took_s = other.first_assigned_at() - let_go_s
             measured(f"{strategy}, real Spark: {took_s * 1000:.0f} ms from the end of the sink to the new owner")
@@ -90,40 +79,30 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
             if strategy != "cooperative-sticky":  # with it the next batch of the others may pass meanwhile
                 assert other.starts() == {tp: ends[tp] for tp in gained}
             other.close()
-        await_until(lambda: len(_ours(admin, group_id)) == PARTITIONS, what="all partitions back")
+        await_until(lambda: len(_ours(scene)) == PARTITIONS, what="all partitions back")
         flow.stop()
-        assert_once(admin, [name], [query], [other])
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [query], [other])
+        scene.await_committed(name)
         assert running.exception() is None
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(
-    strategy: str,
-    spark: "SparkSession",
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(PARTITIONS)
-    table = tmp_path / "table"
+def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(PARTITIONS)
+    table = scene.folder / "table"
 
     def start(number: int) -> "StreamingQuery":
-        loaded = spark.readStream.format("kafka-group").options(**options(name, strategy, leaveOnStop="always")).load()
-        writer = loaded.writeStream.foreachBatch(DeltaSink(str(table)))
-        return writer.option("checkpointLocation", str(tmp_path / f"checkpoint-{number}")).start()
+        options = scene.run_options(name, strategy, leaveOnStop="always")
+        return Job(scene.spark, options, scene.folder / f"checkpoint-{number}").start_into(DeltaSink(table))
 
-    with Flow(broker.bootstrap_servers, name, PARTITIONS) as flow:
+    with Flow(scene.servers, name, PARTITIONS) as flow:
         first = start(1)
         try:
             await_until(lambda: records_in(table), SPARK_S, what="the first rows")
             second = start(2)
             try:
                 await_until(
-                    lambda: sorted(map(len, describe(admin, group_id).members.values())) == [2, 2],
+                    lambda: sorted(map(len, scene.describe().members.values())) == [2, 2],
                     SPARK_S,
                     what="two partitions for each query",
                 )
@@ -131,24 +110,18 @@ def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(
                 await_until(lambda: len(records_in(table)) > at + 200, SPARK_S, what="rows of both")
             finally:
                 second.stop()
-            await_until(lambda: len(_ours(admin, group_id)) == PARTITIONS, SPARK_S, what="all partitions back")
+            await_until(lambda: len(_ours(scene)) == PARTITIONS, SPARK_S, what="all partitions back")
             flow.stop()
-            await_until(lambda: set(records_in(table)) == produced(admin, [name]), SPARK_S, what="every record")
+            await_until(lambda: set(records_in(table)) == produced(scene.admin, [name]), SPARK_S, what="every record")
             doubled = [record for record, count in Counter(records_in(table)).items() if count > 1]
             assert not doubled, doubled[:5]
-            await_committed(admin, group_id, [name])
+            scene.await_committed(name)
             assert first.exception() is None and second.exception() is None
         finally:
             first.stop()
 
 
-def _ours(admin: AdminClient, group: str) -> set[TopicPartition]:
-    group_seen = describe(admin, group)
-    names = [n for n in group_seen.members if n.startswith((group, "spark-group"))]
-    return {tp for n in names for tp in group_seen.members[n]} if len(group_seen.members) == 1 else set()
-
-
-def _now() -> float:
-    import time
-
-    return time.monotonic()
+def _ours(scene: GroupScene) -> set[TopicPartition]:
+    members = scene.describe().members
+    names = [n for n in members if n.startswith((scene.group, "spark-group"))]
+    return {tp for n in names for tp in members[n]} if len(members) == 1 else set()

@@ -1,16 +1,15 @@
 """B55, G6: drivers that stood still, or died, in the moment that counts, and those that go on with their checkpoint."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of
+from conftest import ADMIN_S, await_until
 from kafka_words import set_committed
 
-from rebalance.accounts import await_committed, describe, stays
-from rebalance.conftest import Options
+from rebalance.accounts import stays
+from rebalance.conftest import GroupScene
 from rebalance.runs import RunProcess
 from spark_group_source.group.names import parse_note
 from spark_group_source.model import TopicPartition
@@ -21,53 +20,45 @@ BACK_S = 20
 
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "cooperative-sticky", "consumer"])
-def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
+def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(strategy: str, scene: GroupScene) -> None:
     """Two slots and one partition: the library tells the idle one nothing of its lost session, or with an empty list,
     and joins again by itself under a name that is the successor's by now."""
-    name = topic()
-    given = options(name, strategy, session_ms=2000, groupMembers=2)
+    name = scene.topic()
+    given = scene.run_options(name, strategy, session_ms=2000, groupMembers=2)
 
     def whole(run: RunProcess) -> bool:
-        found = run.statistics(group_id)
+        found = run.statistics
         return found.get("slots") == ["assigned"] * 2 and sum(found["assigned"]) == 1
 
-    with RunProcess(given, tmp_path / "old") as old:
+    with RunProcess(given, scene.folder / "old") as old:
         await_until(lambda: whole(old), 60, what="both slots' assignments")
-        produce(name, [f"{n}" for n in range(10)])
-        await_committed(admin, group_id, [name])
+        scene.produce(name, [f"{n}" for n in range(10)])
+        scene.await_committed(name)
         old.tell("hold")
-        produce(name, [f"{n}" for n in range(10, 20)])
-        await_until(lambda: "batch in flight" in old.output, what="a batch in flight")
+        scene.produce(name, [f"{n}" for n in range(10, 20)])
+        old.await_in_flight()
         old.freeze()
-        await_until(lambda: not describe(admin, group_id).members, what="the end of its session")
-        shutil.copy(old.file, tmp_path / "new")
-        with RunProcess(given, tmp_path / "new") as new:
+        await_until(lambda: not scene.describe().members, what="the end of its session")
+        shutil.copy(old.file, scene.folder / "new")
+        with RunProcess(given, scene.folder / "new") as new:
             await_until(lambda: whole(new), 60, what="the successor's assignments")
-            produce(name, [f"{n}" for n in range(20, 25)])
+            scene.produce(name, [f"{n}" for n in range(20, 25)])
             await_until(lambda: len(new.records) == 25, 60, what="the successor's records")
-            await_committed(admin, group_id, [name])
+            scene.await_committed(name)
 
             old.thaw()
             old.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
             await_until(lambda: "another driver runs this stream" in old.output, 60, what="the end of the old driver")
             # While the successor asks whether it was replaced itself, a transaction hides the offset for a moment.
             tp = TopicPartition(name, 0)
-            stays(lambda: committed_of(admin, group_id).get(tp, 25) == 25, 1.0, "the successor's offset")
+            stays(lambda: scene.committed().get(tp, 25) == 25, 1.0, "the successor's offset")
             await_until(lambda: whole(new), BACK_S, what="the successor in both places")
             old.close()
             assert old.process.returncode != 0 and "Fenced" in old.output
 
-            produce(name, [f"{n}" for n in range(25, 30)])
+            scene.produce(name, [f"{n}" for n in range(25, 30)])
             await_until(lambda: len(new.records) == 30, BACK_S, what="more of the successor's records")
-            await_committed(admin, group_id, [name])
+            scene.await_committed(name)
             assert new.records == [(name, 0, n) for n in range(30)]
             new.close()
             assert new.process.returncode == 0, new.output
@@ -76,35 +67,28 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_next_batch(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
+    strategy: str, scene: GroupScene
 ) -> None:
     """By then the offset stands under the run's own name, and only the note beside it tells that it is newer than what
     the checkpoint says."""
-    name = topic(2)
-    for p in range(2):
-        produce(name, [f"{p}-{n}" for n in range(10)], partition=p)
-    given = options(name, strategy, session_ms=2000, leaveOnStop="always")
-    file = tmp_path / "run"
+    name = scene.topic(2)
+    scene.fill(name, 10)
+    given = scene.run_options(name, strategy, session_ms=2000, leaveOnStop="always")
+    file = scene.folder / "run"
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     with RunProcess(given, file) as first:
         await_until(lambda: len(first.records) == 20, 60, what="all records")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         first.close()
-    await_until(lambda: not describe(admin, group_id).members, what="an empty group")
-    set_committed(admin, group_id, name, {tp.partition: at for tp, at in back.items()})
+    await_until(lambda: not scene.describe().members, what="an empty group")
+    set_committed(scene.admin, scene.group, name, {tp.partition: at for tp, at in back.items()})
     with RunProcess(given, file, held=True) as second:
-        await_until(lambda: "batch in flight" in second.output, 60, what="the batch behind the operator's offsets")
-        assert _committed_by_a_stream(admin, group_id) == back
+        second.await_in_flight()
+        assert _committed_by_a_stream(scene.admin, scene.group) == back
         second.kill()  # nobody ever heard of that batch
     with RunProcess(given, file) as third:
         await_until(lambda: len(third.records) >= 20 + 12, 60, what="the records behind the operator's offsets")
-        await_committed(admin, group_id, [name])
+        scene.await_committed(name)
         third.close()
         assert third.process.returncode == 0, third.output
         again = [(name, tp.partition, offset) for tp, at in back.items() for offset in range(at, 10)]

@@ -3,19 +3,14 @@
 import random
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]
-from conftest import ADMIN_S, Produce, TopicFactory, await_until, committed_of
-from kafka_words import await_served, produce_to
+from conftest import ADMIN_S, await_until
 
-from rebalance.accounts import Flow, assert_once, await_committed, describe, stays
-from rebalance.conftest import Members, Options
-from rebalance.foreign import KINDS
+from rebalance.accounts import Flow, stays
+from rebalance.conftest import GroupScene
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 CHURN_S = 20
@@ -24,50 +19,37 @@ CHURN_S = 20
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginning(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    foreign: Members,
-    group_id: str,
+    strategy: str, scene: GroupScene
 ) -> None:
     """Also under startingOffsets=latest: nothing between their creation and our noticing is lost."""
-    name = topic(4)
-    with Run(options(name, strategy, startingOffsets="latest")) as run, foreign(name, strategy=strategy) as other:
+    name = scene.topic(4)
+    with (
+        Run(scene.run_options(name, strategy, startingOffsets="latest")) as run,
+        scene.ordinary(name, strategy=strategy) as other,
+    ):
         other.await_partitions(2)
         run.await_partitions(2)
-        with Flow(broker.bootstrap_servers, name, 4) as flow:
+        with Flow(scene.servers, name, 4) as flow:
             run.hold()
-            admin.create_partitions([NewPartitions(name, 12)])[name].result(ADMIN_S)
-            await_until(lambda: len(admin.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 12, ADMIN_S)
+            scene.grow(name, 12)
             for p in range(4, 12):
-                produce(name, [f"{p}-{n}" for n in range(5)], partition=p)
+                scene.produce(name, [f"{p}-{n}" for n in range(5)], partition=p)
             run.let_go()
             run.await_partitions(6)
             other.await_partitions(6)
             flow.stop()
-        assert_once(admin, [name], [run], [other])
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [run], [other])
+        scene.await_committed(name)
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B61_kept_partitions_make_progress_while_others_come_and_go(
-    strategy: str,
-    broker: Broker,
-    admin: AdminClient,
-    topic: TopicFactory,
-    options: Options,
-    foreign: Members,
-    group_id: str,
-) -> None:
-    name = topic(6)
-    with Run(options(name, strategy)) as run, Flow(broker.bootstrap_servers, name, 6) as flow:
+def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: str, scene: GroupScene) -> None:
+    name = scene.topic(6)
+    with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, 6) as flow:
         run.await_partitions(6)
         members = []
         for round_ in range(3):
-            with foreign(name, strategy=strategy) as other:
+            with scene.ordinary(name, strategy=strategy) as other:
                 members.append(other)
                 other.await_partitions(3)
                 run.await_partitions(3)
@@ -77,53 +59,49 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(
             run.await_partitions(6)
             assert run.statistics["lost"] == 0, f"round {round_}"
         flow.stop()
-        assert_once(admin, [name], [run], members)
-        await_committed(admin, group_id, [name])
+        scene.assert_once([name], [run], members)
+        scene.await_committed(name)
         at: dict[TopicPartition, int] = {}
-        foreigners = {(t, p, o) for member in members for t, p, o in member.processed()}
+        elsewhere = {(t, p, o) for member in members for t, p, o in member.processed()}
         for plan in run.planned:  # ranges chain: what lies between two of ours was read by another member
             for tp, (start, end) in plan.ranges.items():
                 between = {(tp.topic, tp.partition, o) for o in range(at.get(tp, 0), start)}
-                assert start >= at.get(tp, 0) and between <= foreigners, f"{tp}: {at.get(tp)} -> {start}"
+                assert start >= at.get(tp, 0) and between <= elsewhere, f"{tp}: {at.get(tp)} -> {start}"
                 at[tp] = end
 
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    caplog: pytest.LogCaptureFixture,
+    strategy: str, scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = topic(2)
+    first = scene.topic(2)
     second, third, other = f"{first}.b", f"{first}.c", f"x{first}"
-    topic(2, name=second)
-    topic(1, name=other)  # does not match the whole name
-    pattern = options(None, strategy, subscribePattern=first.replace(".", "[.]") + "([.].)?", failOnDataLoss=False)
+    scene.topic(2, name=second)
+    scene.topic(1, name=other)  # does not match the whole name
+    pattern = scene.run_options(
+        None, strategy, subscribePattern=first.replace(".", "[.]") + "([.].)?", failOnDataLoss=False
+    )
     with Run(pattern) as run:
         run.await_partitions(4)
         for name in (first, second, other):
-            produce(name, ["1", "2"], partition=0)
+            scene.produce(name, ["1", "2"], partition=0)
         run.await_(lambda: len(run.records) == 4, "the records of both topics")
-        await_committed(admin, group_id, [first, second])
+        scene.await_committed(first, second)
         generation, plans = run.statistics["generation"], len(run.planned)
         stays(lambda: run.statistics["generation"] == generation, 1.5, "a group whose topics did not change")
         assert len(run.planned) == plans, "a batch without records"
 
-        topic(3, name=third)
-        produce(third, ["a", "b", "c"], partition=2)
+        scene.topic(3, name=third)
+        scene.produce(third, ["a", "b", "c"], partition=2)
         run.await_partitions(7)
         run.await_(lambda: (third, 2, 2) in run.records, "the records of the new topic")
 
-        admin.delete_topics([second])[second].result(ADMIN_S)
+        scene.delete(second)
         run.await_(lambda: run.partitions == _of(first, 2) | _of(third, 3), "the deleted topic to leave")
         for name in (first, third):
-            produce(name, ["3"], partition=0)
-        assert_once(admin, [first, third], [_Without(run, second)])
-        await_committed(admin, group_id, [first, third])
+            scene.produce(name, ["3"], partition=0)
+        scene.assert_once([first, third], [_Without(run, second)])
+        scene.await_committed(first, third)
         assert [r for r in run.records if r[0] == second] == [(second, 0, 0), (second, 0, 1)]
         assert "the subscription now stands for 3 topics" in caplog.text
         await_until(lambda: "the subscription now stands for 2 topics" in caplog.text, what="the word of it")
@@ -135,8 +113,8 @@ class Churn:
     ``living``: topic -> the values that it holds, of those that are there now.
     """
 
-    def __init__(self, admin: AdminClient, producer: Producer, topic: TopicFactory, kept: str) -> None:
-        self.admin, self.producer, self.topic, self.kept = admin, producer, topic, kept
+    def __init__(self, scene: GroupScene, kept: str) -> None:
+        self.scene, self.kept = scene, kept
         self.names = [f"{kept}.{n}" for n in range(3)]
         self.living: dict[str, list[str]] = {kept: []}
         self.partitions: dict[str, int] = {kept: 2}
@@ -150,24 +128,20 @@ class Churn:
         match what:
             case "make":
                 self.partitions[name] = chance.randint(1, 3)
-                self.topic(self.partitions[name], name=name)
+                self.scene.topic(self.partitions[name], name=name)
                 self.living[name] = []
             case "grow":
                 self.partitions[name] += 1
-                self.admin.create_partitions([NewPartitions(name, self.partitions[name])])[name].result(ADMIN_S)
-                await_served(self.admin, name, self.partitions[name])
+                self.scene.grow(name, self.partitions[name])
             case "delete":
-                self.admin.delete_topics([name])[name].result(ADMIN_S)
-                await_until(
-                    lambda: name not in self.admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {name}"
-                )
+                self.scene.delete(name)
                 del self.living[name]
         for each in {self.kept, name} & self.living.keys():
             self.send(each)
 
     def send(self, name: str) -> None:
         """Two records to every partition, as soon as the producer knows them all."""
-        known = self.producer.list_topics
+        known = self.scene.producer.list_topics
         await_until(
             lambda: len(known(name, timeout=ADMIN_S).topics[name].partitions) == self.partitions[name],
             what=f"the producer's word of {name}",
@@ -175,21 +149,21 @@ class Churn:
         for p in range(self.partitions[name]):
             values = [f"{self._count + n}" for n in range(2)]
             self._count += 2
-            produce_to(self.producer, name, values, partition=p)
+            self.scene.produce(name, values, partition=p)
             self.living[name] += values
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_B42_a_query_lives_through_topics_that_come_and_go_and_come_again_and_grow(
-    strategy: str, admin: AdminClient, topic: TopicFactory, producer: Producer, options: Options
+    strategy: str, scene: GroupScene
 ) -> None:
     """The topic that stays is read once and in full. Of those that are made again it is asked for no more than that the
     query reads on: a range, or an offset, of a topic may reach Kafka when the name is another topic's already."""
-    kept = topic(2)
-    churn, chance = Churn(admin, producer, topic, kept), random.Random(42)
+    kept = scene.topic(2)
+    churn, chance = Churn(scene, kept), random.Random(42)
     patient = {"failOnDataLoss": False, "fetchOffset__numRetries": 20}  # a busy broker may have no leaders for a moment
-    with Run(options(None, strategy, subscribePattern=f"{kept}([.].)?", **patient)) as run:
+    with Run(scene.run_options(None, strategy, subscribePattern=f"{kept}([.].)?", **patient)) as run:
         run.await_partitions(2)
 
         def seen() -> set[str]:
@@ -233,34 +207,26 @@ class _Without:
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
-    strategy: str,
-    admin: AdminClient,
-    topic: TopicFactory,
-    produce: Produce,
-    options: Options,
-    group_id: str,
-    tmp_path: Path,
+    strategy: str, scene: GroupScene
 ) -> None:
-    name = topic(4)
-    for p in range(4):
-        produce(name, ["old"], partition=p)
-    file = tmp_path / "run"
-    patient = options(name, strategy, session_ms=20_000, startingOffsets="latest")
+    name = scene.topic(4)
+    scene.fill(name, 1)
+    file = scene.folder / "run"
+    patient = scene.run_options(name, strategy, session_ms=20_000, startingOffsets="latest")
     with RunProcess(patient, file) as run:
-        await_until(lambda: sum(run.statistics(group_id).get("assigned", [])) == 4, 60, what="its partitions")
+        run.await_partitions(4)
         starts = {TopicPartition(name, p): 1 for p in range(4)}
-        await_until(lambda: committed_of(admin, group_id) == starts, what="the start positions in the group")
+        await_until(lambda: scene.committed() == starts, what="the start positions in the group")
         await_until(lambda: len(run.offsets()) == 1, what="the first offset")
-        before = describe(admin, group_id)
-        generation = run.statistics(group_id)["generation"]
+        before = scene.describe()
+        generation = run.statistics["generation"]
         run.kill()
-    for p in range(4):
-        produce(name, ["new"], partition=p)  # while nobody is there
+    scene.fill(name, 1)  # while nobody is there
     with RunProcess(patient, file) as again:
         await_until(lambda: len(again.records) == 4, 60, what="the records of the meantime")
         assert {offset for _, _, offset in again.records} == {1}
-        await_committed(admin, group_id, [name])
-        after = describe(admin, group_id)
+        scene.await_committed(name)
+        after = scene.describe()
         assert after.members == before.members
         if strategy == "range":  # under KIP-848 a killed member's place is free when its session ends: the same place
-            assert again.statistics(group_id)["generation"] == generation, "a rebalance"
+            assert again.statistics["generation"] == generation, "a rebalance"

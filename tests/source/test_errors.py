@@ -2,31 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # re-exported without saying so
-from conftest import ADMIN_S, Offsets, Produce, TopicFactory, await_until, create_topic, produce_to
-from streams import END_S, Job, JobFactory, job_factory, numbered, planned, rewrite, texts, values_of
+from confluent_kafka.admin import AdminClient
+from conftest import ADMIN_S, await_until, create_topic, produce_to
+from scenes import Scene
+from streams import END_S, Job, numbered, options_of, planned, rewrite, texts, values_of
 
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 pytestmark = pytest.mark.spark
 
-Committed = Callable[[str], Offsets]
 NOWHERE = "127.0.0.1:1"
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 def message_of(action: Callable[[], object]) -> str:
@@ -52,34 +46,32 @@ def message_of(action: Callable[[], object]) -> str:
     ids=lambda value: "" if isinstance(value, str) else "+".join(value),
 )
 def test_a_wrong_option_is_refused_by_load_in_one_sentence(
-    change: dict[str, str | None], says: str, job: JobFactory
+    change: dict[str, str | None], says: str, scene: Scene
 ) -> None:
-    one = job(subscribe="t")
+    one = scene.job(subscribe="t")
     one.options = {name: text for name, text in {**one.options, **change}.items() if text is not None}
     text = message_of(one.load)
     assert "OptionError" in text
     assert says in text
 
 
-def test_a_batch_read_is_refused_with_the_way_to_a_bounded_run(
-    spark: "SparkSession", job: JobFactory, topic: TopicFactory
-) -> None:
-    options = job(subscribe=topic()).options
-    text = message_of(lambda: spark.read.format("kafka-group").options(**options).load().collect())
+def test_a_batch_read_is_refused_with_the_way_to_a_bounded_run(scene: Scene) -> None:
+    options = scene.job(subscribe=scene.topic()).options
+    text = message_of(lambda: scene.spark.read.format("kafka-group").options(**options).load().collect())
     assert "write spark.readStream, with trigger(availableNow=True)" in text
 
 
-def test_a_topic_that_does_not_exist_is_named(job: JobFactory, topic: TopicFactory, group_id: str) -> None:
-    text = message_of(job(subscribe=f"{topic()},{group_id}-nowhere").run)
-    assert f"TopicMissing: topic {group_id}-nowhere does not exist on" in text
+def test_a_topic_that_does_not_exist_is_named(scene: Scene) -> None:
+    text = message_of(scene.job(subscribe=f"{scene.topic()},{scene.group}-nowhere").run)
+    assert f"TopicMissing: topic {scene.group}-nowhere does not exist on" in text
     assert "Create it first" in text
 
 
 # --- the cluster cannot be used -------------------------------------------------------------------------------------
 
 
-def test_B36_a_broker_that_is_not_there_is_named_in_bounded_time(job: JobFactory) -> None:
-    one = job(subscribe="t", kafka__bootstrap__servers=NOWHERE, fetchOffset__numRetries=0)
+def test_B36_a_broker_that_is_not_there_is_named_in_bounded_time(scene: Scene) -> None:
+    one = scene.job(subscribe="t", kafka__bootstrap__servers=NOWHERE, fetchOffset__numRetries=0)
     query = one.start()
     text = message_of(lambda: query.awaitTermination(END_S))
     assert "BrokerUnavailable: describing topics was not answered by 127.0.0.1:1 within" in text
@@ -105,11 +97,10 @@ def sasl(password: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def guarded_job(spark: "SparkSession", guarded: Broker, group_id: str, tmp_path: Path) -> Callable[..., Job]:
-    def make(password: str, **more: object) -> Job:
-        one = job_factory(spark, guarded.sasl_bootstrap_servers, group_id, tmp_path)(**more)
-        one.options |= sasl(password)
-        return one
+def guarded_job(scene: Scene, guarded: Broker) -> Callable[..., Job]:
+    def make(password: str, **more: Any) -> Job:
+        options = options_of(guarded.sasl_bootstrap_servers, scene.group, **more) | sasl(password)
+        return Job(scene.spark, options, scene.folder / "c")
 
     return make
 
@@ -125,10 +116,10 @@ def test_wrong_credentials_are_refused_at_once_by_name_and_not_shown(guarded_job
 
 @pytest.mark.broker
 def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in_the_checkpoint(
-    guarded_job: Callable[..., Job], guarded: Broker, group_id: str, capsys: pytest.CaptureFixture[str]
+    guarded_job: Callable[..., Job], guarded: Broker, scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     admin = AdminClient({"bootstrap.servers": guarded.bootstrap_servers, "log_level": 3})
-    name = create_topic(admin, group_id.replace("[", "-"), 1)
+    name = create_topic(admin, scene.group.replace("[", "-"), 1)
     produce_to(Producer({"bootstrap.servers": guarded.bootstrap_servers, "log_level": 3}), name, ["in"])
     one = guarded_job(PASSWORD, subscribe=name)
     frame = one.load()
@@ -147,16 +138,14 @@ def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in
 # --- the checkpoint -------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(
-    job: JobFactory, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
     text = message_of(lambda: one.run(kafka__group__id="another"))
-    assert f"the checkpoint belongs to group '{group_id}', but kafka.group.id is 'another'" in text
-    produce(name, numbered(4, 5))
+    assert f"the checkpoint belongs to group '{scene.group}', but kafka.group.id is 'another'" in text
+    scene.produce(name, numbered(4, 5))
     assert values_of(one.run()) == texts(4, 5)
 
 
@@ -167,42 +156,35 @@ def test_a_checkpoint_of_another_group_is_refused_and_left_as_it_is(
         (lambda doc: json.dumps({**doc, "topics": 7}), "the checkpoint's offset is damaged"),
         (lambda doc: json.dumps({"t": {"0": 5}}), "the checkpoint's offset is not one of kafka-group"),
     ],
-    ids=["newer", "damaged", "foreign"],
+    ids=["newer", "damaged", "another source"],
 )
 @pytest.mark.parametrize("pending", [False, True], ids=["done", "pending"])
 def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(
-    pending: bool,
-    damage: Callable[[dict[str, Any]], str],
-    says: str,
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    group_id: str,
+    pending: bool, damage: Callable[[dict[str, Any]], str], says: str, scene: Scene
 ) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    before = committed(group_id)
+    before = scene.committed()
     last = max(planned(one.checkpoint))
     good = (one.checkpoint / "offsets" / str(last)).read_text().splitlines()[2]
     rewrite(one.checkpoint, last, damage(json.loads(good)))
     if pending:
         (one.checkpoint / "commits" / str(last)).unlink()
         (one.checkpoint / "commits" / f".{last}.crc").unlink()
-    produce(name, numbered(4, 5))
+    scene.produce(name, numbered(4, 5))
     text = message_of(one.run)
     assert "CheckpointMismatch" in text
     assert says in text
     assert one.values == texts(0, 3)
-    assert committed(group_id) == before
+    assert scene.committed() == before
 
 
-def test_B56_an_offset_that_is_no_json_stops_the_query(job: JobFactory, topic: TopicFactory, produce: Produce) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_B56_an_offset_that_is_no_json_stops_the_query(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
     rewrite(one.checkpoint, max(planned(one.checkpoint)), '{"group": "half')
     assert "JSON" in message_of(one.run)
@@ -212,109 +194,84 @@ def test_B56_an_offset_that_is_no_json_stops_the_query(job: JobFactory, topic: T
 # --- lost data ------------------------------------------------------------------------------------------------------
 
 
-def delete_before(admin: AdminClient, name: str, partition: int, offset: int) -> None:
+def delete_before(scene: Scene, name: str, partition: int, offset: int) -> None:
     def done() -> bool:
         try:
-            (deleted,) = admin.delete_records([KafkaPartition(name, partition, offset)]).values()
+            (deleted,) = scene.admin.delete_records([KafkaPartition(name, partition, offset)]).values()
             return bool(deleted.result(ADMIN_S).low_watermark == offset)
         except KafkaException:  # this client has not heard of a new partition's leader yet: let it ask
-            admin.list_topics(name, timeout=ADMIN_S)
+            scene.admin.list_topics(name, timeout=ADMIN_S)
             return False
 
     await_until(done, what="the deletion of records")
 
 
-def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_over(
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    one = job(subscribe=name)
+def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_over(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(subscribe=name)
     one.run()
-    produce(name, numbered(4, 13, 2))
-    delete_before(admin, name, 1, 4)
+    scene.produce(name, numbered(4, 13, 2))
+    delete_before(scene, name, 1, 4)
     text = message_of(one.run)
     assert "DataLoss" in text
     assert f"the records of {name}-1 from 2 on are gone: it begins at 4 now" in text
     assert "Set failOnDataLoss to false" in text
     assert one.values == texts(0, 3)
-    assert committed(group_id) == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+    assert scene.committed() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
     assert values_of(one.run(failOnDataLoss=False)) == sorted(str(n) for n in range(4, 14) if n not in (5, 7))
-    assert committed(group_id) == end_offsets(name)
+    assert scene.committed() == scene.end_offsets(name)
 
 
-def test_B43_a_group_offset_that_aged_out_is_a_loss_for_a_new_query_too(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    job(subscribe=name).run()
-    produce(name, numbered(4, 9))
-    delete_before(admin, name, 0, 6)
-    text = message_of(job(checkpoint="new", subscribe=name).run)
+def test_B43_a_group_offset_that_aged_out_is_a_loss_for_a_new_query_too(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    scene.job(subscribe=name).run()
+    scene.produce(name, numbered(4, 9))
+    delete_before(scene, name, 0, 6)
+    text = message_of(scene.job(checkpoint="new", subscribe=name).run)
     assert f"DataLoss: the records of {name}-0 from 4 on are gone: it begins at 6 now" in text
-    assert values_of(job(checkpoint="again", subscribe=name, failOnDataLoss=False).run()) == texts(6, 9)
+    assert values_of(scene.job(checkpoint="again", subscribe=name, failOnDataLoss=False).run()) == texts(6, 9)
 
 
-def test_B15_a_new_partition_that_does_not_begin_at_0_is_a_loss(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, producer: Any
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_B15_a_new_partition_that_does_not_begin_at_0_is_a_loss(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    admin.create_partitions([NewPartitions(name, 2)])[name].result(ADMIN_S)
-    await_until(lambda: len(producer.list_topics(name, timeout=ADMIN_S).topics[name].partitions) == 2)
-    produce(name, ["a", "b", "c"], partition=1)
-    delete_before(admin, name, 1, 2)
+    scene.grow(name, 2)
+    scene.produce(name, ["a", "b", "c"], partition=1)
+    delete_before(scene, name, 1, 2)
     assert f"DataLoss: new partition {name}-1 begins at 2, not at 0" in message_of(one.run)
     assert values_of(one.run(failOnDataLoss=False)) == ["c"]
 
 
-def recreate(admin: AdminClient, topic: TopicFactory, name: str, partitions: int) -> None:
-    delete(admin, name)
-    topic(partitions, name=name)
-
-
-def delete(admin: AdminClient, name: str) -> None:
-    admin.delete_topics([name])[name].result(ADMIN_S)
-    await_until(lambda: name not in admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {name}")
-
-
-def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_is_longer(
-    job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient, committed: Committed, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name)
+def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_is_longer(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
     one.run()
-    recreate(admin, topic, name, 1)
-    produce(name, [f"again-{n}" for n in range(9)])
+    scene.delete(name)
+    scene.topic(name=name)
+    scene.produce(name, [f"again-{n}" for n in range(9)])
     text = message_of(one.run)
     assert f"DataLoss: topic {name} was deleted and made again" in text
     assert one.values == texts(0, 3)
     assert values_of(one.run(failOnDataLoss=False)) == [f"again-{n}" for n in range(9)]
-    assert committed(group_id) == {TopicPartition(name, 0): 9}
+    assert scene.committed() == {TopicPartition(name, 0): 9}
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_B40_a_topic_made_again_between_two_batches(
-    fails: bool, job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 3))
-    one = job(subscribe=name, failOnDataLoss=fails)
+def test_B40_a_topic_made_again_between_two_batches(fails: bool, scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name, failOnDataLoss=fails)
 
     def again(number: int) -> None:
         if len(one.batches) == 1:
-            recreate(admin, topic, name, 1)
-            produce(name, [f"again-{n}" for n in range(9)])
+            scene.delete(name)
+            scene.topic(name=name)
+            scene.produce(name, [f"again-{n}" for n in range(9)])
 
     one.on_batch = again
     with one.running() as query:
@@ -326,43 +283,35 @@ def test_B40_a_topic_made_again_between_two_batches(
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_topic_deleted_while_it_runs_stops_it_by_name(
-    alone: bool, job: JobFactory, topic: TopicFactory, produce: Produce, admin: AdminClient
-) -> None:
+def test_a_topic_deleted_while_it_runs_stops_it_by_name(alone: bool, scene: Scene) -> None:
     """Also the only one, of which the library says what it says of brokers that it cannot reach."""
-    gone, kept = topic(2), topic()
-    produce(gone, numbered(0, 3, 2))
-    produce(kept, numbered(4, 5))
-    one = job(subscribe=gone if alone else f"{gone},{kept}")
+    gone, kept = scene.topic(2), scene.topic()
+    scene.produce(gone, numbered(0, 3, 2))
+    scene.produce(kept, numbered(4, 5))
+    one = scene.job(subscribe=gone if alone else f"{gone},{kept}")
     with one.running() as query:
         query.processAllAvailable()
-        delete(admin, gone)
+        scene.delete(gone)
         text = message_of(lambda: query.awaitTermination(END_S))
     assert f"TopicMissing: topic {gone} does not exist any more" in text
     assert "set failOnDataLoss to false to go on without it" in text
     assert one.values == texts(0, 3 if alone else 5)
 
 
-def test_B41_a_topic_deleted_while_it_runs_is_left_out_when_losses_are_allowed(
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-) -> None:
-    gone, kept = topic(2), topic()
-    produce(gone, numbered(0, 3, 2))
-    one = job(subscribe=f"{gone},{kept}", failOnDataLoss=False)
-    one.on_batch = lambda number: delete(admin, gone) if number == 0 else None  # its offsets cannot be committed
+def test_B41_a_topic_deleted_while_it_runs_is_left_out_when_losses_are_allowed(scene: Scene) -> None:
+    gone, kept = scene.topic(2), scene.topic()
+    scene.produce(gone, numbered(0, 3, 2))
+    one = scene.job(subscribe=f"{gone},{kept}", failOnDataLoss=False)
+    one.on_batch = lambda number: scene.delete(gone) if number == 0 else None  # its offsets cannot be committed
     with one.running() as query:
         await_until(lambda: one.batches, what="the first batch")
-        produce(kept, numbered(4, 5))
+        scene.produce(kept, numbered(4, 5))
         await_until(lambda: len(one.rows) >= 6, what="the rows of the other topic")
-        produce(kept, numbered(6, 7))
+        scene.produce(kept, numbered(6, 7))
         await_until(lambda: len(one.rows) >= 8, what="more rows of the other topic")
-        await_until(lambda: committed(group_id).items() >= end_offsets(kept).items(), what="the other topic's offsets")
+        await_until(
+            lambda: scene.committed().items() >= scene.end_offsets(kept).items(), what="the other topic's offsets"
+        )
         assert query.exception() is None
     assert one.values == texts(0, 7)
 
@@ -370,10 +319,8 @@ def test_B41_a_topic_deleted_while_it_runs_is_left_out_when_losses_are_allowed(
 # --- asynchronous progress ------------------------------------------------------------------------------------------
 
 
-def test_asynchronous_progress_tracking_is_refused_where_rows_could_count_as_durable_too_early(
-    job: JobFactory, topic: TopicFactory
-) -> None:
-    one = job(subscribe=topic())
+def test_asynchronous_progress_tracking_is_refused_where_rows_could_count_as_durable_too_early(scene: Scene) -> None:
+    one = scene.job(subscribe=scene.topic())
     writer = one.load().writeStream.foreachBatch(lambda frame, number: None)
     text = message_of(
         lambda: (

@@ -8,22 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka.admin import AdminClient
-from conftest import Offsets, Produce, TopicFactory, await_until
+from conftest import await_until
 from pyspark.sql.types import StructType
+from scenes import Scene
 from streams import (
     PROTOCOLS,
     Engine,
-    JobFactory,
     alive,
     descendants,
     describe,
-    job_factory,
     numbered,
     options_of,
     readers_below,
@@ -32,7 +29,6 @@ from streams import (
     values_of,
 )
 
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.source import GroupStreamReader, KafkaGroupDataSource, RangesPartition
 
@@ -43,29 +39,21 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 
-Committed = Callable[[str], Offsets]
 FROZEN_SESSION_S = 3
 CHILD_S = 120
 """Bound of a process that starts a Spark of its own."""
-
-
-@pytest.fixture
-def job(spark: "SparkSession", broker: Broker, group_id: str, tmp_path: Path) -> JobFactory:
-    return job_factory(spark, broker.bootstrap_servers, group_id, tmp_path)
 
 
 # --- what travels ---------------------------------------------------------------------------------------------------
 
 
 def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_reader_runs(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
-    name = topic()
-    produce(name, numbered(0, 2))
-    source = pickle.loads(
-        pickle.dumps(KafkaGroupDataSource(options_of(broker.bootstrap_servers, group_id, subscribe=name)))
-    )
+    name = scene.topic()
+    scene.produce(name, numbered(0, 2))
+    source = pickle.loads(pickle.dumps(KafkaGroupDataSource(scene.options(subscribe=name))))
     reader = source.streamReader(StructType())
     running = _latest(reader, reader.initialOffset())
     try:
@@ -78,12 +66,10 @@ def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_read
         reader._coordinator.close()
 
 
-def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 2))
-    source = KafkaGroupDataSource(options_of(broker.bootstrap_servers, group_id, subscribe=name))
+def test_B72_a_forked_worker_reads_with_a_client_of_its_own(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 2))
+    source = KafkaGroupDataSource(scene.options(subscribe=name))
     reader = source.streamReader(StructType())
     piece = RangesPartition([OffsetRange(TopicPartition(name, 0), 0, 3)])
 
@@ -102,14 +88,12 @@ def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
     assert count() == 3
 
 
-def test_B73_the_offset_before_batch_0_is_a_constant(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
-) -> None:
-    name = topic()
-    options = options_of(broker.bootstrap_servers, group_id, subscribe=name, startingOffsets="latest")
+def test_B73_the_offset_before_batch_0_is_a_constant(scene: Scene) -> None:
+    name = scene.topic()
+    options = scene.options(subscribe=name, startingOffsets="latest")
     first = KafkaGroupDataSource(options).streamReader(StructType())
     before = json.dumps(first.initialOffset())
-    produce(name, numbered(0, 2))
+    scene.produce(name, numbered(0, 2))
     anew = KafkaGroupDataSource(options).streamReader(StructType())
     assert {before, json.dumps(first.initialOffset()), json.dumps(anew.initialOffset())} == {before}
     assert name not in before
@@ -184,23 +168,15 @@ def child(code: str, **given: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same_rows(
-    broker: Broker,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 9, 2))
+def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same_rows(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
     with child(
         BOUNDED,
         master="local[2,3]",
-        options=options_of(broker.bootstrap_servers, group_id, subscribe=name),
-        checkpoint=str(tmp_path / "c"),
-        flag=str(tmp_path / "failed"),
+        options=scene.options(subscribe=name),
+        checkpoint=str(scene.folder / "c"),
+        flag=str(scene.folder / "failed"),
     ) as driver:
         try:
             out, _ = driver.communicate(timeout=CHILD_S)
@@ -209,28 +185,20 @@ def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same
     assert driver.returncode == 0
     line = next(line for line in out.splitlines() if line.startswith("seen "))
     assert json.loads(line.removeprefix("seen ")) == [[0, texts(0, 9)]]
-    assert (tmp_path / "failed").exists()  # the first try did die
-    assert committed(group_id) == end_offsets(name)
+    assert (scene.folder / "failed").exists()  # the first try did die
+    assert scene.committed() == scene.end_offsets(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["python", "jvm"])
-def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(
-    victim: str,
-    broker: Broker,
-    topic: TopicFactory,
-    produce: Produce,
-    admin: AdminClient,
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 9, 2))
+def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(victim: str, scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
     with child(
         ENDLESS,
         master="local[2]",
-        options=options_of(broker.bootstrap_servers, group_id, subscribe=name, groupMembers=2),
-        checkpoint=str(tmp_path / "c"),
+        options=scene.options(subscribe=name, groupMembers=2),
+        checkpoint=str(scene.folder / "c"),
     ) as driver:
         try:
             assert driver.stdout is not None
@@ -242,7 +210,7 @@ def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(
             await_until(lambda: not any(map(alive, below)), 30, what="the end of every process below the driver")
         finally:
             driver.kill()
-    await_until(lambda: describe(admin, group_id).members == {}, 30, what="the end of its members")
+    await_until(lambda: describe(scene.admin, scene.group).members == {}, 30, what="the end of its members")
 
 
 # --- stop() ---------------------------------------------------------------------------------------------------------
@@ -262,20 +230,18 @@ def asking(query: "StreamingQuery") -> bool:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B74_stop_ends_an_idle_query(protocol: str, job: JobFactory, topic: TopicFactory, no_reader_left: None) -> None:
-    query = job(protocol, subscribe=topic(), groupMembers=2).start()
+def test_B74_stop_ends_an_idle_query(protocol: str, scene: Scene, no_reader_left: None) -> None:
+    query = scene.job(protocol, subscribe=scene.topic(), groupMembers=2).start()
     query.processAllAvailable()
     assert len(readers_below()) == 1
     query.stop()
     assert query.exception() is None
 
 
-def test_B74_stop_ends_a_query_whose_tasks_are_busy(
-    job: JobFactory, topic: TopicFactory, produce: Produce, tmp_path: Path, no_reader_left: None
-) -> None:
-    name = topic()
-    produce(name, numbered(0, 2))
-    busy = tmp_path / "busy"
+def test_B74_stop_ends_a_query_whose_tasks_are_busy(scene: Scene, no_reader_left: None) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 2))
+    busy = scene.folder / "busy"
 
     def stuck(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
         for batch in batches:
@@ -283,7 +249,7 @@ def test_B74_stop_ends_a_query_whose_tasks_are_busy(
             threading.Event().wait(300)
             yield batch
 
-    one = job(subscribe=name)
+    one = scene.job(subscribe=name)
     frame = one.load().select("value").mapInArrow(stuck, "value binary")
     query = frame.writeStream.format("noop").option("checkpointLocation", str(one.checkpoint)).start()
     await_until(busy.exists, what="a task in the middle of its batch")
@@ -292,25 +258,23 @@ def test_B74_stop_ends_a_query_whose_tasks_are_busy(
     assert values_of(one.run()) == texts(0, 2)
 
 
-def test_B74_stop_ends_a_query_that_finds_no_broker(job: JobFactory, no_reader_left: None) -> None:
-    one = job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
+def test_B74_stop_ends_a_query_that_finds_no_broker(scene: Scene, no_reader_left: None) -> None:
+    one = scene.job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
     query = one.start()
     await_until(lambda: asking(query), what="the first question for offsets")
     query.stop()
     assert query.exception() is None
 
 
-def test_B74_stop_ends_a_query_that_waits_for_its_place_in_the_group(
-    job: JobFactory, broker: Broker, topic: TopicFactory, admin: AdminClient, group_id: str, no_reader_left: None
-) -> None:
-    name = topic(2)
+def test_B74_stop_ends_a_query_that_waits_for_its_place_in_the_group(scene: Scene, no_reader_left: None) -> None:
+    name = scene.topic(2)
     # A member of a second slot that another run holds under the same name: ours cannot join (KIP-848).
-    one = job("consumer", subscribe=name)
+    one = scene.job("consumer", subscribe=name)
     one.run()
-    options = options_of(broker.bootstrap_servers, group_id, protocol="consumer", subscribe=name)
+    options = scene.options("consumer", subscribe=name)
     log = [path.read_text().splitlines()[2] for path in sorted((one.checkpoint / "offsets").glob("[0-9]*"))]
     with Engine(options, log) as holder:
-        await_until(lambda: holder.step() is None and len(describe(admin, group_id).members) == 1)
+        await_until(lambda: holder.step() is None and len(describe(scene.admin, scene.group).members) == 1)
         query = one.start()
         await_until(lambda: asking(query), what="the first question for offsets")
         query.stop()
@@ -323,19 +287,13 @@ def test_B74_stop_ends_a_query_that_waits_for_its_place_in_the_group(
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_its_successors_rows(
-    protocol: str,
-    job: JobFactory,
-    topic: TopicFactory,
-    produce: Produce,
-    committed: Committed,
-    end_offsets: Committed,
-    group_id: str,
+    protocol: str, scene: Scene
 ) -> None:
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    session = {"kafka__session__timeout__ms": FROZEN_SESSION_S * 1000} if protocol == "classic" else {}
-    old = job(protocol, subscribe=name, **session)
-    new = job(protocol, checkpoint="copy", subscribe=name, **session)
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    session: dict[str, Any] = {"kafka__session__timeout__ms": FROZEN_SESSION_S * 1000} if protocol == "classic" else {}
+    old = scene.job(protocol, subscribe=name, **session)
+    new = scene.job(protocol, checkpoint="copy", subscribe=name, **session)
     frozen = threading.Event()
     readers: list[int] = []
 
@@ -352,12 +310,12 @@ def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_it
     first = old.start()
     try:
         first.processAllAvailable()
-        produce(name, numbered(4, 7, 2))
+        scene.produce(name, numbered(4, 7, 2))
         await_until(frozen.is_set, what="the batch in which it is frozen")
-        produce(name, numbered(8, 11, 2))
+        scene.produce(name, numbered(8, 11, 2))
         with new.running() as second:
             await_until(lambda: len(new.rows) >= 8, 60, what="the successor's rows")
-            await_until(lambda: committed(group_id) == end_offsets(name), what="the successor's offsets")
+            await_until(lambda: scene.committed() == scene.end_offsets(name), what="the successor's offsets")
             # Past its session: its client library will then know of no place but by joining again.
             assert not first.awaitTermination(FROZEN_SESSION_S + 1)
             for reader in readers:
@@ -365,15 +323,15 @@ def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_it
             # Its batch is done in its own sink: now it would commit it. With the classic protocol its client library
             # would join again under the same instance id, and the broker throw the successor's member out for it.
             await_until(first.exception, 60, what="the end of the driver that was replaced")
-            assert committed(group_id) == end_offsets(name)
-            produce(name, numbered(12, 13, 2))
+            assert scene.committed() == scene.end_offsets(name)
+            scene.produce(name, numbered(12, 13, 2))
             await_until(lambda: len(new.rows) >= 10, what="more rows")
             second.processAllAvailable()
             assert second.exception() is None
         first.stop()
-        produce(name, numbered(14, 15, 2))
+        scene.produce(name, numbered(14, 15, 2))
         new.run()
-        assert committed(group_id) == end_offsets(name)
+        assert scene.committed() == scene.end_offsets(name)
     finally:
         for reader in filter(alive, readers):
             os.kill(reader, signal.SIGCONT)

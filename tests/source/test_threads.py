@@ -1,29 +1,26 @@
 """G8: a part of a run that does not work ends the run with its reason, or holds back nothing but its own."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Offsets, Produce, TopicFactory, await_until
-from streams import Engine, numbered, options_of, texts, values_of
+from conftest import await_until
+from scenes import Scene
+from streams import Engine, numbered, texts, values_of
 
 from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import InvariantBroken
-from spark_group_source.local.broker import Broker
 
 REFUSAL = "can't start new thread"
 
 
 @pytest.fixture
-def options(broker: Broker, group_id: str, topic: TopicFactory, produce: Produce) -> dict[str, str]:
+def options(scene: Scene) -> dict[str, str]:
     """Two slots, a topic of two partitions with four records, and little patience."""
-    name = topic(2)
-    produce(name, numbered(0, 3, 2))
-    return options_of(
-        broker.bootstrap_servers, group_id, subscribe=name, groupMembers=2, kafka__max__poll__interval__ms=6000
-    )
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    return scene.options(subscribe=name, groupMembers=2, kafka__max__poll__interval__ms=6000)
 
 
 def ends_with(engine: Engine) -> str:
@@ -79,29 +76,23 @@ def test_G8_what_the_worker_did_not_expect_ends_the_run_and_says_so(
 
 
 def test_G2_a_slot_that_is_out_of_the_group_holds_no_other_ones_offsets_back_and_is_named(
-    options: dict[str, str],
-    produce: Produce,
-    committed: Callable[[str], Offsets],
-    end_offsets: Callable[[str], Offsets],
-    group_id: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    options: dict[str, str], scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name, out = options["subscribe"], {1}
     real: Any = vars(Member)["identity"].fget
     with Engine(options) as engine:
         engine.run()
-        await_until(lambda: committed(group_id) == end_offsets(name), what="the first offsets of both")
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="the first offsets of both")
         monkeypatch.setattr(Member, "identity", property(lambda self: None if self.slot in out else real(self)))
-        before = committed(group_id)
+        before = scene.committed()
         behind = {tp for tp, p in engine.coordinator._run.machine.positions.ours.items() if p.slot in out}
         assert len(behind) == 1
-        produce(name, numbered(4, 7, 2))
+        scene.produce(name, numbered(4, 7, 2))
         engine.run()
-        half = {tp: before[tp] if tp in behind else end for tp, end in end_offsets(name).items()}
-        await_until(lambda: engine.step() is None and committed(group_id) == half, what="the offsets of the other slot")
+        half = {tp: before[tp] if tp in behind else end for tp, end in scene.end_offsets(name).items()}
+        await_until(lambda: engine.step() is None and scene.committed() == half, what="the offsets of the other slot")
         await_until(lambda: "slot 1 is not in the group at the moment" in caplog.text, what="the line that says so")
-        assert committed(group_id) == half
+        assert scene.committed() == half
         out.clear()
-        await_until(lambda: engine.step() is None and committed(group_id) == end_offsets(name), what="the rest")
+        await_until(lambda: engine.step() is None and scene.committed() == scene.end_offsets(name), what="the rest")
     assert values_of(engine.rows) == texts(0, 7)

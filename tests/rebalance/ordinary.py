@@ -1,4 +1,4 @@
-"""A member of the group that is none of ours: :class:`Foreign` starts, tells, kills and freezes it.
+"""An ordinary consumer in the group: :class:`OrdinaryConsumer` starts, tells, kills and freezes it.
 
 Runs in: tests. Deliberately absent: what the member does (``member_process``, the program in the child process).
 """
@@ -45,8 +45,8 @@ def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
     }
 
 
-class Foreign:
-    """An ordinary consumer in a child process. Every record it processes, and every commit, is a line in ``file``.
+class OrdinaryConsumer:
+    """It runs in a child process. Every record it processes, and every commit, is a line in ``file``.
 
     Args:
         settings: librdkafka's, above the usual ones; see :func:`settings_of`.
@@ -72,7 +72,7 @@ class Foreign:
         everything = {
             "bootstrap.servers": servers,
             "group.id": group,
-            "client.id": "foreign",
+            "client.id": "ordinary",
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
             "topic.metadata.refresh.interval.ms": 500,
@@ -95,7 +95,7 @@ class Foreign:
             stderr=self._log,
             text=True,
         )
-        self._reader = threading.Thread(target=self._read, name="foreign", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="ordinary", daemon=True)
         self._reader.start()
 
     # --- telling it ------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Foreign:
         """Give an order and wait until it was obeyed."""
         before = len(self._obeyed(order))
         self.tell(order, **more)
-        await_until(lambda: len(self._obeyed(order)) > before, HEARD_S, what=f"{order} of the foreign member")
+        await_until(lambda: len(self._obeyed(order)) > before, HEARD_S, what=f"{order} of the ordinary consumer")
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -132,7 +132,7 @@ class Foreign:
             self.process.wait(END_S)
             self._reader.join(END_S)
 
-    def __enter__(self) -> "Foreign":
+    def __enter__(self) -> "OrdinaryConsumer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,11 +166,13 @@ class Foreign:
         return [e for e in list(self.events) if e["event"] == event]
 
     def await_said(self, event: str, count: int = 1, deadline_s: float = HEARD_S) -> dict[str, Any]:
-        await_until(lambda: len(self.said(event)) >= count, deadline_s, what=f"{event} from the foreign member")
+        await_until(lambda: len(self.said(event)) >= count, deadline_s, what=f"{event} from the ordinary consumer")
         return self.said(event)[count - 1]
 
     def await_partitions(self, count: int, deadline_s: float = HEARD_S) -> set[TopicPartition]:
-        await_until(lambda: len(self.partitions) == count, deadline_s, what=f"{count} partitions at the foreign member")
+        await_until(
+            lambda: len(self.partitions) == count, deadline_s, what=f"{count} partitions at the ordinary consumer"
+        )
         return self.partitions
 
     def first_assigned_at(self) -> float:

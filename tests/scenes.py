@@ -1,0 +1,105 @@
+"""What a test uses of Kafka and Spark under one name, ``scene``: nothing of it starts before it is asked for.
+
+Runs in: tests. Deliberately absent: judgements, and what only one file of tests needs; both are beside the tests.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
+from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
+from streams import Job, options_of
+
+from spark_group_source.local.broker import Broker
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+class Scene:
+    """A consumer group that no other test uses, with topics, queries and a folder of its own."""
+
+    def __init__(self, request: pytest.FixtureRequest, group: str) -> None:
+        self._request = request
+        self.group = group
+
+    @cached_property
+    def folder(self) -> Path:
+        """The test's temporary directory."""
+        folder: Path = self._request.getfixturevalue("tmp_path")
+        return folder
+
+    # --- Kafka -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def broker(self) -> Broker:
+        broker: Broker = self._request.getfixturevalue("broker")
+        return broker
+
+    @property
+    def servers(self) -> str:
+        return self.broker.bootstrap_servers
+
+    @cached_property
+    def admin(self) -> AdminClient:
+        admin: AdminClient = self._request.getfixturevalue("admin")
+        return admin
+
+    @cached_property
+    def producer(self) -> Producer:
+        producer: Producer = self._request.getfixturevalue("producer")
+        return producer
+
+    def topic(self, partitions: int = 1, *, config: Mapping[str, str] | None = None, name: str | None = None) -> str:
+        """Create a topic that no other test uses, and return its name."""
+        made: str = self._request.getfixturevalue("topic")(partitions, config=config, name=name)
+        return made
+
+    def produce(
+        self, topic: str, records: Iterable[bytes | str | Record], *, partition: int | None = None
+    ) -> list[tuple[int, int]]:
+        """Write records and return [(partition, offset)] once all are acknowledged."""
+        return produce_to(self.producer, topic, records, partition=partition)
+
+    def grow(self, topic: str, partitions: int) -> None:
+        """Give the topic more partitions, and return once the brokers serve them and the producer knows them."""
+        self.admin.create_partitions([NewPartitions(topic, partitions)])[topic].result(ADMIN_S)
+        await_served(self.admin, topic, partitions)
+
+        def known() -> bool:
+            found = self.producer.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions.values()
+            return len(found) == partitions and all(p.leader >= 0 for p in found)
+
+        await_until(known, what="leaders of the new partitions")
+
+    def delete(self, topic: str) -> None:
+        """Delete the topic, and return once it is gone."""
+        self.admin.delete_topics([topic])[topic].result(ADMIN_S)
+        await_until(lambda: topic not in self.admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {topic}")
+
+    def committed(self, group: str | None = None) -> Offsets:
+        """The next offset of each partition that the test's group, or another, has committed."""
+        return committed_of(self.admin, group or self.group)
+
+    def end_offsets(self, topic: str) -> Offsets:
+        """The next offset of each partition of the topic."""
+        return end_offsets_of(self.admin, topic)
+
+    # --- queries ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spark(self) -> "SparkSession":
+        spark: SparkSession = self._request.getfixturevalue("spark")
+        return spark
+
+    def options(self, protocol: str = "classic", **more: object) -> dict[str, str]:
+        """Options of a query in the test's group; see :func:`streams.options_of`."""
+        return options_of(self.servers, self.group, protocol=protocol, **more)
+
+    def job(self, protocol: str = "classic", checkpoint: str = "c", **more: object) -> Job:
+        """A Spark query in the test's group."""
+        return Job(self.spark, self.options(protocol, **more), self.folder / checkpoint)
