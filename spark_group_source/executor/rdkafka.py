@@ -103,7 +103,7 @@ class Library:
     def __init__(self) -> None:
         if sys.byteorder != "little" or c.sizeof(c.c_void_p) != 8 or os.name != "posix":
             raise ImportError("the fast client needs a 64-bit little-endian POSIX machine")
-        rdkafka = c.CDLL(str(_extension()))
+        rdkafka = c.CDLL(str(extension()))
         for name, (result, *arguments) in _CALLS.items():
             call = getattr(rdkafka, f"rd_kafka_{name}", None)
             if call is None:
@@ -133,7 +133,7 @@ class Library:
             self.release(block)
 
 
-def _extension() -> Path:
+def extension() -> Path:
     """confluent_kafka's extension module, found without importing the package: it brings librdkafka with it."""
     package = importlib.util.find_spec("confluent_kafka")
     for folder in (package.submodule_search_locations or []) if package else []:

@@ -1,0 +1,267 @@
+"""librdkafka's mock cluster: brokers inside this process that speak Kafka's protocol and answer as a test says.
+
+Runs in: tests; other processes may connect while it lives. No JVM, and ready in milliseconds. Deliberately absent:
+what these brokers cannot do: retention, compaction, timestamps of offsets, transactions that hold records back, most
+of the admin API (``describe_topics`` and ``list_offsets`` work, as they are Metadata and ListOffsets), topic errors by
+:meth:`MockCluster.push_request_errors` (a Metadata answer has none of its own: see
+:meth:`MockCluster.set_topic_error`). librdkafka calls it experimental: it is bound here and nowhere else.
+
+Produce with any client: a topic that nobody created is made with four partitions.
+"""
+
+import ctypes as c
+from collections.abc import Sequence
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from spark_group_source.executor.rdkafka import extension
+from spark_group_source.model import TopicPartition
+
+_P, _PP, _INT, _I16, _I32, _I64, _SIZE, _STR = (
+    c.c_void_p,
+    c.POINTER(c.c_void_p),
+    c.c_int,
+    c.c_int16,
+    c.c_int32,
+    c.c_int64,
+    c.c_size_t,
+    c.c_char_p,
+)
+_CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
+    "conf_new": (_P,),
+    "conf_set": (_INT, _P, _STR, _STR, _STR, _SIZE),
+    "new": (_P, _INT, _P, _STR, _SIZE),
+    "destroy": (None, _P),
+    "err2str": (_STR, _INT),
+    "mock_cluster_new": (_P, _P, _INT),
+    "mock_cluster_destroy": (None, _P),
+    "mock_cluster_bootstraps": (_STR, _P),
+    "mock_topic_create": (_INT, _P, _STR, _INT, _INT),
+    "mock_topic_delete": (_INT, _P, _STR),
+    "mock_topic_set_error": (None, _P, _STR, _INT),
+    "mock_partition_delete_records": (_INT, _P, _STR, _I32, _I64),
+    "mock_partition_set_leader": (_INT, _P, _STR, _I32, _I32),
+    "mock_partition_push_leader_response": (_INT, _P, _STR, _INT, _I32, _I32),
+    "mock_partition_push_request_errors": (_INT, _P, _STR, _I32, _I16, _SIZE),  # and that many codes
+    "mock_push_request_errors_array": (None, _P, _I16, _SIZE, c.POINTER(_INT)),
+    "mock_clear_request_errors": (None, _P, _I16),
+    "mock_broker_push_request_error_rtts": (_INT, _P, _I32, _I16, _SIZE),  # and that many codes, each with its ms
+    "mock_set_controller_id": (None, _P, _I32),
+    "mock_broker_set_down": (_INT, _P, _I32),
+    "mock_broker_set_up": (_INT, _P, _I32),
+    "mock_broker_set_rtt": (_INT, _P, _I32, _INT),
+    "mock_set_apiversion": (_INT, _P, _I16, _I16, _I16),
+    "mock_start_request_tracking": (None, _P),
+    "mock_clear_requests": (None, _P),
+    "mock_get_requests": (_PP, _P, c.POINTER(_SIZE)),
+    "mock_request_destroy_array": (None, _PP, _SIZE),
+    "mock_request_id": (_I32, _P),
+    "mock_request_api_key": (_I16, _P),
+    "mock_request_timestamp": (_I64, _P),
+}
+_PRODUCER = 0
+
+
+class Api(IntEnum):
+    """Kafka's numbers of the requests that these brokers answer."""
+
+    PRODUCE = 0
+    FETCH = 1
+    LIST_OFFSETS = 2
+    METADATA = 3
+    OFFSET_COMMIT = 8
+    OFFSET_FETCH = 9
+    FIND_COORDINATOR = 10
+    JOIN_GROUP = 11
+    HEARTBEAT = 12
+    LEAVE_GROUP = 13
+    SYNC_GROUP = 14
+    API_VERSIONS = 18
+    INIT_PRODUCER_ID = 22
+    OFFSET_FOR_LEADER_EPOCH = 23
+    ADD_PARTITIONS_TO_TXN = 24
+    ADD_OFFSETS_TO_TXN = 25
+    END_TXN = 26
+    TXN_OFFSET_COMMIT = 28
+    CONSUMER_GROUP_HEARTBEAT = 68
+
+
+class Asked(NamedTuple):
+    """One request that came to a broker."""
+
+    broker: int
+    api: int
+    at_us: int
+    """On librdkafka's clock, which has no relation to others."""
+
+
+class MockCluster:
+    """Brokers 1 to ``brokers`` on 127.0.0.1; a context manager. Its methods may be called from any thread.
+
+    Args:
+        brokers: how many.
+        settings: of the librdkafka client that hosts them, such as ``debug``.
+
+    Raises:
+        ImportError: this librdkafka has no mock cluster, or another one.
+    """
+
+    def __init__(self, brokers: int = 1, settings: dict[str, str] | None = None) -> None:
+        self._lib = lib = _Library()
+        conf = lib.conf_new()
+        why = c.create_string_buffer(512)
+        for name, value in {"log_level": "3", **(settings or {})}.items():
+            if lib.conf_set(conf, name.encode(), value.encode(), why, len(why)):
+                raise ValueError(why.value.decode())
+        self._rk = lib.new(_PRODUCER, conf, why, len(why))
+        if not self._rk:
+            raise RuntimeError(why.value.decode())
+        self._cluster = lib.mock_cluster_new(self._rk, brokers)
+        if not self._cluster:
+            raise RuntimeError("no mock cluster")
+        self.set_controller(1)
+        lib.mock_start_request_tracking(self._cluster)
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return str(self._lib.mock_cluster_bootstraps(self._cluster).decode())
+
+    # --- topics
+
+    def create_topic(self, name: str, partitions: int = 1, replicas: int = 1) -> None:
+        """The topic gets an id. Leaders are the brokers in turn: see :meth:`set_leader`."""
+        self._check(self._lib.mock_topic_create(self._cluster, name.encode(), partitions, replicas))
+
+    def delete_topic(self, name: str) -> None:
+        self._check(self._lib.mock_topic_delete(self._cluster, name.encode()))
+
+    def delete_records(self, tp: TopicPartition, before: int) -> None:
+        """Let the log of this partition begin at an offset, as if the records before it had aged out."""
+        self._check(self._lib.mock_partition_delete_records(self._cluster, tp.topic.encode(), tp.partition, before))
+
+    def set_topic_error(self, name: str, code: int) -> None:
+        """What Metadata says of the topic from now on; 0 for nothing. With 3 and 100 it has no partitions either."""
+        self._lib.mock_topic_set_error(self._cluster, name.encode(), code)
+
+    def set_leader(self, tp: TopicPartition, broker: int) -> None:
+        """Move a partition; -1: it has no leader. Its leader epoch goes up."""
+        self._check(self._lib.mock_partition_set_leader(self._cluster, tp.topic.encode(), tp.partition, broker))
+
+    def push_leader(self, tp: TopicPartition, broker: int, epoch: int) -> None:
+        """What the next answer that names this partition's leader says, true or not."""
+        self._check(
+            self._lib.mock_partition_push_leader_response(self._cluster, tp.topic.encode(), tp.partition, broker, epoch)
+        )
+
+    # --- errors
+
+    def push_request_errors(self, api_key: int, codes: Sequence[int]) -> None:
+        """What the next requests of this kind are answered with, at whatever broker, one code each; 0 is no error.
+
+        librdkafka's -195 closes the connection instead of answering. Metadata is answered without the code.
+        """
+        array = (c.c_int * len(codes))(*codes)
+        self._lib.mock_push_request_errors_array(self._cluster, api_key, len(codes), array)
+
+    def push_answers(self, broker: int, api_key: int, answers: Sequence[tuple[int, int]]) -> None:
+        """The same for one broker; each answer is (code, delay in ms)."""
+        flat = [c.c_int(value) for answer in answers for value in answer]
+        self._check(
+            self._lib.mock_broker_push_request_error_rtts(
+                self._cluster, broker, api_key, c.c_size_t(len(answers)), *flat
+            )
+        )
+
+    def push_partition_errors(self, tp: TopicPartition, api_key: int, codes: Sequence[int]) -> None:
+        """The same for one partition, in requests that name several: Produce and Fetch know it."""
+        self._check(
+            self._lib.mock_partition_push_request_errors(
+                self._cluster,
+                tp.topic.encode(),
+                tp.partition,
+                api_key,
+                c.c_size_t(len(codes)),
+                *(c.c_int(code) for code in codes),
+            )
+        )
+
+    def clear_request_errors(self, api_key: int) -> None:
+        self._lib.mock_clear_request_errors(self._cluster, api_key)
+
+    # --- brokers
+
+    def set_controller(self, broker: int) -> None:
+        """Which broker is asked by admin clients; 1 unless said."""
+        self._lib.mock_set_controller_id(self._cluster, broker)
+
+    def set_broker_down(self, broker: int) -> None:
+        """Close its connections and refuse new ones. Whatever it led has no answer then, and so has the controller."""
+        self._check(self._lib.mock_broker_set_down(self._cluster, broker))
+
+    def set_broker_up(self, broker: int) -> None:
+        self._check(self._lib.mock_broker_set_up(self._cluster, broker))
+
+    def set_rtt(self, broker: int, rtt_ms: int) -> None:
+        """How long each of its answers takes from now on."""
+        self._check(self._lib.mock_broker_set_rtt(self._cluster, broker, rtt_ms))
+
+    def set_api_versions(self, api_key: int, lowest: int, highest: int) -> None:
+        """What clients that connect from now on are told; -1, -1: there is no such request."""
+        self._check(self._lib.mock_set_apiversion(self._cluster, api_key, lowest, highest))
+
+    # --- what was asked
+
+    def requests(self, api_key: int | None = None) -> list[Asked]:
+        """Every request since the last :meth:`forget_requests`, or those of one kind."""
+        count = c.c_size_t()
+        found = self._lib.mock_get_requests(self._cluster, c.byref(count))
+        if not found:
+            return []
+        lib = self._lib
+        asked = [
+            Asked(lib.mock_request_id(r), lib.mock_request_api_key(r), lib.mock_request_timestamp(r))
+            for r in found[: count.value]
+        ]
+        lib.mock_request_destroy_array(found, count.value)
+        return [one for one in asked if api_key is None or one.api == api_key]
+
+    def forget_requests(self) -> None:
+        self._lib.mock_clear_requests(self._cluster)
+
+    # --- its end
+
+    def close(self) -> None:
+        """Stop the brokers. Safe to call twice."""
+        cluster, self._cluster = self._cluster, None
+        if cluster:
+            self._lib.mock_cluster_destroy(cluster)
+            self._lib.destroy(self._rk)
+
+    def __enter__(self) -> "MockCluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise RuntimeError(self._lib.err2str(code).decode())
+
+
+class _Library:
+    """librdkafka's calls by their names without ``rd_kafka_``."""
+
+    def __init__(self) -> None:
+        rdkafka = c.CDLL(str(extension()))
+        for name, (result, *arguments) in _CALLS.items():
+            call = getattr(rdkafka, f"rd_kafka_{name}", None)
+            if call is None:
+                raise ImportError(f"librdkafka has no rd_kafka_{name}")
+            call.restype, call.argtypes = result, arguments
+            setattr(self, name, call)
+
+    def __getattr__(self, name: str) -> Any:  # Any: ctypes functions, set by name above
+        raise AttributeError(name)
