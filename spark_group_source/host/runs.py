@@ -1,7 +1,9 @@
 """What a run did, where others can see it: one log line a change, and small files on the driver's host.
 
 Runs in: the stream reader and the user's driver (both write), the CLI (reads). Deliberately absent: counting
-(``group``). All files are in one directory of the user's, which only a run makes:
+(``group``). All files are in one directory of the user's, which only a run makes. In its place may be a directory or a
+link of somebody else's, because everybody can write to the temporary folder: then nothing is written, removed or
+believed there, and the log says so. The files:
 
 - ``<pid>.json``: the numbers of :class:`~spark_group_source.group.statistics.Statistics` of the run in that process;
 - ``<pid>.drain``: somebody asks that run to drain;
@@ -12,6 +14,7 @@ A run removes all of its files when it ends in order.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -38,6 +41,10 @@ LOOK_S = 0.1
 UNREAD = "planned"
 """The state of a run that has given Spark a batch which Spark does not read: a query with two streams asks
 the other one first. A query that was just stopped shows another state while its reader closes."""
+_WITHOUT = (
+    "No statistics are written or read there, queries cannot be drained, and one that is stopped cannot tell what its "
+    "sink has. Remove it, or set TMPDIR to a folder of this user's for the driver and for spark-group"
+)
 QUERY_THREAD = "stream execution thread for "
 """How Spark's name for the thread of a streaming query begins."""
 
@@ -53,7 +60,7 @@ def mark_durable(stream: str, seq: int) -> None:
     if not stream.isalnum():  # it becomes a file's name
         return
     with contextlib.suppress(OSError):
-        if _is_ours(directory()):
+        if _usable():
             _write(directory() / f"{stream}{DURABLE}", str(seq))
 
 
@@ -63,7 +70,7 @@ def durable_seq(stream: str) -> int:
     It may be what a run before this one was told: compare it with the batch that is in flight.
     """
     with contextlib.suppress(OSError, ValueError):
-        if stream.isalnum() and _is_ours(directory()):
+        if stream.isalnum() and _usable():
             return int((directory() / f"{stream}{DURABLE}").read_text())
     return -1
 
@@ -103,7 +110,7 @@ class Publisher:
     @property
     def drain_asked(self) -> bool:
         """Whether somebody wants this run to plan no other batch."""
-        return self._asked.exists()
+        return _usable() and self._asked.exists()
 
     def waiting_sibling(self) -> int | None:
         """Process id of another stream of this group in this very query, whose batch cannot begin before this one's.
@@ -132,9 +139,8 @@ class Publisher:
         doc = {"pid": os.getpid(), "driver": os.getppid(), "drained": drained, **statistics.as_dict()}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            if not _is_ours(self._path.parent):
-                raise PermissionError("others can write to this directory, or it belongs to somebody else")
-            _write(self._path, json.dumps(doc))
+            if _usable():
+                _write(self._path, json.dumps(doc))
         except OSError as exc:
             self._broken = True
             log.warning("statistics cannot be written to %s: %s", self._path, exc)
@@ -149,6 +155,8 @@ class Publisher:
         self._remove()
 
     def _remove(self) -> None:
+        if not _usable():
+            return
         stream = self._last.stream if self._last is not None else ""
         for path in (self._path, self._asked, *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else [])):
             with contextlib.suppress(OSError):
@@ -158,7 +166,7 @@ class Publisher:
 def read(group: str) -> list[dict[str, Any]]:
     """The statistics of this host's living runs of one group."""
     found = []
-    paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if directory().is_dir() else []
+    paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _usable() else []
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             doc = json.loads(path.read_text())
@@ -193,8 +201,11 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         How many queries were drained.
 
     Raises:
-        GroupError: this host has no such query, or one did not end its batch in time; it drains when it does.
+        GroupError: this host has no such query, or one did not end its batch in time; it drains when it does. Or
+            queries cannot be asked here, because somebody else has the place of the files.
     """
+    if trouble := _trouble(directory()):
+        raise GroupError(trouble, group=group)
     runs = [doc["pid"] for doc in read(group) if driver in (None, doc["driver"])]
     if not runs:
         raise GroupError(
@@ -218,17 +229,44 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
 def _write(path: Path, text: str) -> None:
     """Write a small file so that nobody reads half of it."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text)
+    with contextlib.suppress(FileNotFoundError):
+        part.unlink()  # whatever it is, and wherever it leads
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
     part.replace(path)
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether it is a directory of this user's that nobody else can write to: /tmp is everybody's."""
+def _usable() -> bool:
+    """Whether the directory is there and this user's alone; once for each reason the log says why it is not."""
+    if trouble := _trouble(directory()):
+        _say_once(trouble)
+        return False
+    return directory().exists()
+
+
+def _trouble(folder: Path) -> str:
+    """Why this directory must not be used: /tmp is everybody's. Empty if nothing speaks against it, or nothing is
+    there."""
     try:
         status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    except FileNotFoundError:
+        return ""
+    except OSError as exc:
+        return f"{folder} cannot be looked at ({exc}): {_WITHOUT}"
+    if not stat.S_ISDIR(status.st_mode):
+        found = "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a directory"
+    elif status.st_uid != os.getuid():
+        found = f"it belongs to user {status.st_uid}"
+    elif status.st_mode & 0o022:
+        found = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return ""
+    return f"{folder} is not this user's alone: {found}. {_WITHOUT}"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _alive(pid: int) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from kafka_words import await_until
 
+from spark_group_source.errors import GroupError
 from spark_group_source.group.statistics import Counters, Statistics
 from spark_group_source.host import runs
 
@@ -84,6 +85,7 @@ def test_a_stream_that_is_no_name_is_no_file(directory: Path, stream: str) -> No
 def test_a_directory_that_others_can_write_to_is_neither_written_nor_believed(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    runs._say_once.cache_clear()
     directory.mkdir(mode=0o700)
     runs.mark_durable(STREAM, 7)
     directory.chmod(0o777)
@@ -92,7 +94,7 @@ def test_a_directory_that_others_can_write_to_is_neither_written_nor_believed(
     run = runs.Publisher("etl")
     run.publish(statistics())
     run.publish(statistics(seq=4))
-    assert caplog.text.count("statistics cannot be written") == 1
+    assert caplog.text.count("others can write to it (mode 777)") == 1
     directory.chmod(0o700)
     assert runs.durable_seq(STREAM) == 7
 
@@ -102,6 +104,76 @@ def test_a_directory_that_is_a_link_to_another_is_not_ours(directory: Path, tmp_
     directory.symlink_to(tmp_path / "real")
     runs.mark_durable(STREAM, 7)
     assert list((tmp_path / "real").iterdir()) == []
+
+
+def somebody_elses(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> Path:
+    """What stands where this user's runs publish, made by another user. Returns where its files really are."""
+    if kind == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        directory.symlink_to(tmp_path / "real")
+        return tmp_path / "real"
+    directory.mkdir(mode=0o700)
+    if kind == "writable":
+        directory.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: directory.stat().st_uid + 1)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["link", "owner", "writable"])
+def test_a_directory_of_another_user_can_neither_stall_a_run_nor_tell_it_anything(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    runs._say_once.cache_clear()
+    real = somebody_elses(directory, tmp_path, monkeypatch, kind)
+    (real / f"{os.getpid()}.json").write_text("not ours to remove")
+    run = runs.Publisher("etl")
+    (real / f"{os.getpid()}.drain").touch()
+    with other_run(real, driver=os.getppid()):
+        assert not run.drain_asked
+        assert runs.read("etl") == runs.siblings("etl") == []
+        assert runs.snapshot("etl", STREAM) is None
+    run.publish(statistics())
+    run.close()
+    assert (real / f"{os.getpid()}.json").read_text() == "not ours to remove"
+    assert (real / f"{os.getpid()}.drain").exists()
+    said = [record.getMessage() for record in caplog.records if str(directory) in record.getMessage()]
+    assert said and all("TMPDIR" in line for line in said), "it says what settles it"
+
+
+@pytest.mark.parametrize("kind", ["link", "owner", "writable"])
+def test_a_drain_says_that_the_directory_is_of_another_user(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    somebody_elses(directory, tmp_path, monkeypatch, kind)
+    with pytest.raises(GroupError, match=r"is not this user's alone.*TMPDIR"):
+        runs.drain("etl")
+
+
+def test_links_in_the_place_of_a_run_s_files_are_replaced_and_not_followed(directory: Path, tmp_path: Path) -> None:
+    """The directory was somebody else's before: what he left in it must not lead anywhere."""
+    directory.mkdir(mode=0o700)
+    (tmp_path / "precious").write_text("keep")
+    part = f"{os.getpid()}.json.{os.getpid()}.part"
+    for name in (f"{os.getpid()}.json", part, f"{STREAM}.durable", f"{STREAM}.durable.{os.getpid()}.part"):
+        (directory / name).symlink_to(tmp_path / "precious")
+    run = runs.Publisher("etl")
+    run.publish(statistics())
+    runs.mark_durable(STREAM, 7)
+    assert (tmp_path / "precious").read_text() == "keep"
+    assert runs.durable_seq(STREAM) == 7
+    assert [doc["stream"] for doc in runs.read("etl")] == [STREAM]
+
+
+def test_the_directory_and_its_files_are_for_this_user_only(directory: Path) -> None:
+    former = os.umask(0)
+    try:
+        runs.Publisher("etl").publish(statistics())
+        runs.mark_durable(STREAM, 7)
+    finally:
+        os.umask(former)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o077 for path in directory.iterdir()] == [0, 0]
 
 
 def test_a_mark_that_cannot_be_written_or_read_is_no_error(directory: Path) -> None:
