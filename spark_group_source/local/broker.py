@@ -72,6 +72,8 @@ class Broker:
         nodes: 1 or 3; numbered from 1.
         settings: Kafka settings that win over ``conf/broker.properties``.
         ports: the client port of each node, instead of free ones.
+        advertised: the port of 127.0.0.1 that each node tells its clients instead of its own: where something stands
+            between them. Nodes talk to each other past it, through a listener of their own.
         data_dir: where the data stays after a stop, to start again from it; by default a temporary directory that is
             removed by ``stop()``. It is formatted if it is empty.
         log_dir: where each node's log is kept; by default inside the data's directory.
@@ -85,6 +87,7 @@ class Broker:
         *,
         settings: Mapping[str, str] | None = None,
         ports: Sequence[int] | None = None,
+        advertised: Sequence[int] | None = None,
         data_dir: str | Path | None = None,
         log_dir: str | Path | None = None,
         sasl: Mapping[str, str] | None = None,
@@ -92,11 +95,13 @@ class Broker:
     ) -> None:
         if nodes not in (1, 3):
             raise OptionError(f"nodes={nodes}: a local cluster has 1 or 3 nodes", nodes=nodes)
-        if ports is not None and len(ports) != nodes:
-            raise OptionError(f"{len(ports)} ports for {nodes} nodes: give one for each", ports=list(ports))
+        for given in (ports, advertised):
+            if given is not None and len(given) != nodes:
+                raise OptionError(f"{len(given)} ports for {nodes} nodes: give one for each", ports=list(given))
         self.nodes = range(1, nodes + 1)
         self._settings = dict(settings or {})
         self._fixed_ports = list(ports) if ports is not None else None
+        self._advertised = dict(zip(self.nodes, advertised, strict=True)) if advertised is not None else {}
         self._data_dir = Path(data_dir) if data_dir is not None else None
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._sasl = dict(sasl or {})
@@ -107,8 +112,20 @@ class Broker:
 
     @property
     def bootstrap_servers(self) -> str:
-        """``host:port`` of every node's plain listener, also of those that are down."""
-        return self._servers("PLAINTEXT")
+        """``host:port`` of every node's plain listener as clients are told it, also of those that are down."""
+        direct = self._servers("PLAINTEXT")
+        return ",".join(f"127.0.0.1:{port}" for port in self._advertised.values()) or direct
+
+    @property
+    def direct_servers(self) -> str:
+        """The same past whatever stands before the nodes: clients that begin here are told of nothing else."""
+        return self._servers(self._between)
+
+    @property
+    def ports(self) -> dict[int, int]:
+        """The port on which each node waits for clients."""
+        _ = self._home
+        return dict(self._ports["PLAINTEXT"])
 
     @property
     def sasl_bootstrap_servers(self) -> str:
@@ -231,13 +248,19 @@ class Broker:
             raise BrokerUnavailable("this broker is not started; call start() or use it in a with block", op="use")
         return self._base
 
+    @property
+    def _between(self) -> str:
+        """The listener through which nodes talk to each other."""
+        return "INTERNAL" if self._advertised else "PLAINTEXT"
+
     def _servers(self, listener: str) -> str:
         _ = self._home  # says so when it is not started
         return ",".join(f"127.0.0.1:{port}" for port in self._ports[listener].values())
 
     def _boot(self) -> None:
         listeners = ["PLAINTEXT", "CONTROLLER"] + (["SASL"] if self._sasl else [])
-        free = iter(_free_ports(len(listeners) * len(self.nodes)))
+        listeners += [self._between] if self._advertised else []
+        free = iter(free_ports(len(listeners) * len(self.nodes)))
         self._ports = {listener: {node: next(free) for node in self.nodes} for listener in listeners}
         if self._fixed_ports:
             self._ports["PLAINTEXT"] = dict(zip(self.nodes, self._fixed_ports, strict=True))
@@ -253,7 +276,8 @@ class Broker:
     def _node_settings(self, node: int) -> dict[str, str]:
         nodes = len(self.nodes)
         at = {listener: f"{listener}://127.0.0.1:{ports[node]}" for listener, ports in self._ports.items()}
-        clients = [text for listener, text in at.items() if listener != "CONTROLLER"]
+        told = at | {"PLAINTEXT": f"PLAINTEXT://127.0.0.1:{self._advertised.get(node, self._ports['PLAINTEXT'][node])}"}
+        clients = [text for listener, text in told.items() if listener != "CONTROLLER"]
         voters = ",".join(f"{n}@127.0.0.1:{port}" for n, port in self._ports["CONTROLLER"].items())
         in_sync = str(2 if nodes == 3 else 1)  # one node may be down
         settings = read_conf("broker.properties") | {
@@ -263,8 +287,10 @@ class Broker:
             "controller.listener.names": "CONTROLLER",
             "listeners": ",".join(at.values()),
             "advertised.listeners": ",".join(clients),
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL:SASL_PLAINTEXT",
-            "inter.broker.listener.name": "PLAINTEXT",
+            "listener.security.protocol.map": ",".join(
+                f"{listener}:{'SASL_PLAINTEXT' if listener == 'SASL' else 'PLAINTEXT'}" for listener in self._ports
+            ),
+            "inter.broker.listener.name": self._between,
             "log.dirs": str(self._home / f"node-{node}" / "data"),
             "default.replication.factor": str(nodes),
             "min.insync.replicas": in_sync,
@@ -335,7 +361,7 @@ class Broker:
         """Return when each of ``nodes`` is a live member of the cluster, as Kafka's admin API tells it."""
         started = time.monotonic()
         pause = threading.Event()
-        waiting = {node: self._ports["PLAINTEXT"][node] for node in nodes}
+        waiting = {node: self._ports[self._between][node] for node in nodes}
         while waiting:
             for node, port in list(waiting.items()):
                 if not self._processes[node].running:
@@ -379,7 +405,7 @@ class Broker:
         partitions = int(self._node_settings(self.nodes[0])["offsets.topic.num.partitions"])
         # A group belongs to partition hash(name) mod partitions, and Java's hash of one character is its code.
         groups = [chr(ord("0") + number) for number in range(partitions)]
-        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+        admin = AdminClient({"bootstrap.servers": self.direct_servers, "log_level": 0})
         ready = True
         for future in admin.describe_consumer_groups(groups, request_timeout=COORDINATOR_S).values():
             try:
@@ -506,7 +532,7 @@ def _kafka_uuid() -> str:
             return text
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports of 127.0.0.1 that nobody has now, and that no outgoing connection will take."""
     with contextlib.ExitStack() as held:  # all stay bound until the last is found, so none is found twice
         ports: list[int] = []

@@ -1,0 +1,355 @@
+"""A TCP proxy that stands before a server and does to its connections what networks do.
+
+Runs in: tests; a thread of its own for each proxy. Deliberately absent: the protocol that passes through (the proxy
+counts bytes, no messages), and who switches faults when (``faulty_cluster``).
+
+Buffers are bounded: a side that does not read stops the other side's sender, as without a proxy.
+"""
+
+import asyncio
+import contextlib
+import enum
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+CHUNK_BYTES = 16 * 1024
+CHUNKS_MAX = 64
+"""Chunks that wait for their time in one direction of a connection: 1 MiB."""
+STREAM_BYTES = 64 * 1024
+"""Bytes that are read ahead, or written and not sent, on each side of a connection."""
+CONNECT_S = 5
+"""Bound of a connection to the server; the client's is reset after it."""
+CALL_S = 10
+"""Bound of every switch: it is one turn of the proxy's loop."""
+SLICES_PER_S = 20
+"""Under a limited bandwidth bytes pass in so many portions a second."""
+
+T = TypeVar("T")
+
+
+class Direction(enum.StrEnum):
+    """Which way bytes go."""
+
+    TO_SERVER = "to server"
+    TO_CLIENT = "to client"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What happens to bytes on their way in one direction, on every connection.
+
+    Args:
+        delay_s: each byte arrives this much later.
+        bytes_per_s: how many pass in a second, on all connections together; None: as many as come.
+        swallow: bytes vanish and the connection stays open. A connection that lost some is reset when this ends: what
+            follows a gap is never passed on as if it were whole.
+        cut_after: each connection is closed when so many bytes have passed, counted from now.
+    """
+
+    delay_s: float = 0.0
+    bytes_per_s: int | None = None
+    swallow: bool = False
+    cut_after: int | None = None
+
+
+CLEAR = Line()
+
+
+class Proxy:
+    """Listens on a port of 127.0.0.1 and passes every connection on to ``target``; a context manager.
+
+    Switched from any thread; a switch has taken effect when it returns.
+
+    Args:
+        port: where it listens; 0: any free one.
+        target: where the server is. It may be told later, and changed; connections that are open stay where they are.
+    """
+
+    def __init__(self, *, port: int = 0, target: tuple[str, int] | None = None) -> None:
+        self.target = target
+        self.port = port
+        self.passed = dict.fromkeys(Direction, 0)
+        """Bytes that arrived, in each direction."""
+        self._lines = dict.fromkeys(Direction, CLEAR)
+        self._free_at_s = dict.fromkeys(Direction, 0.0)
+        self._links: set[_Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._held: socket.socket | None = None
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name=f"proxy-{port}", daemon=True)
+
+    # --- from outside -----------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        self._held = _bound(self.port)
+        self.port = self._held.getsockname()[1]
+        self._thread.start()
+        assert self._up.wait(CALL_S), "the proxy's thread did not begin"
+        return self
+
+    def close(self) -> None:
+        """Reset every connection and give the port back."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(CALL_S)
+            assert not self._thread.is_alive(), "the proxy's thread did not end"
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._links)
+
+    @property
+    def refusing(self) -> bool:
+        return self._server is None
+
+    def lay(self, line: Line, *directions: Direction) -> None:
+        """Have bytes treated so from now on, in these directions or in both."""
+        self._call(self._lay(line, directions or tuple(Direction)))
+
+    def refuse(self) -> None:
+        """Reset every connection and refuse new ones, as a server that is down does."""
+        self._call(self._refuse())
+
+    def accept(self) -> None:
+        """Take connections again."""
+        self._call(self._accept())
+
+    def cut(self) -> int:
+        """Reset every connection; new ones are taken. Returns how many there were."""
+        return self._call(self._cut(_every))
+
+    def half_open(self, keep: Direction = Direction.TO_CLIENT) -> int:
+        """Of every open connection keep one end, the client's or the server's, and reset the other: who is left hears
+        nothing, not even of the end. Returns how many there were."""
+        return self._call(self._half_open(keep))
+
+    def heal(self) -> None:
+        """End every fault."""
+        self._call(self._heal())
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ending, self._changed = asyncio.Event(), asyncio.Event()
+        await self._accept()
+        self._up.set()
+        try:
+            await self._ending.wait()
+        finally:
+            await self._refuse()
+            if self._held is not None:
+                self._held.close()
+
+    async def _accept(self) -> None:
+        if self._held is not None:
+            self._server = await asyncio.start_server(self._accepted, sock=self._held, limit=STREAM_BYTES)
+            self._held = None
+
+    async def _refuse(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self._held = _bound(self.port)  # nobody else takes the port; who does not listen refuses
+        await self._cut(_every)
+
+    async def _cut(self, which: Callable[["_Link"], bool]) -> int:
+        chosen = [link for link in self._links if which(link)]
+        for link in chosen:
+            link.task.cancel()
+        await asyncio.gather(*(link.task for link in chosen), return_exceptions=True)
+        return len(chosen)
+
+    async def _half_open(self, keep: Direction) -> int:
+        chosen = [link for link in self._links if link.kept is None]
+        for link in chosen:
+            link.keep_only(keep)
+        return len(chosen)
+
+    async def _lay(self, line: Line, directions: tuple[Direction, ...]) -> None:
+        for direction in directions:
+            self._lines[direction] = line
+            self._free_at_s[direction] = 0.0
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if not line.swallow:
+            await self._cut(lambda link: not link.lost.isdisjoint(directions))
+
+    async def _heal(self) -> None:
+        await self._lay(CLEAR, tuple(Direction))
+        await self._cut(lambda link: link.kept is not None)
+        await self._accept()
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:  # it came while the port was being closed
+            _reset(writer)
+            return
+        link = _Link(self, reader, writer)
+        self._links.add(link)
+        link.task = self._loop.create_task(link.run())
+        link.task.add_done_callback(lambda _: self._links.discard(link))
+
+    def line(self, direction: Direction) -> Line:
+        return self._lines[direction]
+
+    async def until(self, due: Callable[[Line], float], direction: Direction) -> Line:
+        """Wait for the time that the line says, which may change meanwhile; returns the line then."""
+        while True:
+            line = self._lines[direction]
+            left_s = due(line) - self._loop.time()
+            if left_s <= 0:
+                return line
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    async def take_turn(self, count: int, direction: Direction) -> None:
+        """Wait for the bandwidth that ``count`` bytes need."""
+        line = self._lines[direction]
+        if line.bytes_per_s is not None:
+            at_s = max(self._loop.time(), self._free_at_s[direction]) + count / line.bytes_per_s
+            self._free_at_s[direction] = at_s
+            await self.until(lambda now: at_s if now is line else 0.0, direction)
+
+
+class _Link:
+    """A client's connection and the one behind it."""
+
+    def __init__(self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.task: asyncio.Task[None]
+        self.kept: Direction | None = None
+        """The end that is left of a half-open connection."""
+        self.lost: set[Direction] = set()
+        """Where bytes vanished."""
+        self._proxy = proxy
+        self._ends = {Direction.TO_CLIENT: (reader, writer)}
+        self._pumps: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        try:
+            if self._proxy.target is None:
+                return
+            connecting = asyncio.open_connection(*self._proxy.target, limit=STREAM_BYTES)
+            self._ends[Direction.TO_SERVER] = await asyncio.wait_for(connecting, CONNECT_S)
+            await self._pass_on()
+            if self.kept is not None:
+                reader, _ = self._ends[self.kept]
+                while await reader.read(CHUNK_BYTES):
+                    pass
+        except OSError:
+            pass  # one side is gone; the other hears of it below
+        finally:
+            for pump in self._pumps:
+                pump.cancel()
+            for _, writer in self._ends.values():
+                _reset(writer)
+
+    def keep_only(self, end: Direction) -> None:
+        self.kept = end
+        for pump in self._pumps:
+            pump.cancel()
+        _reset(next(writer for direction, (_, writer) in self._ends.items() if direction is not end))
+
+    async def _pass_on(self) -> None:
+        """Until both directions are at their end, or one has failed."""
+        client, server = self._ends[Direction.TO_CLIENT], self._ends[Direction.TO_SERVER]
+        for direction, reader, writer in (
+            (Direction.TO_SERVER, client[0], server[1]),
+            (Direction.TO_CLIENT, server[0], client[1]),
+        ):
+            waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(CHUNKS_MAX)
+            self._pumps.append(asyncio.create_task(_read(reader, waiting)))
+            self._pumps.append(asyncio.create_task(self._write(waiting, writer, direction)))
+        done, _ = await asyncio.wait(self._pumps, return_when=asyncio.FIRST_EXCEPTION)
+        for pump in done:
+            if not pump.cancelled() and (error := pump.exception()) is not None:
+                raise error
+        if self.kept is None:
+            for _, writer in self._ends.values():
+                writer.close()
+                await writer.wait_closed()
+
+    async def _write(
+        self, waiting: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, direction: Direction
+    ) -> None:
+        counted, passed = CLEAR, 0
+        while True:
+            came_s, data = await waiting.get()
+            line = await self._proxy.until(lambda now, came_s=came_s: came_s + now.delay_s, direction)  # type: ignore[misc]
+            if not data:
+                if direction not in self.lost:
+                    writer.write_eof()
+                return
+            if line is not counted:
+                counted, passed = line, 0
+            if line.swallow or direction in self.lost:
+                self.lost.add(direction)
+                continue
+            if line.cut_after is not None:
+                data = data[: line.cut_after - passed]
+            await self._portions(data, writer, direction)
+            passed += len(data)
+            if line.cut_after is not None and passed >= line.cut_after:
+                writer.close()
+                await writer.wait_closed()
+                raise ConnectionAbortedError(f"cut after {passed} bytes")
+
+    async def _portions(self, data: bytes, writer: asyncio.StreamWriter, direction: Direction) -> None:
+        rate = self._proxy.line(direction).bytes_per_s
+        size = len(data) if rate is None else max(1, rate // SLICES_PER_S)
+        for first in range(0, len(data), size or 1):
+            portion = data[first : first + size]
+            await self._proxy.take_turn(len(portion), direction)
+            writer.write(portion)
+            await writer.drain()
+            self._proxy.passed[direction] += len(portion)
+
+
+async def _read(reader: asyncio.StreamReader, waiting: asyncio.Queue[tuple[float, bytes]]) -> None:
+    """Take what comes, with the time when it came; the empty chunk is the end."""
+    loop = asyncio.get_running_loop()
+    data = b"more"
+    while data:
+        data = await reader.read(CHUNK_BYTES)
+        await waiting.put((loop.time(), data))
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection so that the other side is told at once that it failed (RST)."""
+    sock = writer.get_extra_info("socket")
+    if not writer.is_closing() and sock is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def _every(link: _Link) -> bool:
+    del link
+    return True
+
+
+def _bound(port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(("127.0.0.1", port))
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,68 @@
+"""A cluster behind proxies: every client goes through them, and nodes come back with what they had."""
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until, create_topic, end_offsets_of, produce_to
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
+from spark_group_source.testing.proxy import Direction
+
+pytestmark = pytest.mark.broker
+
+ANSWER_S = 20
+
+
+def asks(servers: str) -> AdminClient:
+    return AdminClient({"bootstrap.servers": servers, "log_level": 0})
+
+
+def test_clients_are_told_of_the_proxies_alone_and_judges_of_the_nodes_alone(
+    faulty: FaultyCluster, judge: AdminClient
+) -> None:
+    told = {node.port for node in asks(faulty.bootstrap_servers).list_topics(timeout=ANSWER_S).brokers.values()}
+    assert told == {proxy.port for proxy in faulty.proxies.values()}
+    direct = {node.port for node in judge.list_topics(timeout=ANSWER_S).brokers.values()}
+    assert direct.isdisjoint(told | set(faulty.broker.ports.values()))
+
+
+def test_a_refusing_proxy_shuts_clients_out_and_judges_not(faulty: FaultyCluster, judge: AdminClient) -> None:
+    client = asks(faulty.bootstrap_servers)
+    client.list_topics(timeout=ANSWER_S)
+    with faulty.suffering(Fault("refuse", 1)):
+        with pytest.raises(KafkaException):
+            client.list_topics(timeout=1)
+        judge.list_topics(timeout=ANSWER_S)
+    client.list_topics(timeout=ANSWER_S)
+
+
+def test_records_pass_through_and_a_killed_node_has_them_again(faulty: FaultyCluster, judge: AdminClient) -> None:
+    create_topic(judge, "kept", 1)
+    produce_to(Producer({"bootstrap.servers": faulty.bootstrap_servers, "log_level": 0}), "kept", ["a", "b", "c"])
+    assert faulty.proxies[1].passed[Direction.TO_SERVER] > 0
+    before = faulty.broker.pids
+    with faulty.suffering(Fault("kill", 1)):
+        assert faulty.broker.pids == {}
+        assert faulty.proxies[1].refusing
+    assert faulty.broker.pids.keys() == before.keys() and faulty.broker.pids != before
+    assert end_offsets_of(asks(faulty.bootstrap_servers), "kept") == {TopicPartition("kept", 0): 3}
+
+
+@pytest.mark.slow
+def test_three_nodes_serve_while_one_is_killed(faulty_three: FaultyCluster) -> None:
+    client = asks(faulty_three.bootstrap_servers)
+    create_topic(client, "copied", 3)
+    producer = Producer({"bootstrap.servers": faulty_three.bootstrap_servers, "acks": "all", "log_level": 0})
+    with faulty_three.suffering(Fault("kill", 2)):
+        for partition in range(3):
+            produce_to(producer, "copied", ["x"], partition=partition)
+        await_until(lambda: len(client.list_topics(timeout=ANSWER_S).brokers) == 2, ANSWER_S, what="two nodes left")
+    judge = asks(faulty_three.direct_servers)
+    await_until(lambda: in_sync(judge, "copied"), ANSWER_S, what="all replicas in sync")
+    assert set(end_offsets_of(judge, "copied").values()) == {1}
+
+
+def in_sync(admin: AdminClient, topic: str) -> bool:
+    found = admin.list_topics(topic, timeout=ANSWER_S).topics[topic].partitions.values()
+    return all(len(partition.isrs) == len(partition.replicas) == 3 for partition in found)

@@ -1,0 +1,261 @@
+"""What each fault of the proxy does to a plain connection, without a broker."""
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from conftest import await_until
+
+from spark_group_source.testing.faulty_cluster import KINDS, Draw
+from spark_group_source.testing.proxy import CLEAR, Direction, Line, Proxy
+
+REPLY_S = 10
+SILENCE_S = 0.3
+"""How long nothing is listened for."""
+LARGE = bytes(range(256)) * 8192
+HOUR_S = 3600.0
+
+
+class Echo:
+    """A server that sends back what it gets; ``ended`` has how each of its connections ended."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.heard = 0
+        self.ended: list[str] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._one, args=(connection,), daemon=True).start()
+
+    def _one(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                while data := connection.recv(65536):
+                    self.heard += len(data)
+                    connection.sendall(data)
+                self.ended.append("closed")
+            except ConnectionError:
+                self.ended.append("reset")
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    server = Echo()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def proxy(echo: Echo) -> Iterator[Proxy]:
+    with Proxy(target=echo.address) as started:
+        yield started
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[socket.socket]:
+    """A connection that has been used once."""
+    with connect(proxy) as connection:
+        assert asked(connection, b"hello") == b"hello"
+        yield connection
+
+
+def connect(proxy: Proxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=REPLY_S)
+
+
+def asked(connection: socket.socket, data: bytes) -> bytes:
+    sending = threading.Thread(target=connection.sendall, args=(data,))
+    sending.start()
+    answer = received(connection, len(data))
+    sending.join(REPLY_S)
+    return answer
+
+
+def received(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, or those before the connection's end."""
+    found = b""
+    while len(found) < count and (data := connection.recv(count - len(found))):
+        found += data
+    return found
+
+
+def silent(connection: socket.socket) -> bool:
+    """Nothing comes, and no end either."""
+    connection.settimeout(SILENCE_S)
+    try:
+        return connection.recv(1) is None
+    except TimeoutError:
+        return True
+    finally:
+        connection.settimeout(REPLY_S)
+
+
+def test_everything_passes_in_both_directions(proxy: Proxy, client: socket.socket) -> None:
+    with connect(proxy) as other:
+        assert asked(client, LARGE) == LARGE
+        assert asked(other, b"second") == b"second"
+        assert proxy.connections == 2
+        every = dict.fromkeys(Direction, len(LARGE) + len("hellosecond"))
+        await_until(lambda: proxy.passed == every, REPLY_S, what="every byte counted")
+
+
+def test_the_end_of_one_direction_is_passed_on(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    client.sendall(b"last words")
+    client.shutdown(socket.SHUT_WR)
+    assert received(client, 1000) == b"last words"
+    assert echo.ended == ["closed"]
+    await_until(lambda: proxy.connections == 0, REPLY_S, what="no connection")
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_delayed_bytes_come_when_the_delay_is_over_or_lifted(
+    direction: Direction, proxy: Proxy, client: socket.socket
+) -> None:
+    proxy.lay(Line(delay_s=0.1), direction)
+    assert asked(client, LARGE) == LARGE
+    proxy.lay(Line(delay_s=HOUR_S), direction)
+    client.sendall(b"later")
+    assert silent(client)
+    proxy.heal()
+    assert received(client, 5) == b"later"
+
+
+def test_a_narrow_line_lets_few_bytes_pass(proxy: Proxy, client: socket.socket) -> None:
+    before = proxy.passed[Direction.TO_CLIENT]
+    proxy.lay(Line(bytes_per_s=40), Direction.TO_CLIENT)
+    client.sendall(LARGE[:100_000])
+    assert received(client, 4) == LARGE[:4]
+    assert 4 <= proxy.passed[Direction.TO_CLIENT] - before < 10_000
+    proxy.lay(CLEAR)
+    assert received(client, 99_996) == LARGE[4:100_000]
+
+
+def test_a_refusing_port_resets_and_refuses_until_it_accepts(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    proxy.refuse()
+    assert proxy.refusing
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    for _ in range(2):
+        with pytest.raises(ConnectionRefusedError):
+            connect(proxy)
+    proxy.refuse()  # what is so already stays so
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
+    proxy.accept()
+    with connect(proxy) as again:
+        assert asked(again, b"back") == b"back"
+
+
+def test_a_cut_resets_both_ends_and_new_connections_pass(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    assert proxy.cut() == 1
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server to hear of it")
+    with connect(proxy) as again:
+        assert asked(again, b"new") == b"new"
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_swallowed_bytes_vanish_and_the_connection_stays_open(
+    direction: Direction, proxy: Proxy, client: socket.socket, echo: Echo
+) -> None:
+    proxy.lay(Line(swallow=True), direction)
+    client.sendall(b"anybody?")
+    assert silent(client)
+    arrived = len("hello") + (0 if direction is Direction.TO_SERVER else len("anybody?"))
+    assert (echo.heard, echo.ended, proxy.connections) == (arrived, [], 1)
+    proxy.heal()
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)  # what would come now is not what comes next
+
+
+def test_a_connection_that_lost_nothing_outlives_the_swallowing(proxy: Proxy, client: socket.socket) -> None:
+    proxy.lay(Line(swallow=True))
+    proxy.heal()
+    assert asked(client, b"still here") == b"still here"
+
+
+def test_the_client_of_a_half_open_connection_hears_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    assert proxy.half_open(Direction.TO_CLIENT) == 1
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
+    client.sendall(b"anybody?")
+    assert silent(client)
+    assert echo.heard == len("hello")
+    with connect(proxy) as other:
+        assert asked(other, b"new") == b"new"
+    proxy.heal()
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+
+
+def test_the_server_of_a_half_open_connection_hears_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+    assert proxy.half_open(Direction.TO_SERVER) == 1
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    assert (echo.ended, proxy.connections) == ([], 1)
+    proxy.heal()
+    await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
+
+
+@pytest.mark.parametrize("count", [1, 300, 100_000])
+def test_an_answer_is_cut_in_its_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
+    proxy.lay(Line(cut_after=count), Direction.TO_CLIENT)
+    for connection in (client, connect(proxy)):
+        with connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(LARGE[: 2 * count])
+            with contextlib.suppress(ConnectionResetError):
+                assert received(connection, 2 * count) == LARGE[:count]
+    proxy.heal()
+    with connect(proxy) as again:
+        assert asked(again, LARGE) == LARGE
+
+
+def test_a_server_that_does_not_read_stops_the_sender(proxy: Proxy, client: socket.socket) -> None:
+    proxy.lay(Line(delay_s=HOUR_S), Direction.TO_SERVER)
+    client.settimeout(1)
+    with pytest.raises(TimeoutError):
+        client.sendall(LARGE * 32)
+
+
+def test_without_a_server_connections_are_reset() -> None:
+    with Proxy() as proxy, connect(proxy) as connection:
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+        probe = socket.create_server(("127.0.0.1", 0))
+        proxy.target = probe.getsockname()
+        probe.close()
+        with connect(proxy) as another, pytest.raises(ConnectionResetError):
+            another.recv(1)
+
+
+def test_a_closed_proxy_leaves_no_thread_and_no_port(echo: Echo) -> None:
+    before = set(threading.enumerate())
+    with Proxy(target=echo.address) as proxy, connect(proxy) as connection:
+        assert asked(connection, b"x") == b"x"
+        proxy.lay(Line(delay_s=HOUR_S))
+        connection.sendall(b"y")
+        proxy.close()
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+    assert {t for t in set(threading.enumerate()) - before if t.name.startswith("proxy")} == set()
+    with Proxy(port=proxy.port, target=echo.address) as again, connect(again) as connection:
+        assert asked(connection, b"z") == b"z"
+
+
+def test_a_seed_draws_the_same_faults_and_every_kind() -> None:
+    first, again, other = (list(itertools.islice(Draw(seed, nodes=(1, 2, 3)), 27)) for seed in (7, 7, 8))
+    assert first == again != other
+    assert {fault.kind for fault, _ in first[: len(KINDS)]} == set(KINDS)
+    assert {fault.node for fault, _ in first} == {1, 2, 3}
