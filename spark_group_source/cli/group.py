@@ -7,6 +7,7 @@ shown.
 import json
 import logging
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -239,6 +240,9 @@ def _show(described: "GroupReport", *, with_ledger: bool) -> None:
             f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
             f"{run['commits_failed']} failed, {run['lost']} partitions lost"
         )
+        if since_ms := run.get("unreachable_since_ms"):
+            silent_s = time.monotonic() - since_ms / 1000
+            console.print(f"query in process {run['pid']}: no broker has answered it for {silent_s:.0f} s")
 
 
 def _show_move(admin: "Admin", group: str, targets: "dict[TopicPartition, int]") -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from spark_group_source.driver.commits import MEMBER_COMMIT_S_MAX
 from spark_group_source.driver.worker import PROBE_S_MAX
 from spark_group_source.errors import DataLoss, Fenced, LedgerConflict, SourceError, TopicMissing
-from spark_group_source.group.names import transactional_id
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
@@ -174,12 +173,8 @@ class Scene:
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by the
-        coordinator, if a transaction of its stream was not ended in a minute."""
-        expired = transactional_id(GROUP, run.reader.party) in self.cluster.transactions.expired
-        # OPEN: a zombie whose producer broke for good makes another one, and takes the id back with it.
-        again = any(self.cluster.producers[older.process.name] > 1 for older in run.query.runs[:-1])
-        if not (run.late or expired or again):
+        """The newest run of a query may only be shut out by an older one that had not begun when it started."""
+        if not run.late:
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
 
     # --- what goes on -----------------------------------------------------------------------------------------------
