@@ -21,6 +21,9 @@ from spark_group_source.model import TopicPartition
 GRACE_MS = 2_000
 """How long a topic must be missing, or a log be shorter than what was read of it, before that is believed."""
 
+SILENT_MS_MAX = 10_000
+"""How long the end of a partition may not be told, while others are, before that is said."""
+
 K = TypeVar("K")
 
 
@@ -38,6 +41,8 @@ class Lookout:
         self._checked: set[TopicPartition] = set()
         self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
         self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
+        self._silent_ms: dict[TopicPartition, int] = {}  # partitions whose end is not told, and since when
+        self._silence_said = False
         self._said: set[str] = set()
         self._round = 0
         self._now_ms = self._took_ms = 0
@@ -64,6 +69,7 @@ class Lookout:
         self._round += 1
         if self._round == 2:
             self.ends = answer.ends
+            self._note_silence()
             return self._second_question()
         if self._round == 3:
             return self._judge(answer)
@@ -98,6 +104,21 @@ class Lookout:
         return ev.RecordsGone(offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)))
 
     # --- the rounds -------------------------------------------------------------------------------------------------
+
+    def _note_silence(self) -> None:
+        """A partition without a leader waits, and the others are read. The log says so when it begins and ends."""
+        silent = [tp for tp in self._positions if tp not in self.ends and tp.topic not in self._missing_ms]
+        self._silent_ms = {tp: self._silent_ms.get(tp, self._now_ms) for tp in silent}
+        late = [tp for tp, since_ms in self._silent_ms.items() if self._now_ms - since_ms >= SILENT_MS_MAX]
+        if late and not self._silence_said:
+            self._silence_said = True
+            self.warnings.append(
+                f"no broker tells where {len(late)} partitions end, such as {min(late)}: they wait for their leader, "
+                "the others are read"
+            )
+        elif self._silence_said and not silent:
+            self._silence_said = False
+            self.warnings.append("the end of every partition is told again")
 
     def _second_question(self) -> ev.Look | None:
         fresh = tuple(tp for tp in self._positions if tp not in self._checked)

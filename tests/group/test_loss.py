@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
-from spark_group_source.group.loss import GRACE_MS, Lookout
+from spark_group_source.group.loss import GRACE_MS, SILENT_MS_MAX, Lookout
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.harness import tps
 
@@ -361,3 +361,17 @@ def test_silence_neither_confirms_a_suspicion_nor_ends_it() -> None:
     brokers.shrink(A, 80)
     brokers.look({A: 100})
     assert isinstance(brokers.error(), DataLoss)
+
+
+def test_a_partition_without_a_leader_is_told_of_once_when_it_lasts_and_when_it_is_over() -> None:
+    brokers, positions = Brokers(), {A: 50, B: 50}
+    brokers.look(positions)
+    del brokers.ends[B]
+    assert brokers.look(positions) == []
+    (text,) = brokers.look(positions, after_ms=SILENT_MS_MAX)
+    assert "where 1 partitions end, such as orders-1" in text
+    assert brokers.look(positions, after_ms=SILENT_MS_MAX) == []
+    assert brokers.lookout.ends == {A: 100}
+    brokers.ends[B] = 100
+    assert brokers.look(positions) == ["the end of every partition is told again"]
+    assert brokers.look(positions) == []
