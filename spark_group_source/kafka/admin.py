@@ -3,8 +3,8 @@
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
 """
 
-import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ from spark_group_source.model import StartAt, TopicPartition
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 10.0
-"""One question to the cluster, including the search for the broker that can answer."""
+REQUEST_TIMEOUT_S = 6.0
+"""One question to the cluster, including the search for the broker that can answer. A client that asked a broker which
+died goes on asking it; the next question is another client's."""
 ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
 """How long an answer is waited for: the library's own timeout comes first."""
 ERROR_POLL_S = 0.2
@@ -31,8 +32,11 @@ ERROR_POLL_S = 0.2
 MISSING_LOOKS = 3
 MISSING_PAUSE_S = 1.0
 """How often, and how long apart, brokers are asked again for a topic that they say is not there."""
-LEADERS_S_MAX = 3.0
-"""How long the library may take to learn where the leaders are now."""
+FORMER_MAX = 3
+"""Clients that were given up and are kept for a while, because other threads may wait for their answers."""
+NO_MATCH = -1
+"""The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
+broker answered it in time."""
 
 COORDINATOR_TIMEOUT_S = 3_600.0
 """The library's own timeout of a question to the group's coordinator, far beyond ours, because the library must never
@@ -113,7 +117,7 @@ class Admin:
         self._retry_interval_s = retry_interval_s
         self._settings = {**settings, "error_cb": self._on_error, "logger": log}
         self._refused: KafkaError | None = None
-        self._former: Any = None
+        self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
 
@@ -182,7 +186,8 @@ class Admin:
 
     def at_time(self, times: Mapping[TopicPartition, int], *, whole: bool = True) -> dict[TopicPartition, int | None]:
         """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
-        found = self._offsets_of({tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}, whole=whole)
+        specs = {tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}
+        found = self._offsets_of(specs, whole=whole, least=NO_MATCH)
         return {tp: offset if offset >= 0 else None for tp, offset in found.items()}
 
     def starts(self, words: Mapping[TopicPartition, StartAt], *, committed: bool) -> dict[TopicPartition, int | None]:
@@ -273,42 +278,44 @@ class Admin:
         return self._offsets_of(dict.fromkeys(tps, spec), committed=committed, whole=whole)
 
     def _offsets_of(
-        self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool
+        self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool, least: int = 0
     ) -> dict[TopicPartition, int]:
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        answers = self._asked(Request.OFFSETS, "listing offsets", lambda: self._list_offsets(request, level, whole))
+        op = "listing offsets"
+        answers = self._asked(Request.OFFSETS, op, lambda: self._list_offsets(request, level, whole, least))
         return {
             TopicPartition(p.topic, p.partition): found.offset
             for p, found in answers.items()
             if not isinstance(found, Missing)
         }
 
-    def _list_offsets(self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool) -> dict[Any, Any]:
+    def _list_offsets(
+        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int
+    ) -> dict[Any, Any]:
         """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
         which has a leader that it knows, so the broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
         for partition, future in self._client.list_offsets(request, isolation_level=level, **_BOUND).items():
             try:
-                answers[partition] = self._answer(Request.OFFSETS, future)
+                answer = self._answer(Request.OFFSETS, future)
+                if not isinstance(answer, Missing) and answer.offset < least:
+                    raise _no_answer()
+                answers[partition] = answer
             except KafkaException as exc:
                 failed[partition] = exc
-        if any(exc.args[0].code() >= 0 for exc in failed.values()):
-            self._learn_leaders()
-        if not failed or (answers and not whole):
+        if failed and answers and not whole:
+            self._renew()
+            return answers
+        if not failed:
             return answers
         first = next(iter(failed.values()))
         if first.args[0].code() != KafkaError._NOENT or self._any_exists(request):
             raise first
         return {}
-
-    def _learn_leaders(self) -> None:
-        """The library goes on asking the leaders that it knows, also after they said that they are not."""
-        with contextlib.suppress(KafkaException):
-            self._client.list_topics(timeout=LEADERS_S_MAX)
 
     def _any_exists(self, partitions: Iterable[Any]) -> bool:
         topics = TopicCollection(sorted({p.topic for p in partitions}))
@@ -333,16 +340,22 @@ class Admin:
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
                 if (refused := self._refused) is not None:
-                    self._renew()
                     raise KafkaException(refused) from None
                 if self._runtime.now_ms() > deadline_ms:
-                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")) from None
+                    raise _no_answer() from None
 
     def _asked(self, request: Request, op: str, ask: Callable[[], T]) -> T:
+        def once() -> T:
+            try:
+                return ask()
+            except KafkaException:
+                self._renew()
+                raise
+
         answer = until_answered(
             request,
             op,
-            ask,
+            once,
             servers=self._servers,
             now_ms=self._runtime.now_ms,
             pause=self.pause,
@@ -357,6 +370,15 @@ class Admin:
             self._refused = error
 
     def _renew(self) -> None:
-        """A client says once in half a minute that it was refused; only another one tells whether that is still so."""
-        self._refused, self._former = None, self._client
+        """The next question is asked by another client, which knows nothing yet.
+
+        One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
+        or says that it is not any more; and it says only once in half a minute that it was refused.
+        """
+        self._refused = None
+        self._former.append(self._client)
         self._client = self._runtime.admin(self._settings)
+
+
+def _no_answer() -> KafkaException:
+    return KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))

@@ -198,6 +198,8 @@ class FakeAdmin:
                 error = self._library.partial_error(ask) if isinstance(answer, Partly) else None
                 whole = answer.answer if isinstance(answer, Partly) else answer
                 part = error or (whole if isinstance(whole, KafkaError) else one(key, whole))
+                if ask is Ask.OFFSETS and isinstance(part, KafkaError) and part.code() == KafkaError._TIMED_OUT:
+                    part = SimpleNamespace(offset=NO_OFFSET, timestamp=-1, leader_epoch=None)  # no error, and no answer
                 if isinstance(part, KafkaError):
                     future.set_exception(KafkaException(part))
                 else:

@@ -145,3 +145,36 @@ def _info(offset: int) -> object:
 @pytest.fixture
 def runtime() -> HandRuntime:
     return HandRuntime()
+
+
+NOTHING = -1001
+"""The library's offset where no broker answered in time; there is no error beside it."""
+
+
+@pytest.mark.parametrize("ask", ["latest", "earliest", "at_time"])
+def test_G10_an_offset_that_no_broker_told_is_no_answer(runtime: HandRuntime, ask: str) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    question = {"latest": lambda: admin.latest([A0]), "earliest": lambda: admin.earliest([A0])}.get(
+        ask, lambda: admin.at_time({A0: 5})
+    )
+    runtime.will("list_offsets", {A0: _info(NOTHING)}, {A0: _info(7)})
+    assert question() == {A0: 7}
+    runtime.will("list_offsets", *[{A0: _info(NOTHING)}] * 2)
+    with pytest.raises(BrokerUnavailable):
+        question()
+
+
+def test_no_record_as_young_as_a_time_is_an_answer(runtime: HandRuntime) -> None:
+    runtime.will("list_offsets", {A0: _info(-1)})
+    assert Admin(SETTINGS, runtime=runtime, retries=0).at_time({A0: 5}) == {A0: None}
+
+
+def test_a_question_that_failed_is_asked_by_another_client(runtime: HandRuntime) -> None:
+    """One goes on asking a leader that died, or says that its epoch is fenced, for ever."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=2)
+    fenced = {A0: refusal(KafkaError.FENCED_LEADER_EPOCH)}
+    runtime.will("list_offsets", fenced, fenced, {A0: _info(7)}, {A0: _info(8)})
+    assert admin.latest([A0]) == {A0: 7}
+    assert len(runtime.admins) == 3
+    assert admin.latest([A0]) == {A0: 8}
+    assert len(runtime.admins) == 3
