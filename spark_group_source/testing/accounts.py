@@ -113,6 +113,10 @@ class Accounts:
         if void:
             book.flight.clear()
         book.moved |= not void
+        # By Kafka's tool, a batch that was planned and not finished counts as if it had come before. That it was, no
+        # run can tell later: it follows the operator into the middle of the batch.
+        kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
+        book.losses += [Loss(operator, at, Cause.OPERATOR, end) for start, end in kept if start <= at < end]
         if at > book.whole:
             # What a reset does not move stands where the table does: that may take an earlier move back.
             self.require(
@@ -121,8 +125,6 @@ class Accounts:
             )
             self._nobodys(tp, at)
         elif back:
-            # By Kafka's tool, a batch that was planned and not finished counts as if it had come before.
-            kept = [offset.ranges[tp] for offset in self.pending() if tp in offset.ranges and not void]
             book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
             # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
             again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()

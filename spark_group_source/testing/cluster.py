@@ -73,6 +73,7 @@ class Cluster:
         self.transactions_allowed = True
         self.misfortune = Misfortune()
         self.producers: Counter[str] = Counter()  # how many each process made
+        self.consumers: dict[str, list[Any]] = {}  # that each process made
         self._created = 0
         self._clients = 0
 
@@ -166,7 +167,9 @@ class Cluster:
     def consumer(self, process: Process, settings: Mapping[str, Any]) -> Any:
         from spark_group_source.testing.fake_consumer import FakeConsumer
 
-        return FakeConsumer(process, self, settings)
+        consumer = FakeConsumer(process, self, settings)
+        self.consumers.setdefault(process.name, []).append(consumer)
+        return consumer
 
     def producer(self, process: Process, settings: Mapping[str, Any]) -> Any:
         from spark_group_source.testing.fake_producer import FakeProducer

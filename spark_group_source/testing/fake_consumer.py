@@ -272,6 +272,14 @@ class FakeConsumer:
                 answers.append(Answered(tp.topic, tp.partition, entry.offset, entry.note or None))
         return answers
 
+    def breaks(self) -> bool:
+        """A fatal error of the library's own, which ends a member; False: this is none."""
+        client = self._client
+        if client is None or client.closed or client.leaving or self._fatal is not None:
+            return False
+        client.breaks()
+        return True
+
     # --- from the library's thread ----------------------------------------------------------------------------------
 
     def rebalance(self, op: Op) -> None:

@@ -12,7 +12,7 @@ from spark_group_source.testing.cluster import Log
 from spark_group_source.testing.operators import Targets
 from spark_group_source.testing.ordinary_member import OrdinaryMember
 from spark_group_source.testing.scene import SLOW_MS, TRIGGERS, Scene
-from spark_group_source.testing.spark import Query, SparkRun
+from spark_group_source.testing.spark import Checkpoint, Query, SparkRun
 
 PAUSE_MS = (500, 9_000)
 """Between two faults."""
@@ -44,6 +44,9 @@ class Faults:
             self._lose_broker,
             self._cut_off,
             self._drain,
+            self._break_member,
+            self._spare_threads,
+            self._lose_checkpoint,
             self._change_trigger,
             self._rewind,
             self._reset,
@@ -133,6 +136,33 @@ class Faults:
         run.publisher.drain = True
         self.world.note(f"{run.process.name}: asked to drain")
         self.world.at(self.world.between(3_000, 15_000), run.stop)
+        return True
+
+    def _break_member(self) -> bool:
+        """A fatal error ends one member; the other slots of its query go on."""
+        if (run := self._run()) is None:
+            return False
+        consumers = list(self.scene.cluster.consumers.get(run.process.name, ()))
+        self.world.random.shuffle(consumers)
+        broken = next((consumer for consumer in consumers if consumer.breaks()), None)
+        self.world.note(f"{run.process.name}: {'no' if broken is None else 'a'} member breaks")
+        return broken is not None
+
+    def _spare_threads(self) -> bool:
+        """The machine has few threads to give when the query is started the next time."""
+        query = self.world.random.choice(self.scene.queries)
+        query.threads_left = self.world.between(0, 5)
+        return True
+
+    def _lose_checkpoint(self) -> bool:
+        """Somebody deletes it, and starts the query again."""
+        query = self.world.random.choice(self.scene.queries)
+        if not query.checkpoint.offsets or self.scene.operator.busy:
+            return False
+        query.checkpoint = Checkpoint(f"{query.checkpoint.query_id}+")
+        self.world.note(f"the checkpoint of query {query.name} is lost")
+        for run in query.runs:
+            run.kill()
         return True
 
     def _change_trigger(self) -> bool:

@@ -205,10 +205,9 @@ class RunHarness:
     @classmethod
     def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
         """A run that continues a stream after this durable batch; Kafka has its offsets, and nothing came since."""
-        run = cls(slots, **rules)
-        run.start = past
-        run.ends = past.positions()
-        run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in run.ends.items()}
+        run, ends = cls(slots, **rules), past.positions()
+        run.start, run.ends = past, ends
+        run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in ends.items()}
         return run
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------

@@ -181,9 +181,11 @@ class Invariants(Accounts):
             book = self.books[tp]
             if start < end:
                 book.flight[reader] = (start, end)
-                another = any(h.reader.party != reader.party and h.loss is None for h in book.holders.values())
-                done = end if another else min(end, book.whole)
-                if reader.party in book.away and done > start:
+                holding = {held.reader.party for held in book.holders.values() if held.loss is None}
+                # Who is given it while no place of this stream keeps it reads all of the batch, too.
+                free = reader.party not in holding
+                done = end if free or holding - {reader.party} else min(end, book.whole)
+                if (free or reader.party in book.away) and done > start:
                     book.losses.append(Loss(reader, start, Cause.DEAD, done))
 
     def processed_by(self, reader: Reader, ranges: Ranges, *, again: bool = False, table: str = "") -> None:
@@ -261,7 +263,8 @@ class Invariants(Accounts):
             return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
-        anew = book.again and writer not in book.begun  # it takes the topic for the former one as yet
+        # It takes the topic for the former one as yet. OPEN: or it did when it ordered this, and has begun anew since.
+        anew = book.again and (writer not in book.begun or writer in book.back)
         if new.offset > max(book.whole, book.void) and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))

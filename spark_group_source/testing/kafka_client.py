@@ -145,6 +145,10 @@ class Client:
             if self.calling is None:
                 self._goes()
 
+    def breaks(self) -> None:
+        """It ends here and now; the group hears nothing of it."""
+        self._die(Code.UNKNOWN_MEMBER)
+
     def give_all_back(self) -> None:
         """Before :meth:`close`, if the application is not being asked for anything."""
         self._closing = True

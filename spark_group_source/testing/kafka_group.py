@@ -120,6 +120,10 @@ class Group:
         counts = sorted((topic, count) for topic, count in self.topics.items() if topic in wanted)
         return [TopicPartition(topic, p) for topic, count in counts for p in range(count)]
 
+    def unowned(self) -> set[TopicPartition]:
+        """Partitions that a member subscribes to and none has."""
+        return set(self.partitions()) - {tp for member in self.members.values() for tp in member.assigned}
+
     def set_topics(self, topics: Mapping[str, int]) -> None:
         """The group hears which topics there are now, and how many partitions each has."""
         if topics != self.topics:

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from spark_group_source.driver.commits import MEMBER_COMMIT_S_MAX
 from spark_group_source.driver.worker import PROBE_S_MAX
-from spark_group_source.errors import DataLoss, Fenced, LedgerConflict, SourceError, TopicMissing
+from spark_group_source.errors import (
+    CommitFailed,
+    DataLoss,
+    Fenced,
+    LedgerConflict,
+    RebalanceTimeout,
+    SourceError,
+    TopicMissing,
+)
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
@@ -32,6 +40,10 @@ HOLD_SLACK_MS = 1_500
 """Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
 CALL_MS_MAX = 60_000
 """The longest that a call of Spark's may take while the brokers answer and the process runs."""
+PATIENCE_MS_MAX = 20_000
+"""The longest that a run may still wait for the group when that is at rest and all questions are answered."""
+UNOWNED_EVERY_MS = 20_000
+"""How often in the calm somebody looks for partitions without an owner: longer than a session."""
 START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
 """When a query that ended is started again, at once or after more than a session."""
 
@@ -68,6 +80,7 @@ class Scene:
         truth.ledgers = bool(self.tables)
         self.others: list[OrdinaryMember] = []
         self.deleted: set[str] = set()  # topics that will be made again
+        self._at_rest_since_ms = 0  # the group
         self.closed = False  # an operator wants nobody in the group
         self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
@@ -162,6 +175,10 @@ class Scene:
             return
         if isinstance(error, Fenced) and self.cluster.transactions_allowed:
             self._judge_fenced(run, error)
+        if isinstance(error, CommitFailed):
+            raise self._violation(f"a commit that failed ended {run.process.name}: {error}")
+        if isinstance(error, RebalanceTimeout):
+            self._judge_timeout(run, error)
         query = run.query
         if isinstance(error, (DataLoss, TopicMissing)):
             query.habits = replace(query.habits, options=query.habits.options | {"failOnDataLoss": "false"})
@@ -176,6 +193,13 @@ class Scene:
         """The newest run of a query may only be shut out by an older one that had not begun when it started."""
         if not run.late:
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
+
+    def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
+        """A run waits for the group as long as that is not at rest, or the brokers do not answer."""
+        questions = self.cluster.misfortune
+        rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
+        if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not (questions.never or questions.late):
+            raise self._violation(f"{run.process.name} waited for a group that is at rest: {error}")
 
     # --- what goes on -----------------------------------------------------------------------------------------------
 
@@ -193,6 +217,8 @@ class Scene:
     def _watch(self) -> None:
         """Nothing waits for longer than it may."""
         now = self.world.now_ms
+        if self.group.describe()[0] != "STABLE" or now < self.world.down_until_ms:
+            self._at_rest_since_ms = now
         for query in self.queries:
             for run in query.runs:
                 if not run.healthy or run.watched is None:
@@ -249,9 +275,8 @@ class Scene:
             self.make_again(topic)
         world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
         self.cluster.misfortune = Misfortune()
-        # A static member that was replaced between "this partition moves" and its own rejoin never gives it back: under
-        # the cooperative protocol that partition has no owner until the next rebalance, here as in a real Kafka.
         self.group.on_topics_changed()
+        world.at(UNOWNED_EVERY_MS, self._own_all)
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
             for run in query.runs:
@@ -263,6 +288,15 @@ class Scene:
         for process in [*processes, *(other.process for other in self.others)]:
             if process.alive and process.frozen:
                 process.thaw()
+
+    def _own_all(self) -> None:
+        """OPEN: partitions that no member has, in a classic group that is stable, wait for the next rebalance, here as
+        in a real Kafka. A static member that was replaced between "this partition moves" and its own rejoin never gives
+        it back (cooperative); one that comes back to its place with another subscription is given what it had."""
+        if self.protocol != "consumer" and self.group.unowned():
+            self.world.note("somebody makes the group rebalance: a partition has no owner")
+            self.group.on_topics_changed()
+        self.world.at(UNOWNED_EVERY_MS, self._own_all)
 
     def at_rest(self) -> bool:
         return self.truth.finished() and not self.operator.busy

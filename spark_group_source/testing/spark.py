@@ -85,6 +85,7 @@ class Query:
     checkpoint: Checkpoint
     runs: list["SparkRun"] = field(default_factory=list)
     durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
+    threads_left: int | None = None  # how many the machine has for its next run
 
 
 class ConcurrentUpdate(Exception):
@@ -146,6 +147,7 @@ class SparkRun:
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
         self._runtime = SimulatedRuntime(self.process, cluster)
+        self._runtime.threads_left, query.threads_left = query.threads_left, None
         self.late = [run for run in query.runs if run.process.alive and not run.prepared]  # may shut this one out
         self._coordinator: Coordinator | None = None
         self._thread: Thread | None = None
