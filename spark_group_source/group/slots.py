@@ -237,7 +237,7 @@ class Slots:
             self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
         self._move(slot, ev.Assigned)
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
-        new = [tp for tp in event.partitions if tp not in slot.held]
+        new = [tp for tp in event.partitions if tp not in slot.held and not self._is_past(tp, event.generation)]
         for tp in new:
             before = self._positions.ours.get(tp)
             if before is not None:  # its former slot was not told yet: Kafka's newest word counts
@@ -246,6 +246,12 @@ class Slots:
             slot.held.add(tp)
         if new:
             self._counters.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
+
+    def _is_past(self, tp: TopicPartition, generation: int) -> bool:
+        """Whether another slot of ours was given the partition later: a member whose thread was busy for long, as with
+        a commit that nobody answered, hears of its assignments after they were taken back."""
+        partition = self._positions.ours.get(tp)
+        return partition is not None and self.all[partition.slot].generation > generation
 
     def _revoking(self, slot: Slot, event: ev.Revoking) -> None:
         leaving = {tp for tp in event.partitions if tp in slot.held}

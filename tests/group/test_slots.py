@@ -222,3 +222,14 @@ def test_partitions_added_to_a_topic_come_like_others(group: GroupHarness) -> No
     assert only(ev.Echo, group.resolved({new: 0})) == [ev.Echo(offsets={new: 0}, stream=STREAM, seq=-1)]
     group.durable()
     assert group.machine.plannable() == {A: 150, B: 100, new: 0}
+
+
+def test_an_assignment_that_is_heard_late_does_not_take_a_partition_from_the_slot_that_has_it_since(
+    pair: GroupHarness,
+) -> None:
+    pair.assigned(A, B, slot=1, generation=3)
+    pair.lost(A, slot=1)
+    pair.assigned(A, slot=0, generation=5)
+    pair.assigned(A, B, slot=1, generation=4)
+    pair.lost(A, slot=1)
+    assert pair.machine.positions.ours[A].slot == 0
