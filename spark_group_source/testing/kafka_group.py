@@ -178,6 +178,11 @@ class Group:
             self._pending.setdefault(transactional_id, {}).update(self._ordered(entries))
         return code
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether stable reads wait for a transaction, be it of somebody who was killed."""
+        return any(self._pending.values())
+
     def finish(self, transactional_id: str, *, commit: bool) -> None:
         """The transaction's marker."""
         sent = self._pending.pop(transactional_id, {})

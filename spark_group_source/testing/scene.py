@@ -217,7 +217,7 @@ class Scene:
     def _watch(self) -> None:
         """Nothing waits for longer than it may."""
         now = self.world.now_ms
-        if self.group.describe()[0] != "STABLE" or now < self.world.down_until_ms:
+        if self.group.describe()[0] != "STABLE" or self.group.unfinished or now < self.world.down_until_ms:
             self._at_rest_since_ms = now
         for query in self.queries:
             for run in query.runs:
