@@ -276,7 +276,9 @@ class Invariants(Accounts):
             return
         begins = book.again and (writer in book.back or new.offset in (book.start, *book.firsts))
         book.back.discard(writer)
-        if old.offset > book.stale and not begins:
+        if begins:  # whoever has it next reads on from there
+            book.losses.append(Loss(self._nobody, new.offset, Cause.NEW_LOG, old.offset))
+        elif old.offset > book.stale:
             if writer.counted is not None:
                 self._break(f"{new.by} moved the committed offset of {tp} back from {old.offset} to {new.offset}")
             # An ordinary consumer may: what it sent before it lost a partition arrives after it has it again.

@@ -44,6 +44,8 @@ PATIENCE_MS_MAX = 20_000
 """The longest that a run may still wait for the group when that is at rest and all questions are answered."""
 UNOWNED_EVERY_MS = 20_000
 """How often in the calm somebody looks for partitions without an owner: longer than a session."""
+CALL_SLACK_MS = 15_000
+"""Beyond the budget of a call that waits for the group."""
 START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
 """When a query that ended is started again, at once or after more than a session."""
 
@@ -75,6 +77,7 @@ class Scene:
         if random.random() < 0.6:
             late, twice, never, refused, lied, partly = (random.choice(SHARES) for _ in range(6))
             cluster.misfortune = Misfortune(late, twice, never, refused, lied, partly)
+        self._unanswered = bool(cluster.misfortune.never or cluster.misfortune.late)
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
         truth.ledgers = bool(self.tables)
@@ -196,9 +199,8 @@ class Scene:
 
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
         """A run waits for the group as long as that is not at rest, or the brokers do not answer."""
-        questions = self.cluster.misfortune
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
-        if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not (questions.never or questions.late):
+        if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
             raise self._violation(f"{run.process.name} waited for a group that is at rest: {error}")
 
     # --- what goes on -----------------------------------------------------------------------------------------------
@@ -225,8 +227,9 @@ class Scene:
                     continue
                 since_ms = run.calling_since_ms
                 trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
-                if since_ms is not None and now - max(since_ms, trouble_ms) > CALL_MS_MAX:
-                    raise self._violation(f"{run.process.name}: {run.calling} takes longer than {CALL_MS_MAX} ms")
+                longest_ms = max(CALL_MS_MAX, run.watched.rules.joining_budget_ms + CALL_SLACK_MS)
+                if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
+                    raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
                 held_ms = run.watched.longest_hold_ms(now)
                 # Its thread may wait meanwhile: for the word whether it was replaced, or for a commit as a member.
                 stood_still = now - trouble_ms <= HOLD_SLACK_MS + int(PROBE_S_MAX * 1000)
