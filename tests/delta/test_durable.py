@@ -1,7 +1,5 @@
 """What the sink has reaches Kafka also for the last batch of a run, of which Spark tells the source nothing."""
 
-from typing import TYPE_CHECKING
-
 import pytest
 from conftest import await_until
 from delta_files import living_rows
@@ -11,9 +9,6 @@ from streams import numbered, planned
 from spark_group_source import DeltaSink
 from spark_group_source.host import runs
 from spark_group_source.model import TopicPartition
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.spark
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
@@ -14,9 +14,6 @@ from streams import END_S, Job, numbered, options_of, planned, rewrite, texts, v
 
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.spark
 

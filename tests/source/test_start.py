@@ -44,10 +44,8 @@ def test_B3_latest_is_resolved_once_whether_the_checkpoint_stays_or_goes(scene: 
     assert planned(first.checkpoint)[0].positions() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
     assert scene.committed() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
     scene.produce(name, numbered(4, 7, 2))
-    shutil.copytree(first.checkpoint, second := first.checkpoint.with_name("kept"))
-    assert values_of(scene.job(checkpoint="kept", subscribe=name, startingOffsets="latest").run()) == texts(4, 7), (
-        second
-    )
+    shutil.copytree(first.checkpoint, first.checkpoint.with_name("kept"))
+    assert values_of(scene.job(checkpoint="kept", subscribe=name, startingOffsets="latest").run()) == texts(4, 7)
     scene.produce(name, numbered(8, 9, 2))
     assert values_of(scene.job(checkpoint="new", subscribe=name, startingOffsets="latest").run()) == texts(8, 9)
 
