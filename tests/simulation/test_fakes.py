@@ -10,6 +10,7 @@ from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 from simulation.stage import FLAVOURS, Stage, Watched, refused
 
 from spark_group_source.model import TopicPartition
+from spark_group_source.testing.fake_library import NO_OFFSET
 from spark_group_source.testing.misfortune import Misfortune
 from spark_group_source.testing.runtime import SimulatedRuntime
 from spark_group_source.testing.world import Process
@@ -333,6 +334,7 @@ def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(stage: M
         assert {code for _ in range(20) for code in ends(play, tp).values()} == {
             KafkaError._NOENT,
             KafkaError._TIMED_OUT,
+            NO_OFFSET,
         }
         assert refused(lambda: admin.list_topics(timeout=2)).code() == KafkaError._TRANSPORT
         asked = [KafkaPartition(tp.topic, tp.partition, 1)]
@@ -355,7 +357,7 @@ def test_every_misfortune_happens_and_ends_when_it_is_told_to(stage: MakeStage) 
             found = ends(play, *tps)
             assert found.keys() == set(tps)
             seen.update(found.values())
-        assert {0, KafkaError._TIMED_OUT, KafkaError._NOENT, KafkaError.NOT_LEADER_FOR_PARTITION} <= seen
+        assert {0, NO_OFFSET, KafkaError._TIMED_OUT, KafkaError._NOENT, KafkaError.NOT_LEADER_FOR_PARTITION} <= seen
         play.cluster.misfortune = Misfortune()
         for _ in range(60):
             assert ends(play, *tps) == dict.fromkeys(tps, 0)
