@@ -11,6 +11,7 @@ from typing import Any
 
 from spark_group_source.group import states
 from spark_group_source.group.states import PartitionState, Phase, RunState, SlotState
+from spark_group_source.kafka import answers
 from spark_group_source.options import table as options
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 OPTIONS = ROOT / "docs/options.md"
+ANSWERS = ROOT / "docs/answers.md"
 PICTURE = ROOT / "docs/batch.svg"
 
 TEN = (
@@ -54,6 +56,7 @@ def blocks() -> dict[Path, dict[str, str]]:
     return {
         README: {"options": options.render_markdown(TEN)},
         OPTIONS: {"options": options.render_markdown()},
+        ANSWERS: {"answers": answers.render_markdown()},
         ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
 

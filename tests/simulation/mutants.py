@@ -270,13 +270,6 @@ MUTANTS = [
         "done = dict(echo.offsets)",
         "the shares of slots that are out are not committed",
     ),
-    Mutant(
-        "wakes-nobody",
-        "driver/coordinator.py",
-        "            self._changed.notify_all()",
-        "            pass",
-        "an event wakes Spark's call",
-    ),
     # --- the sink's decision
     Mutant(
         "writes-what-it-has",
@@ -323,7 +316,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "reads-beyond-the-end": ("cooperative", 0),
     "does-not-read-back": ("cooperative", 1),
     "calls-all-committed": ("cooperative", 1),
-    "wakes-nobody": ("consumer", 0),
     "writes-what-it-has": ("consumer", 1),
     "writes-void-plans": ("cooperative", 4),
 }
