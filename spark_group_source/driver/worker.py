@@ -200,7 +200,9 @@ class Worker:
         found = {tp: _committed(at) for tp, at in self._offsets.read(order.partitions + order.beside).items()}
         epoch = max((at.epoch for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
-        return ev.CommittedRead(offsets=offsets, asked=order.partitions, epoch=epoch if order.beside else None)
+        silent = tuple(tp for tp in order.beside if tp not in found)
+        known = epoch if order.beside else None
+        return ev.CommittedRead(offsets=offsets, asked=order.partitions, epoch=known, silent=silent)
 
     def _on_failure(self, work: _Work, exc: SourceError) -> None:
         if isinstance(exc, Fenced):

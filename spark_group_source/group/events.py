@@ -174,11 +174,13 @@ class CommittedRead:
     """The group's committed offsets; None where there is none. What was asked and is not in it was not answered.
 
     ``epoch``: the newest reset that any of the group's notes tells of; None if only what was asked was looked at.
+    ``silent``: partitions that were asked for their notes alone, and not answered.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
     asked: tuple[TopicPartition, ...] = ()
     epoch: int | None = None
+    silent: tuple[TopicPartition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

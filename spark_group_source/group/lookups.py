@@ -16,6 +16,10 @@ from spark_group_source.group.rules import Rules, pause_ms
 from spark_group_source.group.states import PartitionState
 from spark_group_source.model import TopicPartition
 
+SILENCES_MAX = 6
+"""How often in a row an answer may leave out notes that only tell of resets: some ten seconds, after which what they
+would tell is not waited for."""
+
 
 class Lookups:
     """The lookups of one run.
@@ -33,7 +37,7 @@ class Lookups:
         self._knows_resets = False  # of the time before it had the partitions that it has
         self._stay = 0  # how often it had none: an answer is about the stay in which it was asked
         self._asked_for_resets: int | None = None  # in which stay, while the question is on its way
-        self._failures = 0
+        self._failures = self._silences = 0
         self._again_at_ms: int | None = None
 
     def order(self) -> None:
@@ -55,6 +59,11 @@ class Lookups:
 
     def committed_read(self, event: ev.CommittedRead, stream: str) -> None:
         """The group's committed offsets; a newer reset among them makes everything that was known void."""
+        if event.silent and self._silences < SILENCES_MAX:
+            self._silences += 1
+            self.ask_later(event.asked, f"the answer left out {len(event.silent)} others that may tell of a reset")
+            return
+        self._silences = 0
         if event.epoch is not None:
             self._knows_resets |= self._asked_for_resets == self._stay
             self._asked_for_resets = None

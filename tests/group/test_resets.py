@@ -1,7 +1,9 @@
 """Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
 
 from spark_group_source.group import events as ev
+from spark_group_source.group.lookups import SILENCES_MAX
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.rules import RETRY_PAUSES_MS
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -168,3 +170,24 @@ def test_a_partition_that_was_away_and_never_committed_goes_on_where_it_stood_af
     fresh.assigned(B)
     fresh.committed({B: None})
     assert fresh.machine.plannable() == {A: 20, B: 40}
+
+
+def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for_again(group: GroupHarness) -> None:
+    asked = group.assigned(A)
+    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    assert group.feed(silent) == []
+    assert not group.machine.positions.resolved
+    assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
+    group.committed({A: ev.Committed(offset=100, stream=STREAM)})
+    assert group.machine.plannable() == {A: 100}
+
+
+def test_a_note_that_is_never_told_does_not_keep_everything_waiting(group: GroupHarness) -> None:
+    group.assigned(A)
+    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    for _ in range(SILENCES_MAX):
+        group.feed(silent)
+        group.tick(ms=RETRY_PAUSES_MS[-1])
+        assert group.machine.plannable() == {}
+    group.feed(silent)
+    assert group.machine.plannable() == {A: 100}
