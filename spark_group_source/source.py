@@ -38,9 +38,11 @@ LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
 class RangesPartition(InputPartition):
     """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time."""
 
-    def __init__(self, ranges: Sequence[OffsetRange]) -> None:
+    def __init__(self, ranges: Sequence[OffsetRange], topic_ids: Mapping[str, str]) -> None:
         super().__init__(None)
         self.ranges = tuple(ranges)
+        self.topic_ids = {topic: topic_ids[topic] for topic in {r.tp.topic for r in ranges} & topic_ids.keys()}
+        """The topics as they were planned: one that is deleted and made anew has another id."""
 
 
 class KafkaGroupDataSource(DataSource):
@@ -115,7 +117,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             min_partitions=self._options.min_partitions,
             max_records=self._options.max_records_per_partition,
         )
-        return [RangesPartition(ranges) for ranges in tasks]
+        return [RangesPartition(ranges, parsed.topic_ids) for ranges in tasks]
 
     def commit(self, end: dict[str, Any]) -> None:
         self._started().commit(self._parse(end))
@@ -155,6 +157,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_ranges(
             self._options.consumer_settings(),
             partition.ranges,
+            topic_ids=partition.topic_ids,
             include_headers=self._options.include_headers,
             fail_on_data_loss=self._options.fail_on_data_loss,
             deadline_s=self._options.poll_timeout_ms / 1000,

@@ -222,6 +222,7 @@ class Engine:
         batches = read_ranges(
             self.options.consumer_settings(),
             end.batch(),
+            topic_ids=end.topic_ids,
             fail_on_data_loss=self.options.fail_on_data_loss,
             deadline_s=20,
         )

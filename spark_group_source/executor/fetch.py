@@ -6,40 +6,26 @@ ever assigned, they never subscribe or commit), planning, and anything of pyspar
 One client is kept per worker process and settings, because a connection and its metadata cost far more than a small
 range. A reader takes the client, assigns all its ranges at once, and gives it back with nothing assigned; a client
 that met an error is closed instead, so that a task's retry starts with a fresh one. Two clients exist: ``rdkafka``
-hands whole arrays from librdkafka to Arrow; ``_PlainClient`` goes through confluent_kafka's message objects, for
+hands whole arrays from librdkafka to Arrow; ``plain`` goes through confluent_kafka's message objects, for
 machines on which the first one's self-check fails.
 """
 
 import atexit
-import contextlib
 import ctypes
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from spark_group_source.errors import OptionError
 from spark_group_source.executor import native, rdkafka
-from spark_group_source.executor.ranges import METADATA_TIMEOUT_S, Client, RangeReader
-from spark_group_source.executor.records import (
-    Chunk,
-    Cut,
-    Event,
-    Ints,
-    Run,
-    arrow_schema,
-    assemble,
-    header_column,
-    packed,
-    spark_ddl,
-)
+from spark_group_source.executor.client import Client
+from spark_group_source.executor.doubts import Losses
+from spark_group_source.executor.plain import PlainClient, refused_setting
+from spark_group_source.executor.ranges import RangeReader
+from spark_group_source.executor.records import arrow_schema, spark_ddl
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.options.client import is_secret
 
 __all__ = ["arrow_schema", "read_ranges", "spark_ddl"]
 
@@ -72,6 +58,7 @@ def read_ranges(
     settings: Mapping[str, str],
     ranges: Sequence[OffsetRange],
     *,
+    topic_ids: Mapping[str, str] | None = None,
     include_headers: bool = False,
     fail_on_data_loss: bool = True,
     deadline_s: float = 120.0,
@@ -86,6 +73,8 @@ def read_ranges(
         settings: librdkafka's, with ``bootstrap.servers``, credentials and ``isolation.level``. What concerns
             membership, commits and offset reset is overruled.
         ranges: [start, end) each, in any order; several of one partition are read one after the other.
+        topic_ids: which topics of these names were planned (KIP-516). A topic that was made anew since is not read: all
+            that is left of its ranges is lost.
         fail_on_data_loss: False turns lost records into a warning and goes on with those that are left.
         deadline_s: seconds without any progress (a record, a position that moves) after which ReadTimeout is raised.
             Time that the consumer of the batches takes does not count.
@@ -101,20 +90,29 @@ def read_ranges(
     rounds = _rounds(ranges)
     if not rounds:
         return
-    key = _ClientKey({**_DEFAULTS, **settings, **_FORCED}, path)
-    client = _pool.take(key)
+    lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path))
+    losses = Losses()
     clean = False
     try:
         for part in rounds:
-            reader = RangeReader(client, part, settings.get("bootstrap.servers", ""), fail_on_data_loss, deadline_s)
+            reader = RangeReader(
+                lease,
+                part,
+                settings.get("bootstrap.servers", ""),
+                topic_ids=topic_ids or {},
+                losses=losses,
+                fail_on_data_loss=fail_on_data_loss,
+                deadline_s=deadline_s,
+            )
             try:
                 yield from reader.batches(include_headers)
             except GeneratorExit:
                 clean = True
                 raise
         clean = True
+        losses.warn()
     finally:
-        _pool.give_back(key, client, clean=clean)
+        lease.give_back(clean=clean)
 
 
 def _rounds(ranges: Sequence[OffsetRange]) -> list[list[OffsetRange]]:
@@ -184,6 +182,21 @@ class _Pool:
             self._pid = os.getpid()
 
 
+class _Lease:
+    """The client of one reader, from the pool and back to it."""
+
+    def __init__(self, key: _ClientKey) -> None:
+        self._key = key
+        self.client = _pool.take(key)
+
+    def renew(self) -> None:
+        self.client.close()
+        self.client = _open(self._key)
+
+    def give_back(self, *, clean: bool) -> None:
+        _pool.give_back(self._key, self.client, clean=clean)
+
+
 def _leak(client: Client) -> None:
     """Keep it from ever being collected, which would close it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
@@ -206,129 +219,4 @@ def _open(key: _ClientKey) -> Client:
                 return native.NativeClient(key.settings)
             except ValueError as exc:
                 raise refused_setting(key.settings, str(exc)) from None  # the cause may hold a secret
-    return _PlainClient(key.settings)
-
-
-@dataclass(slots=True)
-class _PlainChunk:
-    """Message objects of confluent_kafka, which belong to Python: nothing to free."""
-
-    messages: list[Any]
-    runs: Sequence[Run]
-    events: Sequence[Event]
-    sizes: Ints
-
-    @classmethod
-    def of(cls, messages: list[Any], events: list[Event]) -> "_PlainChunk":
-        rows = []
-        for m in messages:
-            error = m.error()
-            if error is None:
-                rows.append(m)
-            else:
-                tp = TopicPartition(m.topic(), m.partition()) if m.topic() and m.partition() >= 0 else None
-                offset = m.offset()
-                events.append(Event(error.code(), error.str(), tp, -1 if offset is None else offset))
-        runs: list[Run] = []
-        first = 0
-        for (topic, partition), group in itertools.groupby(rows, lambda m: (m.topic(), m.partition())):
-            offsets = np.array([m.offset() for m in group], dtype=np.int64)
-            runs.append(Run(TopicPartition(topic, partition), first, offsets))
-            first += len(offsets)
-        sizes = np.array([len(m.key() or b"") + len(m.value() or b"") for m in rows], dtype=np.int64)
-        return cls(rows, runs, events, sizes)
-
-    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch:
-        rows = [m for cut in cuts for m in self.messages[cut.first : cut.last]]
-        stamps = np.array([m.timestamp() for m in rows], dtype=np.int64).reshape(-1, 2)
-        return assemble(
-            cuts,
-            packed([m.key() for m in rows], pa.binary()),
-            packed([m.value() for m in rows], pa.binary()),
-            np.array([m.offset() for m in rows], dtype=np.int64),
-            stamps[:, 1],
-            stamps[:, 0].astype(np.int32),
-            header_column([m.headers() or () for m in rows]) if include_headers else None,
-        )
-
-    def free(self) -> None:
-        self.messages = []
-
-
-class _Lines:
-    """librdkafka's log. Nothing in it is above INFO here: what ends a read is told by the error that ends it."""
-
-    def log(self, level: int, text: str, *parts: object) -> None:
-        log.log(logging.INFO if level >= logging.WARNING else logging.DEBUG, text, *parts)
-
-
-class _PlainClient:
-    """Reads through confluent_kafka's public calls only. Slower, and right wherever that package works."""
-
-    def __init__(self, settings: Mapping[str, str]) -> None:
-        import confluent_kafka
-
-        self._kafka: Any = confluent_kafka  # Any: the package's type stubs leave out half of what is used here
-        self._errors: list[Event] = []
-        self._topics: set[str] = set()
-        self.pid = os.getpid()
-        try:
-            self._consumer = confluent_kafka.Consumer({**settings, "error_cb": self._on_error, "logger": _Lines()})
-        except (self._kafka.KafkaException, ValueError, TypeError) as exc:
-            raise refused_setting(settings, str(exc)) from None  # the cause may hold a secret
-
-    def _on_error(self, error: Any) -> None:
-        self._errors.append(Event(error.code(), error.str(), None, -1))
-
-    def _tps(self, positions: Iterable[tuple[TopicPartition, int]]) -> list[Any]:
-        return [self._kafka.TopicPartition(tp.topic, tp.partition, offset) for tp, offset in positions]
-
-    def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        self._consumer.assign(self._tps(positions))
-        new = {tp.topic for tp, _ in positions} - self._topics
-        self._topics |= new
-        for topic in sorted(new):
-            with contextlib.suppress(self._kafka.KafkaException):
-                self._consumer.list_topics(topic, METADATA_TIMEOUT_S / len(new))
-
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
-        self._consumer.incremental_unassign(self._tps((tp, -1001) for tp in tps))
-
-    def move(self, tp: TopicPartition, offset: int) -> None:
-        self.drop([tp])
-        self._consumer.incremental_assign(self._tps([(tp, offset)]))
-
-    def poll(self, rows_max: int, wait_s: float) -> Chunk:
-        messages = self._consumer.consume(rows_max, wait_s)
-        events, self._errors = self._errors, []
-        return _PlainChunk.of(messages, events)
-
-    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        found = self._consumer.position(self._tps((tp, -1001) for tp in tps))
-        return {TopicPartition(p.topic, p.partition): p.offset for p in found}
-
-    def watermarks(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        try:
-            found = self._consumer.get_watermark_offsets(self._tps([(tp, -1001)])[0], timeout=timeout_s)
-        except self._kafka.KafkaException as exc:
-            return Event(exc.args[0].code(), exc.args[0].str(), tp, -1)
-        return found if found is not None else Event(-185, "no answer in time", tp, -1)
-
-    def known_end(self, tp: TopicPartition) -> int:
-        found = self._consumer.get_watermark_offsets(self._tps([(tp, -1001)])[0], cached=True)
-        return max(-1, found[1]) if found else -1
-
-    def clear(self) -> None:
-        self._consumer.unassign()
-
-    def close(self) -> None:
-        self._consumer.close()
-
-
-def refused_setting(settings: Mapping[str, str], text: str) -> OptionError:
-    """What librdkafka said about the settings, with every value that could be a secret taken out."""
-    for name, value in settings.items():
-        if value and is_secret(name):
-            text = text.replace(value, "***")
-    names = sorted(name for name in settings if f'"{name}"' in text)
-    return OptionError(f"the Kafka client refuses its settings: {text}", names=names)
+    return PlainClient(key.settings)

@@ -19,9 +19,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_group_source.executor import rdkafka
-from spark_group_source.executor.ranges import METADATA_TIMEOUT_S
+from spark_group_source.executor.client import METADATA_TIMEOUT_S
+from spark_group_source.executor.questions import Questions
 from spark_group_source.executor.rdkafka import Words
-from spark_group_source.executor.records import Cut, Event, Ints, Run, assemble, header_column
+from spark_group_source.executor.records import (
+    Cut,
+    Event,
+    HeaderRow,
+    Ints,
+    Run,
+    Told,
+    assemble,
+    header_bytes,
+    header_column,
+)
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -48,6 +59,7 @@ class NativeChunk:
         self.runs: list[Run] = []
         self.events: list[Event] = []
         self.sizes: Ints = np.zeros(0, dtype=np.int64)
+        self._header_rows: list[HeaderRow] = []
         self._addresses: Words = rdkafka.words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
         if count:
             self._read()
@@ -88,6 +100,10 @@ class NativeChunk:
         tp = TopicPartition(topic, partition) if topic and partition >= 0 else None
         return Event(code, text.decode(errors="replace"), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
 
+    def count_headers(self) -> None:
+        self._header_rows = self._headers()
+        self.sizes = self.sizes + header_bytes(self._header_rows)
+
     def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch:
         first, last = cuts[0].first, cuts[-1].last
         if sum(cut.last - cut.first for cut in cuts) == last - first:
@@ -96,6 +112,7 @@ class NativeChunk:
             at = np.concatenate([np.arange(cut.first, cut.last) for cut in cuts])
             rows, addresses = self._rows[at], self._addresses[at]
         stamps, stamp_types = self._stamps(rows, addresses)
+        headers = [row for cut in cuts for row in self._header_rows[cut.first : cut.last]]
         return assemble(
             cuts,
             rdkafka.binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
@@ -103,7 +120,7 @@ class NativeChunk:
             np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
             stamps,
             stamp_types,
-            self._headers(addresses) if include_headers else None,
+            header_column(headers) if include_headers else None,
         )
 
     def _stamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
@@ -126,18 +143,18 @@ class NativeChunk:
             kinds[at] = kind.value
         return stamps, kinds
 
-    def _headers(self, addresses: Words) -> pa.Array:
+    def _headers(self) -> list[HeaderRow]:
         get, get_all = self._lib.message_headers, self._lib.header_get_all
         handle, name, value, size = c.c_void_p(), c.c_char_p(), c.c_void_p(), c.c_size_t()
-        rows: list[list[tuple[str, bytes | None]]] = []
-        for address in addresses.tolist():
+        rows: list[HeaderRow] = []
+        for address in self._addresses.tolist():
             row: list[tuple[str, bytes | None]] = []
             if get(address, c.byref(handle)) == 0:
                 while get_all(handle, len(row), c.byref(name), c.byref(value), c.byref(size)) == 0:
                     body = None if value.value is None else c.string_at(value.value, size.value)
                     row.append(((name.value or b"").decode(errors="replace"), body))
             rows.append(row)
-        return header_column(rows)
+        return rows
 
     def free(self) -> None:
         """Give the messages back to librdkafka. Safe to call twice; does nothing in a forked child."""
@@ -147,7 +164,7 @@ class NativeChunk:
 
 
 class NativeClient:
-    """A consumer made and used through ctypes; the methods are those of ``ranges.Client``.
+    """A consumer made and used through ctypes; the methods are those of ``client.Client``.
 
     Raises:
         ValueError: librdkafka refuses a setting; the text may hold its value.
@@ -172,6 +189,7 @@ class NativeClient:
         lib.set_log_queue(self._rk, None)  # to the main queue, where errors arrive too
         self._main = lib.queue_get_main(self._rk)
         self._queue = lib.queue_get_consumer(self._rk)
+        self._questions = Questions(lib, self._rk)
 
     def _list(self, positions: Iterable[tuple[TopicPartition, int]]) -> Any:  # Any: a ctypes pointer
         found = self._lib.topic_partition_list_new(16)
@@ -249,17 +267,14 @@ class NativeClient:
         finally:
             self._lib.topic_partition_list_destroy(partitions)
 
-    def watermarks(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        low, high = c.c_int64(), c.c_int64()
-        code = self._lib.query_watermark_offsets(
-            self._rk, tp.topic.encode(), tp.partition, c.byref(low), c.byref(high), max(1, round(timeout_s * 1000))
-        )
-        return Event(code, self._lib.err2str(code).decode(), tp, -1) if code else (low.value, high.value)
+    def ask_topics(self, names: Sequence[str]) -> None:
+        self._questions.ask_topics(names)
 
-    def known_end(self, tp: TopicPartition) -> int:
-        low, high = c.c_int64(), c.c_int64()
-        code = self._lib.get_watermark_offsets(self._rk, tp.topic.encode(), tp.partition, c.byref(low), c.byref(high))
-        return -1 if code else max(-1, high.value)
+    def topics_told(self, wait_s: float) -> Told | Event | None:
+        return self._questions.topics_told(wait_s)
+
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
+        return self._questions.log_bounds(tp, timeout_s)
 
     def clear(self) -> None:
         error = self._lib.assign(self._rk, None)
@@ -270,6 +285,7 @@ class NativeClient:
         """Stop the client's threads. It is in no group, so there is nothing to leave."""
         rk, self._rk = self._rk, None
         if rk and self.pid == os.getpid():
+            self._questions.close()
             self._lib.queue_destroy(self._queue)
             self._lib.queue_destroy(self._main)
             self._lib.destroy_flags(rk, _NO_CONSUMER_CLOSE)

@@ -1,97 +1,95 @@
 """Reads offset ranges through a client: what belongs to a range, when it is read to its end, and what was lost.
 
-Runs in: executor workers. Deliberately absent: how records are fetched (a :class:`Client` does that), how clients are
-made and kept (``fetch``), planning.
+Runs in: executor workers. Deliberately absent: how records are fetched (a ``Client`` does that), how clients are
+made and kept (``fetch``), how often something must be told to be believed (``doubts``), planning.
 
 The end of a range is known by a record at or above it, by a position that reached it (transaction markers and
 compacted records move it without a record), or by the log's end; never by waiting for the offset before the end,
 which may hold no record.
+
+Before the first rows and after the last ones a broker has to say that their topic is the planned one; the questions
+are on their way while records are fetched, and while they are handed over. Nothing is lost on a client's word: see
+``answers``.
 """
 
-import logging
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
-from spark_group_source.executor.records import BATCH_BYTES_MAX, BATCH_ROWS_MAX, Chunk, Cut, Event, bounded
+from spark_group_source.errors import GroupError
+from spark_group_source.executor import verdicts
+from spark_group_source.executor.answers import EOF, OUT_OF_RANGE, Meaning, Request, meaning
+from spark_group_source.executor.client import Client, Lease
+from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
+from spark_group_source.executor.questions import ANSWER_S_MAX
+from spark_group_source.executor.records import (
+    BATCH_BYTES_MAX,
+    BATCH_ROWS_MAX,
+    Chunk,
+    Cut,
+    Event,
+    TopicTold,
+    bounded,
+)
+from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
-
-log = logging.getLogger(__name__)
 
 LINGER_S = 0.02
 """How long one poll gathers records before it hands over what came: small enough for a task of a few records."""
 TRIAGE_AFTER_S = 1.0
-"""A range without progress for this long is checked against the log's watermarks."""
-WATERMARK_TIMEOUT_S = 5.0
-"""One question for a partition's watermarks; the range's own deadline still applies around it."""
-METADATA_TIMEOUT_S = 1.0
-"""How long an assignment waits for the leaders of topics that are new to its client. Without the question librdkafka
-finds them by itself, but up to a second later; without an answer it does the same."""
-SHRUNK_GRACE_S = 3.0
-"""How long a log must look shorter than planned before it counts as loss: a new leader may lag for a moment."""
+"""A range without progress for this long is asked about, and then again after each further such time."""
+ASK_PAUSE_S = 0.2
+"""Between two questions about topics that rows wait for."""
 ASSUMED_RECORD_BYTES = 16 * 1024
 """Size taken for a record until the first ones were seen; it bounds the first poll to 1,024 records."""
-RANGES_IN_MESSAGE_MAX = 5
 
-# librdkafka's numbers; the plain and the fast client report the same ones.
-_EOF = -191
-_OUT_OF_RANGE = frozenset({-140, 1})
-_UNKNOWN = frozenset({-190, -188, 3, 100})
-_DENIED = frozenset({-169, 29, 30, 31, 33, 34, 58})
 _FATAL = -150
-
-
-class Client(Protocol):
-    """An assigned-only consumer. One thread and one reader at a time."""
-
-    pid: int
-    """The process that made it, the only one in which its threads run."""
-
-    def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        """Replace whatever is assigned; every position is the next offset to read."""
-
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
-        """Stop fetching these; the others go on undisturbed."""
-
-    def move(self, tp: TopicPartition, offset: int) -> None:
-        """Go on with one assigned partition at another offset."""
-
-    def poll(self, rows_max: int, wait_s: float) -> Chunk: ...
-    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]: ...
-    def watermarks(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        """Ask the partition's leader for (first offset, next offset to be written), or tell why it cannot be had."""
-
-    def known_end(self, tp: TopicPartition) -> int:
-        """The high watermark of the last fetch, -1 if none. Unlike ``watermarks`` it also counts open transactions."""
-
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
+_pause = threading.Event()
+"""Never set: waiting for it lets time pass."""
 
 
 @dataclass(slots=True)
 class _Progress:
     position: int
     end: int
-    moved_s: float
-    short_since_s: float | None = None
-    """Since when the log has looked shorter than the plan."""
+    looked_s: float
+    """When it last moved, or was asked about."""
+    stopped: bool = False
+    """The client gave it up: it needs a new start."""
+    at_eof: bool = False
+    """What can be read of the log ends here."""
     held: bool = False
-    """The readable part of the log ended here, while the log itself covers the plan: a transaction is open."""
+    """And the log itself covers the plan: a transaction is open."""
 
 
 class RangeReader:
-    """Reads one round: ranges of different partitions, all at once."""
+    """Reads one round: ranges of different partitions, all at once.
+
+    Args:
+        lease: the client.
+        topic_ids: of the topics as they were planned; one that is missing is not compared.
+        losses: where skipped offsets go, when loss is no failure.
+        deadline_s: without any progress for so long: ReadTimeout.
+    """
 
     def __init__(
-        self, client: Client, ranges: Sequence[OffsetRange], servers: str, fail_on_data_loss: bool, deadline_s: float
+        self,
+        lease: Lease,
+        ranges: Sequence[OffsetRange],
+        servers: str,
+        *,
+        topic_ids: Mapping[str, str],
+        losses: Losses,
+        fail_on_data_loss: bool,
+        deadline_s: float,
     ) -> None:
-        self._client = client
+        self._lease = lease
         self._servers = servers
+        self._losses = losses
         self._fail_on_data_loss = fail_on_data_loss
         self._deadline_s = deadline_s
         self._ranges = ranges
@@ -100,16 +98,34 @@ class RangeReader:
         self._record_bytes = float(ASSUMED_RECORD_BYTES)
         self._last_error = ""
         self._progress_s = 0.0
+        self._doubts = Doubts()
+        self._topics = Topics(topic_ids)
+        self._read: set[str] = set()
+        """Topics of which rows were handed over."""
+        self._began_s = self._came_s = 0.0
+        self._refused_s: float | None = None
+        self._renewed = False
+
+    @property
+    def _client(self) -> Client:
+        return self._lease.client
 
     def batches(self, include_headers: bool) -> Iterator[pa.RecordBatch]:
-        now = time.monotonic()
-        self._progress_s = now
+        now = self._began_s = self._progress_s = time.monotonic()
         self._left = {r.tp: _Progress(r.start, r.end, now) for r in self._ranges}
+        if names := self._topics.compared({tp.topic for tp in self._left}):
+            self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
         self._client.assign([(r.tp, r.start) for r in self._ranges])
         while self._left:
             chunk = self._client.poll(self._rows_max(), min(LINGER_S, self._deadline_s))
             try:
+                self._compare(chunk)
                 cuts = self._accept(chunk)
+                if not self._left and (names := self._topics.compared(self._read)):
+                    self._topics.ask(self._client, names, time.monotonic())  # for _confirm
+                if cuts and include_headers:
+                    chunk.count_headers()
+                self._size(chunk)
                 for group in bounded(cuts, chunk.sizes):
                     yield chunk.batch(group, include_headers)
                 events = list(chunk.events)
@@ -122,10 +138,15 @@ class RangeReader:
             if not cuts:
                 self._look_around()
             self._drop_finished()
+        self._confirm()
 
     def _rows_max(self) -> int:
         left = sum(p.end - p.position for p in self._left.values())
         return max(1, min(left, BATCH_ROWS_MAX, int(BATCH_BYTES_MAX / self._record_bytes)))
+
+    def _size(self, chunk: Chunk) -> None:
+        if len(chunk.sizes):
+            self._record_bytes = max(1.0, float(chunk.sizes.mean()))
 
     def _accept(self, chunk: Chunk) -> list[Cut]:
         """Cut each run to its plan and note how far it came. A record at or above the end proves the range read."""
@@ -138,14 +159,16 @@ class RangeReader:
             first, last = np.searchsorted(run.offsets, (progress.position, progress.end)).tolist()
             if first < last:
                 cuts.append(Cut(run.tp, run.first + first, run.first + last))
+                self._read.add(run.tp.topic)
             self._advance(run.tp, progress, int(run.offsets[-1]) + 1, now)
-        if len(chunk.sizes):
-            self._record_bytes = max(1.0, float(chunk.sizes.mean()))
         return cuts
 
     def _advance(self, tp: TopicPartition, progress: _Progress, position: int, now: float) -> None:
         if position > progress.position:
-            progress.position, progress.moved_s, progress.short_since_s, progress.held = position, now, None, False
+            progress.position, progress.looked_s = position, now
+            progress.stopped = progress.at_eof = progress.held = False
+            self._doubts.forget(("short", tp), (Request.FETCH, tp.topic), (Request.FETCH, None))
+            self._refused_s, self._renewed = None, False
         if progress.position >= progress.end and self._left.pop(tp, None) is not None:
             self._finished.append(tp)
             self._progress_s = now
@@ -156,35 +179,112 @@ class RangeReader:
             self._client.drop(self._finished)
         self._finished = []
 
+    # --- are the topics the planned ones?
+
+    def _await_answer(self, wait_s: float) -> None:
+        """Take in what was told of topics, if it comes in time."""
+        told = self._topics.take(self._client, wait_s)
+        if isinstance(told, Event):
+            self._failed(Request.METADATA, told)
+        elif told is not None:
+            self._doubts.forget((Request.FETCH, None), (Request.METADATA, None))
+            for name, topic in told.items():
+                self._judge(name, topic)
+
+    def _judge(self, name: str, topic: TopicTold) -> None:
+        """What metadata says of a topic, against the ranges that are left of it."""
+        now = time.monotonic()
+        verdict = meaning(Request.METADATA, topic.code)
+        if verdict is Meaning.GONE:
+            if self._doubts.hear(("gone", name), now):
+                self._gone([tp for tp in self._left if tp.topic == name])
+            return
+        if verdict is not Meaning.GOOD:
+            self._failed(Request.METADATA, Event(topic.code, topic.text, TopicPartition(name, 0), -1))
+            return
+        self._doubts.forget(("gone", name), (Request.METADATA, name))
+        if self._topics.is_other(name, topic):
+            if self._doubts.hear(("other", name), now):
+                self._made_anew(name)
+            return
+        self._doubts.forget(("other", name))
+        missing = [tp for tp in self._left if tp.topic == name and tp.partition >= topic.partitions]
+        self._gone([tp for tp in missing if self._doubts.hear(("gone", tp), now)])
+
+    def _doubted(self, tp: TopicPartition) -> bool:
+        """Whether it is open if this partition is there, or the planned one."""
+        topic = tp.topic
+        return any(self._doubts.since_s(what) is not None for what in (("gone", topic), ("other", topic), ("gone", tp)))
+
+    def _compare(self, chunk: Chunk) -> None:
+        """Before the first rows of a topic: wait until it is known to be the planned one, or given up."""
+        names = self._topics.compared({run.tp.topic for run in chunk.runs if run.tp in self._left})
+        pause = False
+        while names := {name for name in names if not self._topics.is_planned(name, self._began_s)}:
+            self._ask_for(names, pause=pause)
+            pause = True
+            names = {name for name in names if any(tp.topic == name for tp in self._left)}
+        self._came_s = time.monotonic()
+
+    def _confirm(self) -> None:
+        """After the last rows: were they all of the planned topics? One that is gone by now is no other."""
+        pause = False
+        names = self._topics.compared(self._read)
+        while names := {name for name in names if not self._topics.was_planned(name, self._came_s)}:
+            self._ask_for(names, pause=pause)
+            pause = True
+
+    def _ask_for(self, names: set[str], *, pause: bool) -> None:
+        """Ask about topics, unless a question is on its way, and wait for an answer."""
+        if not self._topics.is_asked:
+            if pause:
+                _pause.wait(ASK_PAUSE_S)
+            self._topics.ask(self._client, names, time.monotonic())
+        self._await_answer(ASK_PAUSE_S)
+        self._mind_the_deadline()
+
     # --- what is not a record
 
     def _on_event(self, event: Event) -> None:
         tp = event.tp
         progress = self._left.get(tp) if tp else None
-        if event.code == _EOF:
+        if event.code == EOF:
             if tp and progress:
                 self._on_eof(tp, progress, event.offset)
             return
-        if event.code in _DENIED:
-            raise AccessDenied(
-                f"reading {tp or 'from Kafka'} at {self._servers} was refused: {event.text}. Check the credentials "
-                "and that they may read the topic and describe the group",
-                op="fetch",
-            )
-        if event.code == _FATAL:
-            raise GroupError(f"the reading client failed for good: {event.text}", op="fetch")
+        self._failed(Request.FETCH, event)
+        if tp and progress:
+            if event.code in OUT_OF_RANGE or meaning(Request.METADATA, event.code) is Meaning.GONE or event.code < -1:
+                progress.stopped = True
+            known_short = self._doubts.since_s(("short", tp)) is not None
+            if event.code in OUT_OF_RANGE and not known_short:
+                self._triage(tp, progress)
+
+    def _failed(self, request: Request, event: Event) -> None:
+        """Something went wrong that is no fact about records.
+
+        Raises:
+            AccessDenied: we were refused, and were again after a grace.
+            GroupError: asking again would not help.
+        """
+        verdict = meaning(request, event.code)
         self._last_error = event.text
-        if tp and progress and (event.code in _OUT_OF_RANGE or event.code in _UNKNOWN):
-            self._triage(tp, progress, event.code)
+        topic = event.tp.topic if event.tp else None
+        if verdict is Meaning.REFUSED:
+            now = time.monotonic()
+            self._refused_s = self._refused_s or now
+            if self._doubts.hear((request, topic), now):
+                raise verdicts.refused(topic or "from Kafka", self._servers, event.text, request.value)
+        if verdict is Meaning.OURS:
+            what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
+            raise GroupError(f"{what}: {event.text}", op=request.value)
 
     def _on_eof(self, tp: TopicPartition, progress: _Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""
-        now = time.monotonic()
-        self._advance(tp, progress, offset, now)
+        self._advance(tp, progress, offset, time.monotonic())
         if tp in self._left:
-            progress.held = self._client.known_end(tp) >= progress.end
-            if not progress.held:
-                self._triage(tp, progress)
+            progress.at_eof = True
+            self._triage(tp, progress)
 
     def _look_around(self) -> None:
         """Nothing came: see whether positions moved without records, ask about the slowest range, mind the deadline."""
@@ -194,99 +294,89 @@ class RangeReader:
             if position > progress.position:
                 self._progress_s = now
                 self._advance(tp, progress, position, now)
-        waited_s = time.monotonic() - self._progress_s
-        if self._left and waited_s >= self._deadline_s:
-            raise self._timeout(waited_s)
-        slowest = min(self._left.items(), key=lambda item: item[1].moved_s, default=None)
-        if slowest and now - slowest[1].moved_s >= min(TRIAGE_AFTER_S, self._deadline_s / 4):
-            slowest[1].moved_s = now  # so that the next look is at another range
+        if not self._left:
+            return
+        self._mind_the_deadline()
+        if self._refused_s is not None and not self._renewed and now - self._refused_s >= GRACE_S:
+            self._try_afresh()
+        slowest = min(self._left.items(), key=lambda item: item[1].looked_s, default=None)
+        if slowest and now - slowest[1].looked_s >= min(TRIAGE_AFTER_S, self._deadline_s / 4):
             self._triage(*slowest)
 
-    def _timeout(self, waited_s: float) -> ReadTimeout:
-        named = [
-            f"{OffsetRange(tp, p.position, p.end)}" for tp, p in sorted(self._left.items())[:RANGES_IN_MESSAGE_MAX]
-        ]
-        more = len(self._left) - len(named)
-        held = [str(tp) for tp, p in sorted(self._left.items()) if p.held]
-        hint = ""
-        if held:
-            hint = (
-                f" {held[0]} has records up to its planned end that an open transaction holds back: see its producer."
-            )
-        return ReadTimeout(
-            f"nothing came from {self._servers} for {waited_s:.1f} s; still to read: {', '.join(named)}"
-            + f" and {more} more" * (more > 0)
-            + f". Last error: {self._last_error or 'none'}.{hint}",
-            ranges=[(tp.topic, tp.partition, p.position, p.end) for tp, p in sorted(self._left.items())],
-            waited_ms=int(waited_s * 1000),
-        )
+    def _try_afresh(self) -> None:
+        """librdkafka tells a refusal once. Whether it still holds, a fresh client finds out."""
+        self._renewed = True
+        self._lease.renew()
+        self._topics.forget_question()
+        self._client.assign([(tp, progress.position) for tp, progress in self._left.items()])
+
+    def _mind_the_deadline(self) -> None:
+        waited_s = time.monotonic() - self._progress_s
+        if waited_s >= self._deadline_s:
+            left = [self._rest(tp) for tp in sorted(self._left)]
+            held = [rest.tp for rest in left if self._left[rest.tp].held]
+            raise verdicts.timed_out(self._servers, left, waited_s, self._last_error, held)
 
     # --- is the range still there?
 
-    def _triage(self, tp: TopicPartition, progress: _Progress, code: int = 0) -> None:
-        """Compare a range with what its leader says: wait, go on elsewhere, or count records as lost.
+    def _triage(self, tp: TopicPartition, progress: _Progress) -> None:
+        """Compare a range with what brokers say of it: wait, go on elsewhere, or count records as lost."""
+        self._inquire(tp, progress)
+        if tp in self._left:
+            progress.looked_s = time.monotonic()
+            if progress.stopped:
+                progress.stopped = False
+                self._client.move(tp, progress.position)
 
-        Args:
-            code: the error with which librdkafka gave this partition up, so that waiting needs a new start.
-        """
-        left_s = self._deadline_s - (time.monotonic() - self._progress_s)
-        answer = self._client.watermarks(tp, max(0.1, min(WATERMARK_TIMEOUT_S, left_s)))
-        if isinstance(answer, Event):
-            self._no_watermarks(tp, progress, answer, stopped=code != 0)
+    def _inquire(self, tp: TopicPartition, progress: _Progress) -> None:
+        asked_s = time.monotonic()
+        left_s = max(0.1, min(ANSWER_S_MAX, self._deadline_s - (asked_s - self._progress_s)))
+        self._topics.ask(self._client, {tp.topic}, asked_s)
+        self._await_answer(left_s)
+        if tp not in self._left or self._doubted(tp) or self._topics.last(tp.topic, asked_s) is None:
             return
-        low, high = answer
-        known = True
-        if code not in _OUT_OF_RANGE:
-            # Leaders tell the end of what is readable: below the log's end while a transaction is open. The last fetch
-            # knows the log's own end; without one there is no verdict yet.
-            end = self._client.known_end(tp)
-            high, known = max(high, end), end >= 0
+        bounds = self._client.log_bounds(tp, left_s)
+        if isinstance(bounds, Event):
+            self._failed(Request.LIST_OFFSETS, bounds)
+            return
+        self._doubts.forget((Request.LIST_OFFSETS, tp.topic))
+        low, high = bounds
+        progress.held = progress.at_eof and high >= progress.end
         if low > progress.position:
             self._lost(tp, progress, low, high)
-            if tp in self._left:
-                self._client.move(tp, progress.position)
-            return
-        if high < progress.end and known:
-            self._short(tp, progress, low, high)
-        if code and tp in self._left:
-            self._client.move(tp, progress.position)
-
-    def _no_watermarks(self, tp: TopicPartition, progress: _Progress, answer: Event, *, stopped: bool) -> None:
-        self._last_error = answer.text
-        if answer.code in _DENIED:
-            self._on_event(answer)
-        if answer.code not in _UNKNOWN:
-            if stopped:
-                self._client.move(tp, progress.position)
-            return
-        text = (
-            f"{tp} does not exist any more at {self._servers}, while {OffsetRange(tp, progress.position, progress.end)}"
-        )
-        if self._fail_on_data_loss:
-            raise TopicMissing(f"{text} was still to be read. Restore the topic or unsubscribe it", topics=[tp.topic])
-        log.warning("%s was still to be read: skipped", text)
-        self._advance(tp, progress, progress.end, time.monotonic())
-
-    def _short(self, tp: TopicPartition, progress: _Progress, low: int, high: int) -> None:
-        """The log ends before the range does: a lagging new leader for a moment, otherwise a loss."""
-        now = time.monotonic()
-        if progress.short_since_s is None:
-            progress.short_since_s = now
-        if now - progress.short_since_s >= min(SHRUNK_GRACE_S, self._deadline_s / 2):
+            progress.stopped = True
+        elif high >= progress.end:
+            self._doubts.forget(("short", tp))
+        elif self._doubts.hear(("short", tp), time.monotonic()):
             self._lost(tp, progress, low, high)
+
+    def _rest(self, tp: TopicPartition) -> OffsetRange:
+        return OffsetRange(tp, self._left[tp].position, self._left[tp].end)
+
+    def _gone(self, tps: Sequence[TopicPartition]) -> None:
+        """Brokers said it twice: these partitions do not exist."""
+        if tps and self._fail_on_data_loss:
+            raise verdicts.gone(self._rest(tps[0]), self._servers, sorted({tp.topic for tp in tps}))
+        for tp in tps:
+            self._skip(tp, self._left[tp].end, "the partition does not exist any more")
+
+    def _made_anew(self, name: str) -> None:
+        """Brokers said it twice: the topic of this name is another one than was planned."""
+        if self._fail_on_data_loss or name in self._read:
+            # Also when loss is no failure: what was handed over may be the new topic's. Another try begins afresh.
+            planned = next(r for r in self._ranges if r.tp.topic == name)
+            raise verdicts.made_anew(planned, was_read=name in self._read, fails=self._fail_on_data_loss)
+        for tp in [tp for tp in self._left if tp.topic == name]:
+            self._skip(tp, self._left[tp].end, "the topic was deleted and made anew")
 
     def _lost(self, tp: TopicPartition, progress: _Progress, low: int, high: int) -> None:
         """Records in the range are gone. Never moves below the planned start: what is there is another log's."""
-        rest = OffsetRange(tp, progress.position, progress.end)
-        text = f"{rest} was planned but the log holds [{low},{high})"
         if self._fail_on_data_loss:
-            raise DataLoss(
-                f"{text}: records aged out, or the topic was made anew. Set failOnDataLoss=false to go on without them",
-                topic=tp.topic,
-                partition=tp.partition,
-                expected=progress.position,
-                available=(low, high),
-            )
-        log.warning("%s: going on with what is left", text)
-        to = min(low, progress.end) if low > progress.position else progress.end
-        self._advance(tp, progress, to, time.monotonic())
+            raise verdicts.records_lost(self._rest(tp), low, high)
+        until = min(low, progress.end) if low > progress.position else progress.end
+        self._skip(tp, until, f"the log holds [{low},{high})")
+
+    def _skip(self, tp: TopicPartition, until: int, reason: str) -> None:
+        progress = self._left[tp]
+        self._losses.add(tp, progress.position, until, reason)
+        self._advance(tp, progress, until, time.monotonic())

@@ -66,12 +66,14 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
     "destroy_flags": (None, _P, _INT),
     "queue_get_consumer": (_P, _P),
     "queue_get_main": (_P, _P),
+    "queue_new": (_P, _P),
     "queue_destroy": (None, _P),
     "queue_poll": (_P, _P, _INT),
     "event_type": (_INT, _P),
     "event_error": (_INT, _P),
     "event_error_string": (_STR, _P),
     "event_log": (_INT, _P, c.POINTER(_STR), c.POINTER(_STR), c.POINTER(_INT)),
+    "event_opaque": (_P, _P),
     "event_destroy": (None, _P),
     "topic_partition_list_new": (_LIST, _INT),
     "topic_partition_list_add": (c.POINTER(_Partition), _LIST, _STR, c.c_int32),
@@ -80,12 +82,11 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
     "incremental_assign": (_P, _P, _LIST),
     "incremental_unassign": (_P, _P, _LIST),
     "error_string": (_STR, _P),
+    "error_code": (_INT, _P),
     "error_destroy": (None, _P),
     "metadata": (_INT, _P, _INT, _P, _PP, _INT),
     "metadata_destroy": (None, _P),
     "position": (_INT, _P, _LIST),
-    "query_watermark_offsets": (_INT, _P, _STR, c.c_int32, c.POINTER(_I64), c.POINTER(_I64), _INT),
-    "get_watermark_offsets": (_INT, _P, _STR, c.c_int32, c.POINTER(_I64), c.POINTER(_I64)),
     "consume_batch_queue": (c.c_ssize_t, _P, _INT, _P, _SIZE),
     "topic_name": (_STR, _P),
     "messages_count": (_SIZE, _P),
@@ -93,6 +94,25 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
     "messages_destroy": (None, _P),
     "message_timestamp": (_I64, _P, c.POINTER(_INT)),
     "message_headers": (_INT, _P, _PP),
+    "AdminOptions_new": (_P, _P, _INT),
+    "AdminOptions_set_request_timeout": (_INT, _P, _INT, _STR, _SIZE),
+    "AdminOptions_set_isolation_level": (_P, _P, _INT),
+    "AdminOptions_set_opaque": (None, _P, _P),
+    "AdminOptions_destroy": (None, _P),
+    "TopicCollection_of_topic_names": (_P, c.POINTER(_STR), _SIZE),
+    "TopicCollection_destroy": (None, _P),
+    "DescribeTopics": (None, _P, _P, _P, _P),
+    "event_DescribeTopics_result": (_P, _P),
+    "DescribeTopics_result_topics": (_PP, _P, c.POINTER(_SIZE)),
+    "TopicDescription_name": (_STR, _P),
+    "TopicDescription_error": (_P, _P),
+    "TopicDescription_topic_id": (_P, _P),
+    "TopicDescription_partitions": (_PP, _P, c.POINTER(_SIZE)),
+    "Uuid_base64str": (_STR, _P),
+    "ListOffsets": (None, _P, _LIST, _P, _P),
+    "event_ListOffsets_result": (_P, _P),
+    "ListOffsets_result_infos": (_PP, _P, c.POINTER(_SIZE)),
+    "ListOffsetsResultInfo_topic_partition": (c.POINTER(_Partition), _P),
     "header_get_all": (_INT, _P, _SIZE, c.POINTER(_STR), _PP, c.POINTER(_SIZE)),
 }
 
@@ -175,6 +195,12 @@ def words_at(address: int, count: int) -> Words:
     return _memory(address, "<u8", count, 8)
 
 
+def spans(addresses: Words, size: int) -> bool:
+    """Whether :func:`gather` can copy these with steps of 1: numpy counts the bytes of the whole span in 63 bits, each
+    as if it were an item. A heap and mapped memory are up to 2**47 bytes apart."""
+    return (int(addresses.max()) - int(addresses.min()) + 1) * size < 1 << 63
+
+
 def gather(addresses: Words, size: int, step: int) -> npt.NDArray[Any]:
     """Copy ``size`` bytes from each address, all multiples of ``step`` apart, into one array, and not a byte more."""
     base = int(addresses.min())
@@ -193,7 +219,7 @@ def binary_column(addresses: Words, lengths: Words) -> pa.Array:
     lengths = lengths.astype(np.int32)
     if nulls:
         lengths[~present] = 0
-    elif lengths[0] and (lengths == lengths[0]).all():  # one length for all: the usual case of keys
+    elif lengths[0] and (lengths == lengths[0]).all() and spans(addresses, int(lengths[0])):  # the usual case of keys
         size = int(lengths[0])
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(size)
         data = gather(addresses, size, 1)

@@ -1,7 +1,7 @@
 """Kafka records as Arrow: the one schema, and batches put together from columns.
 
 Runs in: executor workers; ``arrow_schema`` and ``spark_ddl`` also where the query is planned. Deliberately absent: the
-Kafka client (``fetch``, ``rdkafka``), any decision about which record belongs to a range, and pyspark.
+Kafka clients (``native``, ``plain``), any decision about which record belongs to a range, and pyspark.
 
 The columns are those of Spark's own Kafka source, value by value: a record without headers has null (not an empty
 list), the timestamp is the record's milliseconds even when they are -1, ``timestampType`` counts from -1 (none),
@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from spark_group_source.errors import GroupError
 from spark_group_source.model import TopicPartition
 
 BATCH_ROWS_MAX = 32_768
 """Rows of one RecordBatch. Spark's Arrow path is fastest from about 10,000; more only costs memory."""
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024
-"""Key and value bytes of one RecordBatch, except that one larger record makes a batch of its own."""
+"""Key, value and, if asked for, header bytes of one RecordBatch, except that one larger record makes a batch of its
+own."""
 
 HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
@@ -37,6 +39,10 @@ _FIELDS = [
 _DDL = "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, timestampType INT"
 
 Ints = npt.NDArray[np.int64]
+HeaderRow = Sequence[tuple[str, bytes | None]]
+
+TIMESTAMP_MS_MAX = (2**63 - 1) // 1000
+"""Spark counts microseconds in 64 bits."""
 
 
 def arrow_schema(include_headers: bool) -> pa.Schema:
@@ -57,6 +63,20 @@ class Event(NamedTuple):
     text: str
     tp: TopicPartition | None
     offset: int
+
+
+class TopicTold(NamedTuple):
+    """What metadata says of one topic."""
+
+    code: int
+    """0: it is there."""
+    text: str
+    id: str
+    """Changes when the topic is deleted and made anew (KIP-516); empty where brokers have no ids."""
+    partitions: int
+
+
+Told = dict[str, TopicTold]
 
 
 class Run(NamedTuple):
@@ -84,8 +104,9 @@ class Chunk(Protocol):
     def events(self) -> Sequence[Event]: ...
     @property
     def sizes(self) -> Ints:
-        """Key and value bytes of each row."""
+        """Key and value bytes of each row, and header bytes once they are counted."""
 
+    def count_headers(self) -> None: ...
     def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch: ...
     def free(self) -> None: ...
 
@@ -127,6 +148,7 @@ def assemble(
         timestamp_type: librdkafka's numbers, one more than Spark's.
         headers: of HEADERS_TYPE, or None when the schema has none.
     """
+    _check_stamps(cuts, offset, timestamp_ms)
     rows = np.array([cut.last - cut.first for cut in cuts], dtype=np.int64)
     names = sorted({cut.tp.topic for cut in cuts})
     index = {name: at for at, name in enumerate(names)}
@@ -147,6 +169,24 @@ def assemble(
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(headers is not None))
 
 
+def _check_stamps(cuts: Sequence[Cut], offset: Ints, timestamp_ms: Ints) -> None:
+    """Spark's own source ends with an ArithmeticException at a timestamp that its type cannot hold. So does this one,
+    with its place: any other value would be invented."""
+    wrong = np.flatnonzero((timestamp_ms > TIMESTAMP_MS_MAX) | (timestamp_ms < -TIMESTAMP_MS_MAX))
+    if not len(wrong):
+        return
+    at = int(wrong[0])
+    ends = np.cumsum([cut.last - cut.first for cut in cuts])
+    tp = cuts[int(np.searchsorted(ends, at, side="right"))].tp
+    raise GroupError(
+        f"the record of {tp} at offset {offset[at]} has the timestamp {timestamp_ms[at]} ms, which Spark's timestamps "
+        "cannot hold: remove it from the log, or move the group past it with spark-group reset",
+        topic=tp.topic,
+        partition=tp.partition,
+        offset=int(offset[at]),
+    )
+
+
 def column(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
     """An array without nulls over numpy's memory. ``pa.array`` would import pandas for it: half a second per worker."""
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
@@ -163,7 +203,12 @@ def packed(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(ends), data])
 
 
-def header_column(rows: Sequence[Sequence[tuple[str, bytes | None]]]) -> pa.Array:
+def header_bytes(rows: Sequence[HeaderRow]) -> Ints:
+    """How much memory the headers of each row take: names and values."""
+    return np.array([sum(len(name) + len(value or b"") for name, value in row) for row in rows], dtype=np.int64)
+
+
+def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
     """The headers of each row. A row without any is null, as in Spark's own source, not an empty list."""
     flat = [header for row in rows for header in row]
     ends = np.zeros(len(rows) + 1, dtype=np.int32)

@@ -61,6 +61,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
     "mock_request_timestamp": (_I64, _P),
 }
 _PRODUCER = 0
+_ARGUMENTS_MAX = 500
+"""Of one call of C; ctypes has a limit."""
 
 
 class Api(IntEnum):
@@ -175,16 +177,13 @@ class MockCluster:
 
     def push_partition_errors(self, tp: TopicPartition, api_key: int, codes: Sequence[int]) -> None:
         """The same for one partition, in requests that name several: Produce and Fetch know it."""
-        self._check(
-            self._lib.mock_partition_push_request_errors(
-                self._cluster,
-                tp.topic.encode(),
-                tp.partition,
-                api_key,
-                c.c_size_t(len(codes)),
-                *(c.c_int(code) for code in codes),
+        topic, partition = tp.topic.encode(), tp.partition
+        for first in range(0, len(codes), _ARGUMENTS_MAX):
+            part = codes[first : first + _ARGUMENTS_MAX]
+            count, each = c.c_size_t(len(part)), [c.c_int(code) for code in part]
+            self._check(
+                self._lib.mock_partition_push_request_errors(self._cluster, topic, partition, api_key, count, *each)
             )
-        )
 
     def clear_request_errors(self, api_key: int) -> None:
         self._lib.mock_clear_request_errors(self._cluster, api_key)

@@ -1,0 +1,308 @@
+"""What a task makes of each answer of a broker, with librdkafka itself and brokers that answer as the test says.
+
+Nothing is lost on a client's word. Every test runs over both clients.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer, TopicCollection
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until
+
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
+from spark_group_source.executor import answers, doubts, fetch, ranges
+from spark_group_source.executor.answers import Meaning, Request
+from spark_group_source.executor.records import Event
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.testing.mock_cluster import Api, MockCluster
+
+TP = TopicPartition("orders", 0)
+COUNT = 20
+GRACE_S = 0.8
+
+
+@pytest.fixture(params=["fast", "plain"])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubts, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(ranges, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.2)
+
+
+@pytest.fixture
+def cluster() -> Iterator[MockCluster]:
+    with MockCluster() as made:
+        made.create_topic("orders")
+        produce(made)
+        yield made
+        fetch._pool.close()
+
+
+def produce(cluster: MockCluster, count: int = COUNT) -> None:
+    producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+    for at in range(count):
+        producer.produce("orders", b"%d" % at, partition=0)
+    assert producer.flush(10) == 0
+
+
+def topic_id(cluster: MockCluster) -> str:
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+    return str(admin.describe_topics(TopicCollection(["orders"]))["orders"].result(10).topic_id)
+
+
+Read = Callable[..., list[int]]
+
+
+@pytest.fixture
+def read(cluster: MockCluster, path: str) -> Read:
+    """``read(start=0, end=COUNT, **options)`` -> the offsets."""
+
+    def rows(start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
+        found = fetch.read_ranges(
+            {"bootstrap.servers": cluster.bootstrap_servers},
+            [OffsetRange(TP, start, end)],
+            path=path,
+            **{"deadline_s": 20, **options},
+        )
+        return [offset for batch in found for offset in batch.column("offset").to_pylist()]
+
+    return rows
+
+
+# --- the table, row by row
+
+
+@pytest.mark.parametrize("request_", Request)
+def test_every_code_has_one_of_the_meanings_and_only_metadata_says_gone(request_: Request) -> None:
+    for code in range(-200, 150):
+        verdict = answers.meaning(request_, code)
+        assert (verdict is Meaning.GOOD) == (code == 0)
+        assert verdict is not Meaning.GONE or (request_ is Request.METADATA and code in (3, 100))
+        assert verdict is not Meaning.OURS or code in (-150, 17, 35, 42)
+
+
+PASSING = [code for code, what in answers.ANSWERS[Request.FETCH].items() if what is Meaning.ASK_AGAIN]
+
+
+@pytest.mark.parametrize("code", sorted(PASSING))
+def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated(cluster: MockCluster, code: int) -> None:
+    cluster.push_partition_errors(TP, Api.FETCH, [code, code])
+    found = fetch.read_ranges(
+        {"bootstrap.servers": cluster.bootstrap_servers}, [OffsetRange(TP, 0, COUNT)], deadline_s=20
+    )
+    assert sum(batch.num_rows for batch in found) == COUNT
+    cluster.clear_request_errors(Api.FETCH)
+
+
+LISTED = [code for code, what in answers.ANSWERS[Request.LIST_OFFSETS].items() if what is Meaning.ASK_AGAIN]
+
+
+@pytest.mark.parametrize("code", sorted(LISTED))
+def test_bounds_that_are_answered_with_a_passing_error_are_asked_again(
+    cluster: MockCluster, path: str, code: int
+) -> None:
+    """The range lies beyond the log's end, so that its bounds are asked for; the log grows meanwhile."""
+    cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 4)
+    late = threading.Timer(GRACE_S, produce, [cluster, 5])
+    late.start()
+    found = fetch.read_ranges(
+        {"bootstrap.servers": cluster.bootstrap_servers}, [OffsetRange(TP, 0, COUNT + 5)], path=path, deadline_s=20
+    )
+    assert sum(batch.num_rows for batch in found) == COUNT + 5
+    late.join()
+
+
+@pytest.mark.parametrize("code", [29, 30, 31])
+def test_a_refusal_that_passes_is_none(cluster: MockCluster, read: Read, code: int) -> None:
+    """librdkafka stops to fetch at the first 29, and tells it once: a fresh client finds out that it is over."""
+    cluster.push_partition_errors(TP, Api.FETCH, [code])
+    assert read() == list(range(COUNT))
+
+
+@pytest.mark.parametrize("code", [29, 30, 31])
+def test_a_refusal_that_stays_ends_the_task_after_a_second_try(cluster: MockCluster, read: Read, code: int) -> None:
+    cluster.push_partition_errors(TP, Api.FETCH, [code] * 3_000)
+    started = time.monotonic()
+    with pytest.raises(AccessDenied, match="orders"):
+        read()
+    assert time.monotonic() - started >= GRACE_S
+    cluster.clear_request_errors(Api.FETCH)
+
+
+def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read) -> None:
+    cluster.push_partition_errors(TP, Api.FETCH, [29])
+    assert read() == list(range(COUNT))
+    time.sleep(GRACE_S)  # the grace of the first one is over
+    cluster.push_partition_errors(TP, Api.FETCH, [29])
+    assert read() == list(range(COUNT))
+
+
+@pytest.mark.parametrize("code", [29, 31])
+def test_metadata_that_refuses_is_believed_the_second_time(cluster: MockCluster, read: Read, code: int) -> None:
+    planned = {"orders": topic_id(cluster)}
+    cluster.set_topic_error("orders", code)
+    with pytest.raises(AccessDenied):
+        read(topic_ids=planned)
+
+
+@pytest.mark.parametrize("code", [17, 35, 42])
+def test_what_asking_again_cannot_help_ends_the_task(cluster: MockCluster, read: Read, code: int) -> None:
+    cluster.push_partition_errors(TP, Api.FETCH, [code] * 50)
+    with pytest.raises(GroupError, match="was refused"):
+        read()
+
+
+# --- gone
+
+
+@pytest.mark.parametrize("code", [3, 100])
+def test_a_topic_is_gone_when_metadata_says_so_over_the_grace(cluster: MockCluster, read: Read, code: int) -> None:
+    planned = {"orders": topic_id(cluster)}
+    cluster.set_topic_error("orders", code)
+    started = time.monotonic()
+    with pytest.raises(TopicMissing) as caught:
+        read(topic_ids=planned)
+    assert time.monotonic() - started >= GRACE_S
+    assert caught.value.fields == {"topics": ["orders"]}
+
+
+@pytest.mark.parametrize("code", [3, 100, 5, 29])
+def test_what_metadata_says_for_a_moment_only_is_waited_out(cluster: MockCluster, read: Read, code: int) -> None:
+    planned = {"orders": topic_id(cluster)}
+    cluster.set_topic_error("orders", code)
+    back = threading.Timer(GRACE_S / 2, cluster.set_topic_error, ["orders", 0])
+    back.start()
+    assert read(topic_ids=planned) == list(range(COUNT))
+    back.join()
+
+
+def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
+    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To librdkafka the partitions of such a broker are unknown (-190), at once."""
+    assert read(0, 5) == [0, 1, 2, 3, 4]
+    cluster.set_broker_down(1)
+    back = threading.Timer(4 * GRACE_S, cluster.set_broker_up, [1])
+    back.start()
+    with caplog.at_level(logging.WARNING):
+        assert read(fail_on_data_loss=False) == list(range(COUNT))
+    assert "data loss" not in caplog.text
+    back.join()
+
+
+def test_a_broker_that_stays_away_is_a_timeout_also_when_loss_is_no_failure(cluster: MockCluster, read: Read) -> None:
+    cluster.set_broker_down(1)
+    with pytest.raises(ReadTimeout, match=r"orders-0\[0,20\)"):
+        read(fail_on_data_loss=False, deadline_s=3 * GRACE_S)
+
+
+def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:
+    """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
+    client = fetch._open(fetch._ClientKey({**fetch._DEFAULTS, **fetch._FORCED, **servers(cluster)}, path))
+    assert client.log_bounds(TP, 5) == (0, COUNT)
+    for _ in range(4):
+        cluster.push_request_errors(Api.LIST_OFFSETS, [6])
+        assert isinstance(client.log_bounds(TP, 5), Event)
+        cluster.clear_request_errors(Api.LIST_OFFSETS)
+    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT), 10, what="bounds")
+    client.close()
+
+
+def servers(cluster: MockCluster) -> dict[str, str]:
+    return {"bootstrap.servers": cluster.bootstrap_servers}
+
+
+# --- another topic of that name, a shorter log
+
+
+def test_a_topic_made_anew_is_data_loss_even_if_its_log_covers_the_plan(cluster: MockCluster, read: Read) -> None:
+    planned = {"orders": topic_id(cluster)}
+    assert read(0, 5, topic_ids=planned) == [0, 1, 2, 3, 4]
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders")
+    produce(cluster)
+    with pytest.raises(DataLoss, match="made anew") as caught:
+        read(5, COUNT, topic_ids=planned)
+    assert caught.value.fields["expected"] == 5
+    assert read(5, COUNT, topic_ids={"orders": topic_id(cluster)}) == list(range(5, COUNT))
+
+
+def test_a_topic_made_anew_is_skipped_in_full_and_counted(
+    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = {"orders": topic_id(cluster)}
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders")
+    produce(cluster)
+    with caplog.at_level(logging.WARNING):
+        assert read(5, COUNT, topic_ids=planned, fail_on_data_loss=False) == []
+    assert caplog.text.count("data loss") == 1
+    assert "15 planned offsets were skipped, failOnDataLoss is false: orders-0[5,20) (15)" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["fast"])  # the plain client asks through a second one, which has connections to make
+def test_the_planned_topic_is_asked_for_twice_by_a_small_task(cluster: MockCluster, read: Read) -> None:
+    planned = {"orders": topic_id(cluster)}
+    read(0, 1)  # the client and its connections
+    cluster.forget_requests()
+    assert read(topic_ids=planned) == list(range(COUNT))
+    asked = len(cluster.requests(Api.METADATA))
+    assert asked == 2, "as the fetching begins, and when the rows are here"
+
+
+def test_a_log_that_is_short_is_believed_after_the_grace(
+    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(DataLoss) as caught:
+        read(0, COUNT + 5)
+    assert time.monotonic() - started >= GRACE_S
+    assert caught.value.fields["available"] == (0, COUNT)
+    assert read(10, COUNT + 5, fail_on_data_loss=False) == list(range(10, COUNT))
+    assert f"orders-0[{COUNT},{COUNT + 5}) (5)" in caplog.text
+
+
+def test_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
+    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.delete_records(TP, 4)
+    assert read(0, COUNT + 2, fail_on_data_loss=False) == list(range(4, COUNT))
+    assert caplog.text.count("data loss") == 1
+    assert "6 planned offsets" in caplog.text
+
+
+# --- doubts and losses by themselves
+
+
+def test_a_doubt_needs_two_voices_and_the_grace() -> None:
+    heard = doubts.Doubts()
+    assert not heard.hear("a", 0.0)
+    assert not heard.hear("a", GRACE_S - 0.1)
+    assert not heard.hear("b", 100.0)
+    assert heard.hear("a", GRACE_S)
+    heard.forget("a")
+    assert not heard.hear("a", 100.0)
+
+
+def test_losses_are_joined_where_they_touch() -> None:
+    lost = doubts.Losses()
+    lost.add(TP, 5, 7, "why")
+    lost.add(TP, 0, 5, "why")
+    lost.add(TP, 7, 7, "nothing")
+    lost.add(TP, 9, 10, "why")
+    lost.add(TP._replace(partition=1), 10, 12, "why")
+    assert [(str(one.range), one.range.size) for one in lost.joined()] == [
+        ("orders-0[0,7)", 7),
+        ("orders-0[9,10)", 1),
+        ("orders-1[10,12)", 2),
+    ]
+    assert lost.offsets == 10
