@@ -11,7 +11,7 @@ source without an offset so far has ``-``. One DataFrame used twice in a query h
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 QUERY_ID = "sql.streaming.queryId"
 """The local property that Spark sets on the thread that runs a batch."""
 
+RUN_ID = "spark.jobGroup.id"
+"""Another one: of a streaming query the id of its run."""
+
+ONLY_RUN = "-"
+"""Names the run where there is no such property: on Spark Connect a worker for ``foreachBatch`` has only one."""
+
 _OURS = re.compile(r'\{\s*("epoch"\s*:\s*\d+\s*,\s*)?"group"\s*:')
 """How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's."""
 
@@ -36,12 +42,14 @@ class PlannedBatch:
 
     ``offsets`` are those of the kafka-group sources that have something in this batch; a source whose offset is the
     same as in the batch before gave no rows. ``other_sources`` counts the sources of other kinds in the query.
+    ``run_id`` is None where no query runs on this thread.
     """
 
     query_id: str
     batch_id: int
     offsets: tuple[StreamOffset, ...]
     other_sources: int = 0
+    run_id: str | None = None
 
     def user_metadata(self) -> str:
         """The offset JSON as it is kept in the table's commit: one offset, or a list where a query has several."""
@@ -102,10 +110,16 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
         OptionError: the query or its checkpoint cannot be found.
         CheckpointMismatch: as in :func:`planned`.
     """
-    query_id = _local_query_id(spark)
-    root = checkpoint or _running_checkpoint(spark, query_id)
-    if query_id is None:
-        query_id = _recorded_query_id(spark, root)
+    local = _local_query_id(spark)
+    root = checkpoint or _running_checkpoint(spark, local)
+    query_id = _recorded_query_id(spark, root) if local is None or checkpoint else local
+    if local not in (None, query_id):
+        raise OptionError(
+            f"query {local} gives a batch to a DeltaSink whose checkpoint {root} is that of query {query_id}. A sink "
+            "with `checkpoint=` belongs to one query: give each query a DeltaSink of its own. Nothing was written",
+            checkpoint=root,
+            query_id=local,
+        )
     text = _read(spark, f"{root}/offsets/{batch_id}")
     if text is None:
         raise OptionError(
@@ -115,7 +129,7 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
             batch_id=batch_id,
         )
     before = _read(spark, f"{root}/offsets/{batch_id - 1}") if batch_id > 0 else None
-    return planned(query_id, batch_id, text, before)
+    return replace(planned(query_id, batch_id, text, before), run_id=_local_run_id(spark, local))
 
 
 def positions(
@@ -169,6 +183,12 @@ def _is_classic(spark: "SparkSession") -> bool:
 def _local_query_id(spark: "SparkSession") -> str | None:
     # None on Spark Connect, which runs the batch on a thread of the server.
     return spark.sparkContext.getLocalProperty(QUERY_ID) if _is_classic(spark) else None
+
+
+def _local_run_id(spark: "SparkSession", query_id: str | None) -> str | None:
+    if not _is_classic(spark):
+        return ONLY_RUN
+    return None if query_id is None else spark.sparkContext.getLocalProperty(RUN_ID)
 
 
 def _running_checkpoint(spark: "SparkSession", query_id: str | None) -> str:

@@ -236,30 +236,30 @@ class Snapshot:
     """One version of a table's log."""
 
     def __init__(self, java: Any) -> None:
-        self._java = java
+        self.java = java
 
     @property
     def version(self) -> int:
-        return int(self._java.version())
+        return int(self.java.version())
 
     def domains(self) -> dict[str, str]:
         """The metadata domains and their configuration, without removed ones."""
-        checksum = self._java.checksumOpt()
+        checksum = self.java.checksumOpt()
         known = checksum.get().domainMetadata() if checksum.isDefined() else checksum
         # The checksum file answers without a Spark job, but lists domains only up to a limit of Delta's.
-        found = known.get() if known.isDefined() else self._java.domainMetadata()
+        found = known.get() if known.isDefined() else self.java.domainMetadata()
         return {d.domain(): d.configuration() for d in _items(found) if not d.removed()}
 
     def recorded(self, app_id: str) -> int:
         """The version that an application's ``SetTransaction`` recorded last, or -1."""
-        checksum = self._java.checksumOpt()
+        checksum = self.java.checksumOpt()
         known = checksum.get().setTransactions() if checksum.isDefined() else checksum
-        found = known.get() if known.isDefined() else self._java.setTransactions()
+        found = known.get() if known.isDefined() else self.java.setTransactions()
         return max((int(t.version()) for t in _items(found) if t.appId() == app_id), default=-1)
 
     def properties(self) -> dict[str, str]:
         """The table's properties."""
-        pairs = [(pair._1(), pair._2()) for pair in _items(self._java.metadata().configuration())]
+        pairs = [(pair._1(), pair._2()) for pair in _items(self.java.metadata().configuration())]
         return dict(pairs)
 
 

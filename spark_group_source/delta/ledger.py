@@ -3,122 +3,23 @@
 Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O (:mod:`kept` reads and sets it,
 :mod:`sink` carries out what is decided here), rows, and any decision by time or by the content of rows.
 
-A table keeps one ledger per group, as the configuration of the Delta metadata domain ``spark-group-source.<group>``::
-
-    {"epoch": 2, "seq": 17, "stream": "9f2c",
-     "topics": {"orders": {"id": "<topic id>", "offsets": {"0": 250, "1": 40}}}, "v": 1}
-
-It survives log cleanup and checkpoints of the table. It does *not* follow the rows: after ``RESTORE``, ``REPLACE`` or a
-``DELETE`` the ledger still says what was once written. ``spark-group reset`` with ``--table`` moves it back.
-
-``epoch`` counts the group's resets, as the notes beside Kafka's offsets do (``group.names``). A batch that was planned
-before the newest reset is *void*: its positions are those of before, so nothing of it is written, and the source goes
-on where the reset says. ``void`` has the number of the last such batch of each stream, since that reset. Both are
-absent while there is nothing to say; releases that know neither read the rest.
+What a ledger is and how it is written down: :mod:`entries`.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from spark_group_source.delta.entries import DOMAIN_PREFIX, VERSION, Ledger, LedgerDamaged
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
 
-VERSION = 1
-
-DOMAIN_PREFIX = "spark-group-source."
+__all__ = ["DOMAIN_PREFIX", "VERSION", "Ledger", "LedgerDamaged"]
 
 SHOWN_MAX = 5
 """How many partitions an error or a log line lists; the ``fields`` of an error carry all of them."""
-
-
-class LedgerDamaged(LedgerConflict):
-    """The ledger's text cannot be read: what the table holds is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """What a table holds of one group: ``offsets`` are the next ones to write, for every partition ever seen.
-
-    ``stream`` and ``seq`` name the batch that wrote it last; an operator's reset leaves ``stream`` empty. ``epoch`` is
-    the newest reset that the table knows of, ``void`` the last batch of each stream that was void since.
-    ``table_version`` is the version of the table it was read from, or -1.
-    """
-
-    group: str
-    offsets: Mapping[TopicPartition, int] = field(default_factory=dict)
-    topic_ids: Mapping[str, str] = field(default_factory=dict)
-    stream: str = ""
-    seq: int = -1
-    epoch: int = 0
-    void: Mapping[str, int] = field(default_factory=dict)
-    table_version: int = -1
-
-    def to_json(self) -> str:
-        """The domain's configuration: keys sorted, integers only, ``epoch`` and ``void`` absent when empty."""
-        topics: dict[str, dict[str, Any]] = {}
-        for topic in sorted({tp.topic for tp in self.offsets} | set(self.topic_ids)):
-            topics[topic] = {"id": self.topic_ids.get(topic, ""), "offsets": {}}
-        for tp, offset in sorted(self.offsets.items()):
-            topics[tp.topic]["offsets"][str(tp.partition)] = offset
-        doc: dict[str, Any] = {"epoch": self.epoch} if self.epoch else {}
-        doc |= {"seq": self.seq, "stream": self.stream, "topics": topics, "v": VERSION}
-        if self.void:
-            doc["void"] = dict(sorted(self.void.items()))
-        return json.dumps(doc, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, group: str, text: str, *, table_version: int = -1) -> "Ledger":
-        """Read a domain's configuration.
-
-        Raises:
-            LedgerDamaged: it cannot be read. Nothing is assumed in its place.
-            LedgerConflict: it is of a newer release.
-        """
-        try:
-            doc = json.loads(text)
-            if doc["v"] != VERSION:
-                raise LedgerConflict(
-                    f"the ledger of group {group!r} in the table has format version {doc['v']!r}; this release reads "
-                    f"version {VERSION}. Run the release that wrote it, or a newer one",
-                    group=group,
-                    found=doc["v"],
-                )
-            offsets = {
-                TopicPartition(topic, int(partition)): _number(offset)
-                for topic, entry in doc["topics"].items()
-                for partition, offset in entry["offsets"].items()
-            }
-            ids = {topic: str(entry["id"]) for topic, entry in doc["topics"].items()}
-            return cls(
-                group=group,
-                offsets=offsets,
-                topic_ids=ids,
-                stream=str(doc["stream"]),
-                seq=_number(doc["seq"], least=-1),
-                epoch=_number(doc.get("epoch", 0)),
-                void={str(stream): _number(seq) for stream, seq in doc.get("void", {}).items()},
-                table_version=table_version,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise LedgerDamaged(
-                f"the ledger of group {group!r} in the table is damaged ({exc!r}): {text[:200]}. It is the metadata "
-                f"domain {DOMAIN_PREFIX + group!r}. Stop the query; `spark-group reset --group {group} --table T` with "
-                "the position you want writes it anew, and the query can go on with its checkpoint",
-                group=group,
-            ) from exc
-
-    def same(self, other: "Ledger | None") -> bool:
-        """Whether both say the same of the same topics, whoever wrote them."""
-        return other is not None and (self.offsets, self.topic_ids, self.epoch, self.void) == (
-            other.offsets,
-            other.topic_ids,
-            other.epoch,
-            other.void,
-        )
 
 
 # --- one source's part of a batch -----------------------------------------------------------------------------------
@@ -160,61 +61,59 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     - from < L otherwise: the echo to Kafka had not arrived when a checkpoint was lost, or another query of the group
       wrote first. [from, min(L, until)) is in the table; the rest is new.
 
-    The resulting ledger never stands below the given one, but for topics that were created anew.
+    L is that of the topic with the id that the batch was planned under: the ledger keeps former ones. The resulting
+    ledger never stands below the given one.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
         left_out = replace(known, void={**known.void, batch.stream: batch.seq}, table_version=-1)
         return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
-    recreated = _recreated(batch, known)
-    offsets = {tp: n for tp, n in known.offsets.items() if tp.topic not in recreated}
+    topics = {topic: batch.topic_ids.get(topic, "") for topic in sorted({tp.topic for tp in batch.ranges})}
+    offsets = known.under(topics)
     drop: list[OffsetRange] = []
     skipped: list[OffsetRange] = []
     refused: list[Refusal] = []
     for tp, (start, end) in sorted(batch.ranges.items()):
-        recorded = offsets.get(tp)
+        entry = offsets[tp.topic]
+        recorded = entry.get(tp.partition)
         if recorded is None or start >= recorded:
             if recorded is not None and start > recorded:
                 skipped.append(OffsetRange(tp, recorded, start))
-            offsets[tp] = end
+            entry[tp.partition] = end
         elif tp in batch.followed:
             refused.append(Refusal(tp, start, recorded))
         else:
             if start < end:
                 drop.append(OffsetRange(tp, start, min(recorded, end)))
-            offsets[tp] = max(recorded, end)
-    after = Ledger(
-        group=batch.group,
-        offsets=offsets,
-        topic_ids={**known.topic_ids, **{topic: i for topic, i in batch.topic_ids.items() if i}},
-        stream=batch.stream,
-        seq=batch.seq,
-        epoch=batch.epoch,
-        void=known.void if batch.epoch == known.epoch else {},
-    )
+            entry[tp.partition] = max(recorded, end)
+    after = replace(known, stream=batch.stream, seq=batch.seq, epoch=batch.epoch, table_version=-1)
+    after = after.put(topics, offsets)
+    if batch.epoch != known.epoch:  # whoever planned before that reset is void from now on
+        after = replace(after, void={}, former={})
     return Verdict(
         ledger=after,
         drop=tuple(drop),
         skipped=tuple(skipped),
         refused=tuple(refused),
-        recreated=tuple(sorted(recreated)),
+        recreated=tuple(topic for topic, id_ in topics.items() if not known.knows(topic, id_)),
     )
 
 
 def behind(batch: StreamOffset, ledger: Ledger | None) -> list[OffsetRange]:
     """The parts of a batch that the ledger does not cover; none, if the batch is in the table.
 
-    Topics that were created anew since are left out, and all of a batch of before a reset: their old offsets are no
-    longer comparable.
+    Topics that the ledger does not know under the batch's id are left out, and all of a batch of before a reset: their
+    old offsets are no longer comparable.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
         return []
-    recreated = _recreated(batch, known)
+    ids = {r.tp.topic: batch.topic_ids.get(r.tp.topic, "") for r in batch.batch()}
+    there = known.under({topic: id_ for topic, id_ in ids.items() if known.knows(topic, id_)})
     missing = []
     for r in batch.batch():
-        recorded = known.offsets.get(r.tp, 0)
-        if r.tp.topic not in recreated and recorded < r.end:
+        entry = there.get(r.tp.topic)
+        if entry is not None and (recorded := entry.get(r.tp.partition, 0)) < r.end:
             missing.append(OffsetRange(r.tp, max(r.start, recorded), r.end))
     return missing
 
@@ -222,15 +121,6 @@ def behind(batch: StreamOffset, ledger: Ledger | None) -> list[OffsetRange]:
 def _is_void(batch: StreamOffset, ledger: Ledger | None) -> bool:
     """Whether the batch was planned before a reset that the table knows of."""
     return ledger is not None and batch.epoch < ledger.epoch
-
-
-def _recreated(batch: StreamOffset, ledger: Ledger) -> set[str]:
-    # A broker that knows no topic ids leaves them empty, and then nothing can be told: the topic counts as the same.
-    return {
-        topic
-        for topic, now in batch.topic_ids.items()
-        if now and ledger.topic_ids.get(topic) and ledger.topic_ids[topic] != now
-    }
 
 
 # --- a whole batch --------------------------------------------------------------------------------------------------
@@ -388,9 +278,3 @@ def shown(ranges: Iterable[OffsetRange]) -> str:
     listed = list(ranges)
     more = f" and {len(listed) - SHOWN_MAX} more" if len(listed) > SHOWN_MAX else ""
     return ", ".join(map(str, listed[:SHOWN_MAX])) + more
-
-
-def _number(value: object, *, least: int = 0) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"number {value!r}")
-    return value

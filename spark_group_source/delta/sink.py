@@ -20,11 +20,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, assert_never, get_args
+from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import deltalog, kept, ledger
+from spark_group_source.delta import deltalog, history, kept, ledger, turns
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
 from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Unaware, Write
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Tier = Literal["auto", "transaction", "writer-options"]
-
-HISTORY_STEPS = (1, 20, 1000)
-"""How many of the table's last commits are searched for a batch, in turns: normally it is the very last."""
 
 _NO_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
@@ -61,8 +58,12 @@ class DeltaSink:
     Delta's ``domainMetadata`` feature gets it (the transaction tier only; a commit of its own, said in the log).
 
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
-    The ledger knows what was written, not what is there: after ``RESTORE``, ``REPLACE`` or ``DELETE``, rows come back
-    only if Kafka and the ledger are moved back together, by ``spark-group reset`` with ``--table``.
+    The ledger knows what was written, not what is there: after ``REPLACE`` or ``DELETE``, rows come back only if Kafka
+    and the ledger are moved back together, by ``spark-group reset`` with ``--table``. After a ``RESTORE`` that took
+    rows of the group away, the next batch is refused until that is done.
+
+    A batch of a query goes into a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
+    Several queries may write one table, and share a sink that has no ``checkpoint``.
 
     Args:
         table: a path (it has a slash in it) or a table name, looked up in the session's catalog.
@@ -102,7 +103,8 @@ class DeltaSink:
         self.tier = tier
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._told: set[str] = set()
-        self._ready = False
+        self._table_id = ""  # once the table is there
+        self._looked_to: dict[str, int] = {}  # for each group the version that nobody restored the table before
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, tier={self.tier!r})"
@@ -110,11 +112,8 @@ class DeltaSink:
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
         planned = read_planned(df.sparkSession, batch_id, self.checkpoint)
-        if self._has_transactions(df.sparkSession):
-            durable = self._write_in_transaction(df, planned)
-        else:
-            durable = self._write_by_options(df, planned)
-        for offset in durable:
+        write = self._write_in_transaction if self._has_transactions(df.sparkSession) else self._write_by_options
+        for offset in write(df, planned):
             runs.mark_durable(offset.stream, offset.seq)
 
     def _has_transactions(self, spark: "SparkSession") -> bool:
@@ -144,13 +143,14 @@ class DeltaSink:
 
     def _write_in_transaction(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         target = deltalog.Table(df.sparkSession, self.table)
-        if not self._ready:
+        if not self._table_id:
             if not target.exists():
                 target.create(self._transformed(df), self.partition_by)
             target.ensure_domains()
-            self._ready = True
-        attempt = _Attempt(self, target, df, planned)
-        return deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+            self._table_id = str(target.snapshot().java.metadata().id())
+        with turns.turn(self._table_id, self.table, planned) as turn:
+            attempt = _Attempt(self, target, df, planned, turn)
+            return deltalog.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
@@ -159,9 +159,13 @@ class DeltaSink:
 
     def _write_by_options(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         spark = df.sparkSession
-        if not self._ready:
+        if not self._table_id:
             self._ensure_table(spark, df)
-            self._ready = True
+            self._table_id = self.table
+        with turns.turn(self._table_id, self.table, planned):
+            return self._append(df, planned)
+
+    def _append(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         note = planned.user_metadata()
         writer = (
             self._transformed(df)
@@ -174,7 +178,7 @@ class DeltaSink:
         )
         self._save(writer.partitionBy(*self.partition_by) if self.partition_by else writer)
         # Delta skips a batch that it has recorded, without a word, whatever that batch held.
-        if planned.offsets and not recorded_in_history(spark, self.table, note):
+        if planned.offsets and not history.recorded(df.sparkSession, self.table, note):
             raise self._other_content(planned)
         return planned.offsets
 
@@ -206,9 +210,10 @@ class DeltaSink:
     def _other_content(self, planned: PlannedBatch) -> LedgerConflict:
         return LedgerConflict(
             f"table {self.table} has batch {planned.batch_id} of query {planned.query_id} already, but not with the "
-            f"offsets {planned.user_metadata()[:500]}: no commit among the last {HISTORY_STEPS[-1]} of the table's "
-            "history holds them, and its rows were not written. Either a second run of this query wrote another batch "
-            "under this number (is the checkpoint used twice?), or the commit is too old to be seen. Look at "
+            f"offsets {planned.user_metadata()[:500]}: none of the table's last "
+            f"{history.steps(planned.user_metadata())[-1]} commits holds them, and its rows were not written. Either a "
+            "second run of this query wrote another batch under this number (is the checkpoint used twice?), or the "
+            "commit is too old to be seen. Look at "
             f"`DESCRIBE HISTORY {deltalog.sql_name(self.table)}` (userMetadata); to go on, start the query with a new "
             "checkpointLocation once the group's position in Kafka is right",
             table=self.table,
@@ -220,8 +225,10 @@ class DeltaSink:
 class _Attempt:
     """The attempts to commit one batch. Files are written once, and again only if the rows to leave out changed."""
 
-    def __init__(self, sink: DeltaSink, target: deltalog.Table, df: "DataFrame", planned: PlannedBatch) -> None:
-        self.sink, self.target, self.df, self.planned = sink, target, df, planned
+    def __init__(
+        self, sink: DeltaSink, target: deltalog.Table, df: "DataFrame", planned: PlannedBatch, turn: turns.Turn
+    ) -> None:
+        self.sink, self.target, self.df, self.planned, self.turn = sink, target, df, planned, turn
         self._written: deltalog.Written | None = None
         self._without: tuple[OffsetRange, ...] = ()
 
@@ -241,7 +248,7 @@ class _Attempt:
         self._check_retention(txn.snapshot)
         decision = ledger.decide(
             planned.offsets,
-            {o.group: kept.in_snapshot(txn.snapshot, o.group) for o in planned.offsets},
+            {o.group: self._ledger(txn.snapshot, o.group) for o in planned.offsets},
             recorded=txn.recorded(planned.query_id) >= planned.batch_id,
             others=planned.other_sources > 0,
         )
@@ -257,12 +264,22 @@ class _Attempt:
             case _:
                 assert_never(decision)
 
+    def _ledger(self, snapshot: deltalog.Snapshot, group: str) -> ledger.Ledger | None:
+        """The ledger of a group, if the rows that it stands for are still there."""
+        sink, found = self.sink, kept.in_snapshot(snapshot, group)
+        if found is not None:
+            kept.refuse_restored(
+                self.df.sparkSession, sink.table, snapshot, found, after=sink._looked_to.get(group, -1)
+            )
+        sink._looked_to[group] = snapshot.version
+        return found
+
     def _confirm(self, decision: Recorded) -> None:
         """The table has a batch of this number. Make sure that it is this one."""
         sink, planned = self.sink, self.planned
         for group, missing in decision.uncovered.items():
             # The ledger may also be behind because writer options wrote the batch, or an operator set it back since.
-            if not recorded_in_history(self.df.sparkSession, sink.table, planned.user_metadata()):
+            if not history.recorded(self.df.sparkSession, sink.table, planned.user_metadata()):
                 raise LedgerConflict(
                     f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
                     f"ledger of group {group!r} does not cover {ledger.shown(missing)}. A second run of this query "
@@ -288,6 +305,9 @@ class _Attempt:
             batch_id=planned.batch_id,
             user_metadata=planned.user_metadata(),
         )
+        self.turn.version = version
+        if version == txn.snapshot.version + 1:  # nobody came in between
+            self.sink._looked_to |= dict.fromkeys(decision.ledgers, version)
         self._tell(decision)
         log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
 
@@ -366,15 +386,3 @@ def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFr
         & (F.col("offset") < F.col("_drop_b"))
     )
     return df.join(F.broadcast(ranges), held, "left_anti")
-
-
-def recorded_in_history(spark: "SparkSession", table: str, note: str) -> bool:
-    """Whether one of the table's last commits has exactly this ``userMetadata``."""
-    for commits in HISTORY_STEPS:
-        history: Any = spark.sql(f"DESCRIBE HISTORY {deltalog.sql_name(table)} LIMIT {commits}")
-        rows = history.select("userMetadata").collect()
-        if any(row[0] == note for row in rows):
-            return True
-        if len(rows) < commits:
-            return False
-    return False

@@ -218,8 +218,8 @@ class Invariants(Accounts):
                     holding.until = end
             if table:
                 rows = book.rows.setdefault(table, set())
-                # OPEN: of a topic that was made again the ledger forgets what it has when a batch of another stream
-                # comes that was planned under the former id: the ids have no order.
+                # Of a topic that was made again: a batch that was planned under the former id may have read either
+                # log, and the ledger takes its rows for those of the former one.
                 if not book.again and (twice := sorted(rows.intersection(range(start, end)))):
                     self._break(f"{reader.name} writes {tp} offset {twice[0]} into {table} for the second time")
                 rows.update(range(start, end))

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,53 @@ def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
     assert verdict.recreated == ()
     assert verdict.ledger.offsets == {P0: 100}
     assert verdict.ledger.topic_ids == {"orders": "id-1"}
+
+
+def test_what_the_table_has_of_a_topic_is_not_forgotten_when_a_batch_comes_of_its_former_id() -> None:
+    """Two streams, and a topic that is made again: one of them has not heard of it yet. Ids have no order."""
+    now = judge(offset(4, ranges((90, 100)), topic_id="id-1"), None).ledger
+    now = judge(offset(5, ranges((0, 30)), topic_id="id-2"), now).ledger
+    late = judge(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
+    assert late.drop == (OffsetRange(P0, 95, 100),), "compared with what the table has of the former topic"
+    assert late.recreated == ()
+    assert (late.ledger.offsets, late.ledger.topic_ids) == ({P0: 30}, {"orders": "id-2"})
+    assert late.ledger.former == {"orders": {"id-1": {0: 120}}}
+    again = judge(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
+    assert again.drop == (OffsetRange(P0, 20, 30),)
+    assert judge(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
+        OffsetRange(P0, 95, 120),
+    )
+    assert behind(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger) == []
+    assert Ledger.from_json("etl", again.ledger.to_json()).former == again.ledger.former
+
+
+def test_the_older_of_two_ids_that_comes_second_takes_nothing_from_the_newer_one() -> None:
+    """The table saw the new topic first: to the ledger the other one looks like the newer."""
+    now = judge(offset(4, ranges((0, 30)), topic_id="id-2"), None).ledger
+    now = judge(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now).ledger
+    again = judge(offset(5, ranges((20, 40)), topic_id="id-2"), now)
+    assert again.drop == (OffsetRange(P0, 20, 30),)
+    assert judge(offset(6, ranges((40, 50)), topic_id="id-2"), again.ledger).drop == ()
+
+
+def test_an_id_of_a_topic_that_the_batch_does_not_read_says_nothing() -> None:
+    """A stream keeps the ids of topics whose partitions have left it, also when they are made again."""
+    old = Ledger(group="etl", offsets={P0: 30, TopicPartition("other", 0): 7}, topic_ids={"orders": "id-2"})
+    batch = replace(offset(4, {("other", 0): (7, 9)}), topic_ids={"orders": "id-1", "other": "id-7"})
+    verdict = judge(batch, old)
+    assert verdict.recreated == ()
+    assert verdict.ledger.offsets == {P0: 30, TopicPartition("other", 0): 9}
+    assert verdict.ledger.topic_ids == {"orders": "id-2", "other": "id-7"}
+
+
+def test_former_topics_are_forgotten_with_the_plans_of_before_a_reset_and_few_are_kept() -> None:
+    now = None
+    for n in range(8):
+        now = judge(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}"), now).ledger
+    assert now is not None
+    assert now.former == {"orders": {f"id-{n}": {0: n + 1} for n in range(3, 7)}}
+    after = judge(offset(9, ranges((8, 9)), topic_id="id-7", epoch=1), now).ledger
+    assert (after.former, after.offsets) == ({}, {P0: 9})
 
 
 def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:

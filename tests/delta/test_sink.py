@@ -9,17 +9,16 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet
 import pytest
-import sink_source
 from pyspark import cloudpickle
 from pyspark.sql import functions as F
-from sink_source import SCHEMA, Ranges, ScriptSource, offset, rows_of, write_script
+from sink_source import SCHEMA, offset
+from sink_words import QUERY_S, Query, actions, commits, next_offsets, one, parquet_files, records, rows, run, stream
 
 from spark_group_source.delta import deltalog
 from spark_group_source.delta.checkpoint import planned, read_planned
@@ -29,114 +28,15 @@ from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
 
-Row = tuple[str, int, int, str]
-
-QUERY_S = 120
-"""Bound of one streaming query in a test."""
-
 CHILD_S = 180
 """Bound of a driver of its own, from its start until it is killed: 15 s, and much more on a busy machine."""
-
-
-def one(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> Ranges:
-    return {(topic, partition): (start, end)}
-
-
-def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> list[Row]:
-    return rows_of([OffsetRange(TopicPartition(topic, partition), start, end)])
-
-
-class Query:
-    """A query's checkpoint, and its batches handed to a sink as ``foreachBatch`` would."""
-
-    def __init__(self, spark: "SparkSession", root: Path, name: str) -> None:
-        self.spark, self.root, self.id = spark, root / name, f"query-{name}"
-        (self.root / "offsets").mkdir(parents=True)
-        (self.root / "metadata").write_text(json.dumps({"id": self.id}))
-
-    def plan(self, batch_id: int, *lines: StreamOffset | str) -> None:
-        texts = [line if isinstance(line, str) else json.dumps(line.to_json_dict()) for line in lines]
-        (self.root / "offsets" / str(batch_id)).write_text("\n".join(["v1", '{"batchTimestampMs":0}', *texts]))
-
-    def rows(self, *lines: StreamOffset) -> "DataFrame":
-        return self.spark.createDataFrame([r for line in lines for r in rows_of(line.batch())], SCHEMA)
-
-    def run(self, sink: DeltaSink, batch_id: int, *lines: StreamOffset) -> None:
-        self.plan(batch_id, *lines)
-        sink(self.rows(*lines), batch_id)
-
-    def sink(self, table: Path | str, **arguments: Any) -> DeltaSink:
-        return DeltaSink(table, checkpoint=str(self.root), **arguments)
-
-
-@pytest.fixture
-def new_query(spark: "SparkSession", tmp_path: Path) -> Callable[[str], Query]:
-    return lambda name: Query(spark, tmp_path / "checkpoints", name)
-
-
-@pytest.fixture
-def query(new_query: Callable[[str], Query]) -> Query:
-    return new_query("q")
-
-
-@pytest.fixture
-def new_table(tmp_path: Path) -> Path:
-    """Where no table is yet."""
-    return tmp_path / "table"
-
-
-@pytest.fixture(scope="session")
-def created(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sink") / "table"
-    deltalog.Table(spark, str(made)).create(spark.createDataFrame([], SCHEMA), [])
-    return made
-
-
-@pytest.fixture
-def table(created: Path, new_table: Path) -> Path:
-    """A table as the sink creates it. A copy, because a creation takes longer than most batches."""
-    return Path(shutil.copytree(created, new_table))
-
-
-def commits(table: Path | str) -> list[list[dict[str, Any]]]:
-    """The actions of every commit, from the files of the log."""
-    files = sorted((Path(table) / "_delta_log").glob("*.json"))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
-def actions(commit: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [action[kind] for action in commit if kind in action]
-
-
-def rows(table: Path | str) -> list[Any]:
-    """The rows, from the files that the log lists; a column that a file lacks is None."""
-    live: dict[str, None] = {}
-    columns: list[str] = []
-    for commit in commits(table):
-        for metadata in actions(commit, "metaData"):
-            columns = [field["name"] for field in json.loads(metadata["schemaString"])["fields"]]
-        live |= {add["path"]: None for add in actions(commit, "add")}
-        for remove in actions(commit, "remove"):
-            del live[remove["path"]]
-    found = [r for path in live for r in pyarrow.parquet.ParquetFile(Path(table) / path).read().to_pylist()]
-    return sorted((tuple(r.get(c) for c in columns) for r in found), key=lambda row: [(v is None, v) for v in row])
-
-
-def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """The ledger as the log's files have it: the last domain of the group."""
-    found = [d for commit in commits(table) for d in actions(commit, "domainMetadata")]
-    texts = [d["configuration"] for d in found if d["domain"] == f"spark-group-source.{group}"]
-    if not texts:
-        return {}
-    topics = json.loads(texts[-1])["topics"]
-    return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
 
 
 # One commit
@@ -508,28 +408,6 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
         *records(0, 8, topic="shared"),
     ]
     assert rows(new_table) == sorted(expected)
-
-
-@pytest.fixture
-def intruder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """``intruder(action)``: once, just before the next commit, someone else does ``action``."""
-
-    def arm(action: Callable[[], object]) -> None:
-        real = deltalog.Transaction.commit
-        waiting = [action]
-
-        def commit(self: deltalog.Transaction, *args: Any, **kwargs: Any) -> int:
-            if waiting:
-                waiting.pop()()
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(deltalog.Transaction, "commit", commit)
-
-    return arm
-
-
-def parquet_files(table: Path) -> set[str]:
-    return {f.name for f in table.rglob("*.parquet") if "_delta_log" not in f.parts}
 
 
 @pytest.mark.parametrize("merge_schema", [False, True])
@@ -913,30 +791,6 @@ def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
 
 
 # Real streaming queries
-
-
-@pytest.fixture
-def scripted(spark: "SparkSession") -> Iterator["SparkSession"]:
-    # By value: the Python workers of Spark do not have the tests on their path.
-    cloudpickle.register_pickle_by_value(sink_source)
-    spark.dataSource.register(ScriptSource)
-    yield spark
-    cloudpickle.unregister_pickle_by_value(sink_source)
-
-
-def stream(spark: "SparkSession", tmp_path: Path, script: Sequence[StreamOffset], name: str = "script") -> "DataFrame":
-    path = write_script(tmp_path / f"{name}.json", script)
-    return spark.readStream.format("scripted-group").option("script", path).load()
-
-
-def run(df: "DataFrame", sink: Callable[["DataFrame", int], None], checkpoint: Path) -> list[int]:
-    """Run every scripted batch; returns the rows that each batch read."""
-    started = df.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
-    running = started.trigger(availableNow=True).start()
-    if not running.awaitTermination(QUERY_S):
-        running.stop()
-        pytest.fail(f"the query did not end within {QUERY_S} s")
-    return [p["numInputRows"] for p in running.recentProgress]
 
 
 def test_a_query_reads_each_batch_once_and_writes_it(scripted: "SparkSession", tmp_path: Path, new_table: Path) -> None:

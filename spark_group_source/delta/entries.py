@@ -1,0 +1,181 @@
+"""What a table holds of a group, as text in the table.
+
+Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what follows for a batch
+(:mod:`ledger`).
+
+A table keeps one ledger per group, as the configuration of the Delta metadata domain ``spark-group-source.<group>``::
+
+    {"epoch": 2, "seq": 17, "stream": "9f2c",
+     "topics": {"orders": {"id": "<topic id>", "offsets": {"0": 250, "1": 40}}}, "v": 1}
+
+It survives log cleanup and checkpoints of the table. It does *not* follow the rows: after ``RESTORE``, ``REPLACE`` or a
+``DELETE`` the ledger still says what was once written. ``spark-group reset`` with ``--table`` moves it back.
+
+``epoch`` counts the group's resets, as the notes beside Kafka's offsets do (``group.names``). A batch that was planned
+before the newest reset is *void*: its positions are those of before, so nothing of it is written, and the source goes
+on where the reset says. ``void`` has the number of the last such batch of each stream, since that reset. Both are
+absent while there is nothing to say; releases that know neither read the rest.
+
+A topic that was deleted and made again has other records at the same offsets, and another id. Ids have no order: a
+batch may come that was planned under the former one, by a stream that has not heard of the new one. So ``former`` keeps
+what the table has under former ids, and a batch is compared with what was written under the id that it was planned
+with. A reset ends that, as all plans of before are void. Releases that do not know ``former`` forget it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spark_group_source.errors import LedgerConflict
+from spark_group_source.model import TopicPartition
+
+VERSION = 1
+
+DOMAIN_PREFIX = "spark-group-source."
+
+FORMER_MAX = 4
+"""How many former topics of one name are kept between two resets; the one that was added first goes first."""
+
+
+class LedgerDamaged(LedgerConflict):
+    """The ledger's text cannot be read: what the table holds is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a table holds of one group: ``offsets`` are the next ones to write, for every partition ever seen.
+
+    ``stream`` and ``seq`` name the batch that wrote it last; an operator's reset leaves ``stream`` empty. ``epoch`` is
+    the newest reset that the table knows of, ``void`` the last batch of each stream that was void since. ``former`` has
+    the next offsets by name, former id and partition.
+    ``table_version`` is the version of the table it was read from, or -1.
+    """
+
+    group: str
+    offsets: Mapping[TopicPartition, int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, Mapping[str, Mapping[int, int]]] = field(default_factory=dict)
+    stream: str = ""
+    seq: int = -1
+    epoch: int = 0
+    void: Mapping[str, int] = field(default_factory=dict)
+    table_version: int = -1
+
+    def to_json(self) -> str:
+        """The domain's configuration: keys sorted, integers only, ``epoch`` and ``void`` absent when empty."""
+        topics: dict[str, dict[str, Any]] = {}
+        for topic in sorted({tp.topic for tp in self.offsets} | set(self.topic_ids)):
+            topics[topic] = {"id": self.topic_ids.get(topic, ""), "offsets": {}}
+        for tp, offset in sorted(self.offsets.items()):
+            topics[tp.topic]["offsets"][str(tp.partition)] = offset
+        doc: dict[str, Any] = {"epoch": self.epoch} if self.epoch else {}
+        doc |= {"seq": self.seq, "stream": self.stream, "topics": topics, "v": VERSION}
+        if self.former:
+            doc = {"former": {name: self._former_text(name) for name in sorted(self.former)}} | doc
+            doc = dict(sorted(doc.items()))
+        if self.void:
+            doc["void"] = dict(sorted(self.void.items()))
+        return json.dumps(doc, separators=(",", ":"))
+
+    def _former_text(self, topic: str) -> list[dict[str, Any]]:
+        return [
+            {"id": id_, "offsets": {str(p): n for p, n in sorted(offsets.items())}}
+            for id_, offsets in self.former[topic].items()
+        ]
+
+    @classmethod
+    def from_json(cls, group: str, text: str, *, table_version: int = -1) -> "Ledger":
+        """Read a domain's configuration.
+
+        Raises:
+            LedgerDamaged: it cannot be read. Nothing is assumed in its place.
+            LedgerConflict: it is of a newer release.
+        """
+        try:
+            doc = json.loads(text)
+            if doc["v"] != VERSION:
+                raise LedgerConflict(
+                    f"the ledger of group {group!r} in the table has format version {doc['v']!r}; this release reads "
+                    f"version {VERSION}. Run the release that wrote it, or a newer one",
+                    group=group,
+                    found=doc["v"],
+                )
+            offsets = {
+                TopicPartition(topic, int(partition)): _number(offset)
+                for topic, entry in doc["topics"].items()
+                for partition, offset in entry["offsets"].items()
+            }
+            former = {
+                str(topic): {str(e["id"]): {int(p): _number(n) for p, n in e["offsets"].items()} for e in listed}
+                for topic, listed in doc.get("former", {}).items()
+            }
+            ids = {topic: str(entry["id"]) for topic, entry in doc["topics"].items()}
+            return cls(
+                group=group,
+                offsets=offsets,
+                topic_ids=ids,
+                former=former,
+                stream=str(doc["stream"]),
+                seq=_number(doc["seq"], least=-1),
+                epoch=_number(doc.get("epoch", 0)),
+                void={str(stream): _number(seq) for stream, seq in doc.get("void", {}).items()},
+                table_version=table_version,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise LedgerDamaged(
+                f"the ledger of group {group!r} in the table is damaged ({exc!r}): {text[:200]}. It is the metadata "
+                f"domain {DOMAIN_PREFIX + group!r}. Stop the query; `spark-group reset --group {group} --table T` with "
+                "the position you want writes it anew, and the query can go on with its checkpoint",
+                group=group,
+            ) from exc
+
+    def same(self, other: "Ledger | None") -> bool:
+        """Whether both say the same of the same topics, whoever wrote them."""
+        return other is not None and (self.offsets, self.topic_ids, self.former, self.epoch, self.void) == (
+            other.offsets,
+            other.topic_ids,
+            other.former,
+            other.epoch,
+            other.void,
+        )
+
+    def knows(self, topic: str, id_: str) -> bool:
+        """Whether a topic of this id is the one that the ledger has now, or a former one of that name."""
+        return self._is_now(topic, id_) or id_ in self.former.get(topic, {})
+
+    def under(self, ids: Mapping[str, str]) -> dict[str, dict[int, int]]:
+        """The next offsets of topics with these ids, by partition."""
+        now = {topic for topic, id_ in ids.items() if self._is_now(topic, id_)}
+        found = {topic: dict(self.former.get(topic, {}).get(id_, {})) for topic, id_ in ids.items()}
+        found |= {topic: {} for topic in now}
+        for tp, n in self.offsets.items():
+            if tp.topic in now:
+                found[tp.topic][tp.partition] = n
+        return found
+
+    def put(self, ids: Mapping[str, str], offsets: Mapping[str, Mapping[int, int]]) -> "Ledger":
+        """The ledger with other offsets of topics with these ids. An id that is new makes the topic of that name a
+        former one."""
+        again = {topic for topic, id_ in ids.items() if not self.knows(topic, id_)}
+        late = {topic for topic, id_ in ids.items() if topic not in again and not self._is_now(topic, id_)}
+        former = dict(self.former)
+        for topic, entry in self.under({topic: self.topic_ids[topic] for topic in again}).items():
+            kept = {**former.get(topic, {}), self.topic_ids[topic]: entry}
+            former[topic] = dict(list(kept.items())[-FORMER_MAX:])
+        former |= {topic: {**former[topic], ids[topic]: offsets[topic]} for topic in late}
+        stay = {tp: n for tp, n in self.offsets.items() if tp.topic not in again} if again else dict(self.offsets)
+        stay |= {TopicPartition(topic, p): n for topic in ids if topic not in late for p, n in offsets[topic].items()}
+        named = {topic: id_ for topic, id_ in ids.items() if id_ and topic not in late}
+        return replace(self, offsets=stay, topic_ids={**self.topic_ids, **named}, former=former)
+
+    def _is_now(self, topic: str, id_: str) -> bool:
+        # Brokers before 2.8 have no topic ids, and then nothing can be told: the topic counts as the same.
+        now = self.topic_ids.get(topic, "")
+        return not now or not id_ or now == id_
+
+
+def _number(value: object, *, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"number {value!r}")
+    return value

@@ -1,0 +1,161 @@
+"""What others do to a table while a query writes to it: each batch is in it once, or refused with what settles it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sink_source import SCHEMA, offset
+from sink_words import Query, one, records, rows
+
+from spark_group_source.delta import history
+from spark_group_source.delta.kept import read_ledger, set_ledger
+from spark_group_source.errors import LedgerConflict
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+Intruder = Callable[[Callable[[], object]], None]
+P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+
+
+@pytest.fixture(autouse=True)
+def few_tasks(spark: "SparkSession") -> Iterator[None]:
+    """Delta's own commands on tables of a few rows: without the tasks that are for large ones."""
+    settings = dict.fromkeys(("spark.sql.shuffle.partitions", "spark.databricks.delta.snapshotPartitions"), "1")
+    former = {key: spark.conf.get(key, None) for key in settings}
+    for key, few in settings.items():
+        spark.conf.set(key, few)
+    yield
+    for key, value in former.items():
+        spark.conf.unset(key) if value is None else spark.conf.set(key, value)
+
+
+def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
+    """The rows by a plain read: for tables whose files do not say it by themselves."""
+    return sorted(
+        tuple(r)
+        for r in spark.read.format("delta").load(str(table)).select("topic", "partition", "offset", "value").collect()
+    )
+
+
+def foreign(spark: "SparkSession", table: Path, start: int, end: int) -> None:
+    """Somebody else appends rows of a topic of his."""
+    df = spark.createDataFrame(records(start, end, topic="foreign"), SCHEMA)
+    df.write.format("delta").mode("append").save(str(table))
+
+
+# RESTORE
+
+
+def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_record_is_there_once(
+    query: Query, table: Path
+) -> None:
+    sink = query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, {("orders", 0): (n * 10, n * 10 + 10), ("orders", 1): (7, 7 + n)}))
+    query.spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1")
+    for again in (sink, query.sink(table)):
+        with pytest.raises(
+            LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
+        ):
+            query.run(again, 3, offset(3, one(30, 40)))
+    assert rows(table) == records(0, 10)
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 10, P1: 7}, "what `reset --to-ledger` moves Kafka to"
+    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    followed = [("orders", 0), ("orders", 1)]
+    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, epoch=1)
+    query.run(sink, 4, last)
+    assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
+
+
+def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    """Delta lets the batch in, behind the RESTORE: its rows are there, and those before them are not."""
+    sink, spark = query.sink(table), query.spark
+    for n in range(2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    intruder(lambda: spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1"))
+    query.run(sink, 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 10) + records(20, 30)
+    for again in (sink, query.sink(table)):
+        with pytest.raises(LedgerConflict, match=r"on its way: that is version 4.*TO VERSION AS OF 3`"):
+            query.run(again, 3, offset(3, one(30, 40)))
+    with pytest.raises(LedgerConflict, match="restore it without the batch"):
+        read_ledger(spark, str(table), "etl")
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 3")
+    with pytest.raises(LedgerConflict, match=r"orders-0\[10,30\).*--to-ledger"):
+        query.run(sink, 3, offset(3, one(30, 40)))
+    there = read_ledger(spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 10}
+    set_ledger(spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    query.run(sink, 3, offset(3, one(30, 40)))
+    query.run(sink, 4, offset(4, one(10, 40), followed=[("orders", 0)], epoch=1))
+    assert rows(table) == records(0, 40)
+
+
+def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    query.spark.sql(f"DELETE FROM delta.`{table}` WHERE offset < 5")
+    query.spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1")
+    for n in (1, 2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    assert rows(table) == records(0, 40)
+
+
+def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_rows_are(
+    query: Query, table: Path
+) -> None:
+    spark, sink = query.spark, query.sink(table)
+    for n in range(2):
+        query.run(sink, n, offset(n, one(100 + n * 10, 110 + n * 10)))
+    moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").collect()[0]["timestamp"]
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment}'")
+    there = read_ledger(spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 110}
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
+    there = read_ledger(spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 100}, "the table had nothing: where the first batch began"
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2")
+    query.run(sink, 2, offset(2, one(120, 130)))
+    assert rows(table) == records(100, 130)
+
+
+# The table's history
+
+
+def test_the_search_for_a_batch_in_the_history_has_a_bound_in_bytes() -> None:
+    assert history.steps("x" * 300) == [1, 20, 1000]
+    large = "x" * 400_000  # the offsets of 10,000 partitions
+    assert history.steps(large)[-1] * len(large) <= history.HISTORY_CHARS_MAX
+    assert history.steps("x" * 10**9) == [1]
+
+
+def test_a_batch_is_found_in_the_history_without_fetching_the_notes_of_others(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark.sql.classic.dataframe import DataFrame as Classic
+
+    batches = [offset(n, one(n, n + 1)) for n in range(4)]
+    for n, batch in enumerate(batches):
+        query.run(query.sink(table), n, batch)
+    came: list[object] = []
+    collect = Classic.collect
+
+    def watched(self: Classic) -> Any:
+        found = collect(self)
+        came.extend(found)
+        return found
+
+    monkeypatch.setattr(Classic, "collect", watched)
+    assert history.recorded(query.spark, str(table), batches[1].to_json())
+    assert not history.recorded(query.spark, str(table), offset(9, one(0, 1)).to_json())
+    assert came and "stream" not in str(came)

@@ -1,0 +1,109 @@
+"""Words of the sink's tests: a query's batches without Kafka, and what a table's files say.
+
+Runs in: tests. Deliberately absent: Delta's own readers. What a table holds is read from the files of its log.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet
+import pytest
+from sink_source import SCHEMA, Ranges, rows_of, write_script
+
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.model import OffsetRange, TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Row = tuple[str, int, int, str]
+
+QUERY_S = 120
+"""Bound of one streaming query in a test."""
+
+
+def one(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> Ranges:
+    return {(topic, partition): (start, end)}
+
+
+def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> list[Row]:
+    return rows_of([OffsetRange(TopicPartition(topic, partition), start, end)])
+
+
+class Query:
+    """A query's checkpoint, and its batches handed to a sink as ``foreachBatch`` would."""
+
+    def __init__(self, spark: "SparkSession", root: Path, name: str) -> None:
+        self.spark, self.root, self.id = spark, root / name, f"query-{name}"
+        (self.root / "offsets").mkdir(parents=True)
+        (self.root / "metadata").write_text(json.dumps({"id": self.id}))
+
+    def plan(self, batch_id: int, *lines: StreamOffset | str) -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line.to_json_dict()) for line in lines]
+        (self.root / "offsets" / str(batch_id)).write_text("\n".join(["v1", '{"batchTimestampMs":0}', *texts]))
+
+    def rows(self, *lines: StreamOffset) -> "DataFrame":
+        return self.spark.createDataFrame([r for line in lines for r in rows_of(line.batch())], SCHEMA)
+
+    def run(self, sink: DeltaSink, batch_id: int, *lines: StreamOffset) -> None:
+        self.plan(batch_id, *lines)
+        sink(self.rows(*lines), batch_id)
+
+    def sink(self, table: Path | str, **arguments: Any) -> DeltaSink:
+        return DeltaSink(table, checkpoint=str(self.root), **arguments)
+
+
+def commits(table: Path | str) -> list[list[dict[str, Any]]]:
+    """The actions of every commit, from the files of the log."""
+    files = sorted((Path(table) / "_delta_log").glob("*.json"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def actions(commit: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [action[kind] for action in commit if kind in action]
+
+
+def rows(table: Path | str) -> list[Any]:
+    """The rows, from the files that the log lists; a column that a file lacks is None."""
+    live: dict[str, None] = {}
+    columns: list[str] = []
+    for commit in commits(table):
+        for metadata in actions(commit, "metaData"):
+            columns = [field["name"] for field in json.loads(metadata["schemaString"])["fields"]]
+        live |= {add["path"]: None for add in actions(commit, "add")}
+        for remove in actions(commit, "remove"):
+            del live[remove["path"]]
+    found = [r for path in live for r in pyarrow.parquet.ParquetFile(Path(table) / path).read().to_pylist()]
+    return sorted((tuple(r.get(c) for c in columns) for r in found), key=lambda row: [(v is None, v) for v in row])
+
+
+def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
+    """The ledger as the log's files have it: the last domain of the group."""
+    found = [d for commit in commits(table) for d in actions(commit, "domainMetadata")]
+    texts = [d["configuration"] for d in found if d["domain"] == f"spark-group-source.{group}"]
+    if not texts:
+        return {}
+    topics = json.loads(texts[-1])["topics"]
+    return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
+
+
+def parquet_files(table: Path) -> set[str]:
+    return {f.name for f in table.rglob("*.parquet") if "_delta_log" not in f.parts}
+
+
+def stream(spark: "SparkSession", tmp_path: Path, script: Sequence[StreamOffset], name: str = "script") -> "DataFrame":
+    path = write_script(tmp_path / f"{name}.json", script)
+    return spark.readStream.format("scripted-group").option("script", path).load()
+
+
+def run(df: "DataFrame", sink: Callable[["DataFrame", int], None], checkpoint: Path) -> list[int]:
+    """Run every scripted batch; returns the rows that each batch read."""
+    started = df.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
+    running = started.trigger(availableNow=True).start()
+    if not running.awaitTermination(QUERY_S):
+        running.stop()
+        pytest.fail(f"the query did not end within {QUERY_S} s")
+    return [p["numInputRows"] for p in running.recentProgress]
