@@ -35,9 +35,12 @@ class Lookout:
         self.topic_ids: dict[str, str] = {}
         self.ends: Mapping[TopicPartition, int] = {}
         """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
+        self.records_lost = 0
+        """Offsets that were still to be read and are gone, as far as planning met them."""
         self.warnings: list[str] = []
         """What to say of the last look."""
         self._positions: Mapping[TopicPartition, int] = {}
+        self._former_ends: Mapping[TopicPartition, int] = {}  # of the look before
         self._checked: set[TopicPartition] = set()
         self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
         self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
@@ -68,7 +71,7 @@ class Lookout:
         self._took_ms += answer.took_ms
         self._round += 1
         if self._round == 2:
-            self.ends = answer.ends
+            self._former_ends, self.ends = self.ends, answer.ends
             self._note_silence()
             return self._second_question()
         if self._round == 3:
@@ -152,6 +155,8 @@ class Lookout:
     def _topics_made_again(self, again: dict[str, str]) -> ev.Look | None:
         name = min(again)
         self._again = again
+        unread = (tp for tp in self._positions if tp.topic in again)
+        self.records_lost += sum(max(0, self._former_ends.get(tp, 0) - self._positions[tp]) for tp in unread)
         self._reason = f"topic {name} was deleted and made again: its former records are gone"
         tp = next(tp for tp in self._positions if tp.topic in again)
         self._lost(tp, self._reason, available=self.ends.get(tp, 0))
@@ -175,6 +180,7 @@ class Lookout:
             if at < first:
                 self._lost(tp, f"the records of {tp} from {at} on are gone: it begins at {first} now", available=first)
                 self._gone[tp] = first
+                self.records_lost += first - at
         self._checked = {tp for tp in self._positions if tp in self._checked or tp in firsts}
         self._reason = f"{len(self._gone)} partitions go on at their first record that is left"
 

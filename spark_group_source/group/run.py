@@ -43,7 +43,11 @@ class Run(Steps):
     # --- what may be asked ------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        return replace(self.machine.statistics(self.state.value), unreachable_since_ms=self.outage.since_ms or 0)
+        return replace(
+            self.machine.statistics(self.state.value),
+            unreachable_since_ms=self.outage.since_ms or 0,
+            records_lost=self.lookout.records_lost,
+        )
 
     @property
     def drained(self) -> bool:

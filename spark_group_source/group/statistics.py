@@ -43,6 +43,8 @@ class Statistics:
     """Partitions taken away without asking."""
     maybe_twice: int
     """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
+    records_lost: int
+    """Offsets that were still to be read and are gone, as far as planning met them; a task tells in its warning."""
     commits: int
     commits_failed: int
     echo_last_ms: int
@@ -123,6 +125,7 @@ class Counters:
             assigned=assigned,
             uncommitted=uncommitted,
             unreachable_since_ms=0,
+            records_lost=0,
             rebalances=self.rebalances,
             rebalanced_at_ms=self.rebalanced_at_ms,
             reason=self.reason,

@@ -207,10 +207,11 @@ def test_a_topic_that_was_made_again_while_no_run_was_there_shows_by_the_checkpo
 
 def test_without_failing_a_topic_that_was_made_again_goes_on_at_its_new_beginning() -> None:
     brokers = Brokers(fail=False)
-    brokers.look({A: 100, B: 100, OTHER: 100})
+    brokers.look({A: 90, B: 100, OTHER: 100})
     brokers.make_again("orders")
     brokers.firsts |= {A: 2, B: 3}
-    said = brokers.look({A: 100, B: 100, OTHER: 100})
+    said = brokers.look({A: 90, B: 100, OTHER: 100})
+    assert brokers.lookout.records_lost == 10
     assert said == ["data loss: topic orders was deleted and made again: its former records are gone"]
     assert gone(brokers.lookout) == {A: 2, B: 3}
     assert brokers.lookout.gone is not None and "its new ones follow" in brokers.lookout.gone.reason
@@ -266,6 +267,7 @@ def test_without_failing_it_goes_on_at_the_first_record_that_is_left() -> None:
     assert gone(brokers.lookout) == {A: 30}
     assert brokers.lookout.gone is not None
     assert brokers.lookout.gone.reason == "1 partitions go on at their first record that is left"
+    assert brokers.lookout.records_lost == 10
 
 
 def test_a_beginning_that_was_not_told_is_asked_for_again() -> None:
