@@ -53,7 +53,8 @@ class Verdict:
 def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     """Compare a batch, range by range ``[from, until)``, with the next offset L that the table recorded.
 
-    - The batch was planned before a reset that the ledger knows of: void. The ledger stays where it is.
+    - The batch was planned before a reset that the ledger knows of: void. The ledger stays where it is; of partitions
+      that it does not know it takes where the batch begins, so that going back to it loses nothing.
     - L unknown, or from == L: the records are new.
     - from > L: another member of the group had [L, from) in between.
     - from < L and the position came from a commit that no stream of ours made: refused. An operator's rewind must move
@@ -66,7 +67,10 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
-        left_out = replace(known, void={**known.void, batch.stream: batch.seq}, table_version=-1)
+        offsets = {tp: start for tp, (start, _) in batch.ranges.items()} | dict(known.offsets)
+        ids = {topic: i for topic, i in batch.topic_ids.items() if i} | dict(known.topic_ids)
+        void = {**known.void, batch.stream: batch.seq}
+        left_out = replace(known, offsets=offsets, topic_ids=ids, void=void, table_version=-1)
         return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
     topics = {topic: batch.topic_ids.get(topic, "") for topic in sorted({tp.topic for tp in batch.ranges})}
     offsets = known.under(topics)

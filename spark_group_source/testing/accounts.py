@@ -141,6 +141,10 @@ class Accounts:
         for tp, (_, end) in self._of(ranges):
             self.books[tp].void = max(self.books[tp].void, end)
 
+    def left_in_the_middle(self) -> list[TopicPartition]:
+        """Where Kafka has what was left out, and nobody knows as yet."""
+        return [tp for tp, book in self.books.items() if book.whole < min(book.void, self._committed(tp))]
+
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
         """An operator moved a table's ledger: what stands behind that is to be written again."""
         for tp, at in offsets.items():
@@ -191,3 +195,11 @@ def advance(book: Book) -> None:
     book.whole = max(book.whole, book.nobodys)
     while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
         book.whole += 1
+
+
+def whole_behind(book: Book, at: int) -> int:
+    """The end of what was processed without a gap, but for what lies below ``at``."""
+    at = max(at, book.whole)
+    while 0 <= at - book.start < len(book.times) and book.times[at - book.start]:
+        at += 1
+    return at

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.accounts import Accounts, Ranges, Violation, advance
+from spark_group_source.testing.accounts import Accounts, Ranges, Violation, advance, whole_behind
 from spark_group_source.testing.books import Cause, Holding, Loss, Reader
 from spark_group_source.testing.kafka_client import Client, Tps
 from spark_group_source.testing.kafka_group import Entry
@@ -272,7 +272,7 @@ class Invariants(Accounts):
             self._nobodys(tp, min(new.offset, book.end))
         # It takes the topic for the former one as yet. OPEN: or it did when it ordered this, and has begun anew since.
         anew = book.again and (writer not in book.begun or writer in book.back)
-        if new.offset > max(book.whole, book.void) and not anew:
+        if new.offset > whole_behind(book, book.void) and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}

@@ -280,6 +280,7 @@ class Scene:
         self.cluster.misfortune = Misfortune()
         self.group.on_topics_changed()
         world.at(UNOWNED_EVERY_MS, self._own_all)
+        world.at(UNOWNED_EVERY_MS, self._go_on)
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
             for run in query.runs:
@@ -300,6 +301,14 @@ class Scene:
             self.world.note("somebody makes the group rebalance: a partition has no owner")
             self.group.on_topics_changed()
         self.world.at(UNOWNED_EVERY_MS, self._own_all)
+
+    def _go_on(self) -> None:
+        """OPEN: of a batch that a table left out silently, because its stream does not know of a reset, nobody hears
+        before the next batch. So records go on to come where some are missing."""
+        for tp in self.truth.left_in_the_middle():
+            self.cluster.produce(tp, 1)
+            self.truth.produce(tp, 1)
+        self.world.at(UNOWNED_EVERY_MS, self._go_on)
 
     def at_rest(self) -> bool:
         return self.truth.finished() and not self.operator.busy

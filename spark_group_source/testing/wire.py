@@ -83,6 +83,8 @@ class Question:
     def _arrived(self, luck: Luck | None) -> None:
         """At the broker."""
         world = self._world
+        if self._settled and self._ask is Ask.COMMIT:
+            return  # it was given up, and its connection with it: it does not arrive behind a newer one
         if self._process.cut_off():
             self._arm()
             self._process.later(self._thread, RECONNECT_MS, lambda: self._send(luck))
