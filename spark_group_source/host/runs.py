@@ -97,14 +97,16 @@ def only_one_query(driver: int) -> bool:
 
 
 class Publisher:
-    """Writes a run's statistics whenever they change. Failing to write is no reason to stop: it is said once."""
+    """Writes a run's statistics whenever they change. Failing to write is no reason to stop: it is said when it begins
+    and when it ends."""
 
     def __init__(self, group: str) -> None:
         self._group = group
         self._last: Statistics | None = None
         self._path = directory() / f"{os.getpid()}.json"
         self._asked = self._path.with_suffix(DRAIN)
-        self._drained = self._broken = False
+        self._written: tuple[Statistics, bool] | None = None
+        self._closed = self._failing = False
         self._remove()  # what a process of the same number left
 
     @property
@@ -122,7 +124,7 @@ class Publisher:
         return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") == UNREAD), default=None)
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
-        if self._broken or (statistics, drained) == (self._last, self._drained):
+        if self._closed or (statistics, drained) == self._written:
             return
         if self._last is None or statistics.rebalances != self._last.rebalances:
             log.info(
@@ -135,15 +137,20 @@ class Publisher:
                 statistics.hold_max_ms,
                 statistics.lost,
             )
-        self._last, self._drained = statistics, drained
+        self._last = statistics
         doc = {"pid": os.getpid(), "driver": os.getppid(), "drained": drained, **statistics.as_dict()}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             if _usable():
                 _write(self._path, json.dumps(doc))
         except OSError as exc:
-            self._broken = True
-            log.warning("statistics cannot be written to %s: %s", self._path, exc)
+            if not self._failing:
+                log.warning("statistics cannot be written to %s, and are tried again: %s", self._path, exc)
+            self._failing = True
+            return
+        if self._failing:
+            log.warning("statistics are written to %s again", self._path)
+        self._failing, self._written = False, (statistics, drained)
 
     def durable_seq(self, stream: str) -> int:
         """What :func:`durable_seq` says."""
@@ -151,7 +158,7 @@ class Publisher:
 
     def close(self) -> None:
         """Remove what this run left; nothing is written after that."""
-        self._broken = True
+        self._closed = True
         self._remove()
 
     def _remove(self) -> None:
@@ -231,9 +238,13 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(FileNotFoundError):
         part.unlink()  # whatever it is, and wherever it leads
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    part.replace(path)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _usable() -> bool:

@@ -1,12 +1,13 @@
 """What others do to a table while a query writes to it: each batch is in it once, or refused with what settles it."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sink_source import SCHEMA, offset
-from sink_words import Query, one, records, rows
+from sink_words import Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta import history
 from spark_group_source.delta.kept import read_ledger, set_ledger
@@ -127,6 +128,151 @@ def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_r
     spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2")
     query.run(sink, 2, offset(2, one(120, 130)))
     assert rows(table) == records(100, 130)
+
+
+# Upkeep
+
+
+def test_optimize_and_vacuum_before_between_and_during_batches_leave_every_record_there_once(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    """VACUUM runs between batches only: without Delta's check it takes files away that a batch is just writing."""
+    sink, spark = query.sink(table), query.spark
+    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    try:
+        for n in range(2):
+            query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+        before = parquet_files(table)
+        intruder(lambda: spark.sql(f"OPTIMIZE delta.`{table}`"))
+        query.run(sink, 2, offset(2, one(20, 30)))
+        spark.sql(f"VACUUM delta.`{table}` RETAIN 0 HOURS")
+    finally:
+        spark.conf.unset("spark.databricks.delta.retentionDurationCheck.enabled")
+    assert not before & parquet_files(table), "the files of the first batches are gone"
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    query.run(sink, 3, offset(3, one(30, 40)))
+    assert rows(table) == found(spark, table) == records(0, 40)
+    assert next_offsets(table) == {("orders", 0): 40}
+
+
+def test_after_the_log_was_cleaned_up_the_ledger_and_the_batch_numbers_are_still_known(
+    query: Query, table: Path
+) -> None:
+    spark, sink, log = query.spark, query.sink(table), table / "_delta_log"
+    properties = "'delta.checkpointInterval' = '3', 'delta.logRetentionDuration' = 'interval 0 days'"
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({properties})")
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    for file in log.iterdir():
+        os.utime(file, (file.stat().st_mtime - 3 * 86_400,) * 2)  # Delta cleans up by whole days
+    for n in range(3, 7):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    assert list(log.glob("*.checkpoint.parquet")) and not (log / f"{2:020}.json").exists()
+    again = query.sink(table)
+    query.run(again, 6, offset(6, one(60, 70)))
+    query.run(again, 7, offset(7, one(65, 80)))
+    assert found(spark, table) == records(0, 80)
+    there = read_ledger(spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 80}
+
+
+def test_a_query_whose_ledger_is_all_that_the_log_still_has_of_it_goes_on(query: Query, table: Path) -> None:
+    """It stood still while others wrote, until the commits of its batches were cleaned up."""
+    spark, log = query.spark, table / "_delta_log"
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    properties = "'delta.checkpointInterval' = '2', 'delta.logRetentionDuration' = 'interval 0 days'"
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({properties})")
+    for file in log.iterdir():
+        os.utime(file, (file.stat().st_mtime - 3 * 86_400,) * 2)
+    for n in range(4):
+        foreign(spark, table, n, n + 1)
+    assert not (log / f"{1:020}.json").exists()
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(5, 20)))
+    assert found(spark, table) == sorted(records(0, 20) + records(0, 4, topic="foreign"))
+
+
+# Other writers, and other tables than before
+
+
+def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_the_query(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    sink, spark = query.sink(table), query.spark
+    foreign(spark, table, 0, 2)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    intruder(lambda: foreign(spark, table, 2, 4))
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(sink, 2, offset(2, one(20, 30)))
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert rows(table) == sorted(records(0, 30) + records(0, 4, topic="foreign"))
+    assert next_offsets(table) == {("orders", 0): 30}
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_a_table_that_gets_column_mapping_and_a_new_column_is_written_on(
+    query: Query, table: Path, intruder: Intruder, during: bool
+) -> None:
+    sink, spark = query.sink(table), query.spark
+    query.run(sink, 0, offset(0, one(0, 10)))
+
+    def alter() -> None:
+        mode = "'delta.columnMapping.mode' = 'name', 'delta.minReaderVersion' = '2', 'delta.minWriterVersion' = '7'"
+        spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({mode})")
+        spark.sql(f"ALTER TABLE delta.`{table}` ADD COLUMNS (more string)")
+
+    intruder(alter) if during else alter()
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert found(spark, table) == records(0, 30)
+    assert next_offsets(table) == {("orders", 0): 30}
+    assert spark.read.format("delta").load(str(table)).columns[-1] == "more"
+
+
+def test_a_column_that_was_renamed_stops_the_query_until_its_rows_have_the_new_name(query: Query, table: Path) -> None:
+    from pyspark.errors import AnalysisException
+
+    sink, spark = query.sink(table), query.spark
+    query.run(sink, 0, offset(0, one(0, 10)))
+    mode = "'delta.columnMapping.mode' = 'name', 'delta.minReaderVersion' = '2', 'delta.minWriterVersion' = '7'"
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({mode})")
+    spark.sql(f"ALTER TABLE delta.`{table}` RENAME COLUMN value TO payload")
+    before = len(commits(table))
+    with pytest.raises(AnalysisException, match="schema mismatch"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    assert len(commits(table)) == before and next_offsets(table) == {("orders", 0): 10}
+    mended = query.sink(table, transform=lambda df: df.withColumnRenamed("value", "payload"))
+    query.run(mended, 1, offset(1, one(10, 20)))
+    df = spark.read.format("delta").load(str(table)).withColumnRenamed("payload", "value")
+    assert sorted(tuple(r) for r in df.collect()) == records(0, 20)
+
+
+def test_a_constraint_that_a_batch_violates_stops_it_and_it_goes_on_when_that_is_mended(
+    query: Query, table: Path
+) -> None:
+    sink, spark = query.sink(table), query.spark
+    query.run(sink, 0, offset(0, one(0, 10)))
+    spark.sql(f"ALTER TABLE delta.`{table}` ADD CONSTRAINT few CHECK (offset < 15)")
+    before = len(commits(table))
+    with pytest.raises(Exception, match=r"DELTA_VIOLATE_CONSTRAINT_WITH_VALUES.*few"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    assert len(commits(table)) == before and next_offsets(table) == {("orders", 0): 10}
+    spark.sql(f"ALTER TABLE delta.`{table}` DROP CONSTRAINT few")
+    query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 20)
+
+
+def test_a_constraint_that_comes_while_a_batch_is_written_holds_for_that_batch(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    """The files of the batch are there already, unchecked: they must not be taken over."""
+    sink, spark = query.sink(table), query.spark
+    query.run(sink, 0, offset(0, one(0, 10)))
+    intruder(lambda: spark.sql(f"ALTER TABLE delta.`{table}` ADD CONSTRAINT few CHECK (offset < 15)"))
+    with pytest.raises(Exception, match="DELTA_VIOLATE_CONSTRAINT_WITH_VALUES"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 10)
+    assert next_offsets(table) == {("orders", 0): 10}
 
 
 # The table's history

@@ -1,13 +1,14 @@
 """What runs of one host tell each other by files: what is durable, who else is there."""
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kafka_words import await_until
@@ -184,6 +185,32 @@ def test_a_mark_that_cannot_be_written_or_read_is_no_error(directory: Path) -> N
     (directory / f"{STREAM}.durable").rmdir()
     (directory / f"{STREAM}.durable").write_text("seven")
     assert runs.durable_seq(STREAM) == -1
+
+
+@pytest.mark.parametrize("trouble", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: int
+) -> None:
+    run = runs.Publisher("etl")
+    run.publish(statistics(seq=3))
+    runs.mark_durable(STREAM, 3)
+
+    def full(*args: Any, **kwargs: Any) -> int:
+        raise OSError(trouble, os.strerror(trouble))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        for seq in (4, 5):
+            run.publish(statistics(seq=seq))
+            runs.mark_durable(STREAM, seq)
+    assert caplog.text.count("cannot be written") == 1
+    assert runs.durable_seq(STREAM) == 3, "no batch is said to be durable that was not said to be"
+    assert [doc["seq"] for doc in runs.read("etl")] == [3]
+    run.publish(statistics(seq=5), drained=True)
+    runs.mark_durable(STREAM, 5)
+    assert caplog.text.count("written to") == 2 and "again" in caplog.text
+    assert [(doc["seq"], doc["drained"]) for doc in runs.read("etl")] == [(5, True)]
+    assert sorted(path.suffix for path in directory.iterdir()) == [".durable", ".json"], "nothing half written is left"
 
 
 # --- siblings -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""A disk that is full or read-only, under the table or the checkpoint: an error, nothing moved, and on it goes."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sink_source import offset
+from sink_words import Query, commits, next_offsets, one, records, rows, run, stream
+
+from spark_group_source.delta import deltalog
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.host import runs
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+DISK_KIB = 2048
+
+
+class Disk:
+    """A small file system of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._ballast = root / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+
+    def forbid(self) -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(self.root)], check=True)
+
+    def mend(self) -> None:
+        subprocess.run(["mount", "-o", "remount,rw", str(self.root)], check=True)
+        self._ballast.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", str(root)]
+    if (tried := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"needs the right to mount a small file system: {tried.stderr.strip()}")
+    try:
+        yield Disk(root)
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sink says what is durable."""
+    (tmp_path / "runs").mkdir(mode=0o700)
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"), [("fill", "No space left on device"), ("forbid", "Read-only file system")]
+)
+@pytest.mark.parametrize("when", ["rows", "log"])
+def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_when_it_can(
+    query: Query,
+    created: Path,
+    disk: Disk,
+    marks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
+    said: str,
+    when: str,
+) -> None:
+    table = disk.root / "table"
+    subprocess.run(["cp", "-r", str(created), str(table)], check=True)
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    real, strike = deltalog.Transaction.commit, getattr(disk, trouble)
+
+    def commit(self: deltalog.Transaction, *args: object, **kwargs: object) -> int:
+        strike()
+        return real(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        if when == "log":
+            patch.setattr(deltalog.Transaction, "commit", commit)
+        else:
+            strike()
+        for _ in range(2):
+            with pytest.raises(Exception, match=said):
+                query.run(sink, 1, offset(1, one(10, 20)))
+    assert runs.durable_seq("s1") == 0, "Kafka must not be told of it"
+    assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
+    disk.mend()
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 30)
+    assert runs.durable_seq("s1") == 2
+
+
+@pytest.mark.parametrize("trouble", ["fill", "forbid"])
+def test_a_checkpoint_that_cannot_be_written_stops_the_query_and_what_is_in_the_table_is_not_written_again(
+    scripted: "SparkSession", tmp_path: Path, table: Path, disk: Disk, trouble: str
+) -> None:
+    """Between the sink's commit and Spark's: the batch is in the table and the checkpoint does not know it."""
+    sink, checkpoint = DeltaSink(table), disk.root / "c"
+    df = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)])
+
+    def write(batch: "DataFrame", batch_id: int) -> None:
+        sink(batch, batch_id)
+        if batch_id == 1:
+            getattr(disk, trouble)()
+
+    for _ in range(2):  # the second time the query cannot even begin, or replays and fails again
+        with pytest.raises(Exception, match=r"No space left on device|Read-only file system|Mkdirs failed"):
+            run(df, write, checkpoint)
+        assert rows(table) == records(0, 20)
+        assert not (checkpoint / "commits" / "1").exists()
+    disk.mend()
+    run(df, sink, checkpoint)
+    assert rows(table) == records(0, 30)
+    assert next_offsets(table) == {("orders", 0): 30}
+    assert len(commits(table)) == 4
+
+
+@pytest.mark.parametrize("place", ["table", "log", "checkpoint"])
+def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it_and_nothing_moves(
+    query: Query, table: Path, tmp_path: Path, place: str
+) -> None:
+    """What a permission that is missing looks like to the sink; for root there is none that could be missing."""
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    folder = {"table": table, "log": table / "_delta_log", "checkpoint": query.root / "offsets"}[place]
+    folder.rename(tmp_path / "away")
+    folder.write_text("a file")
+    with pytest.raises(Exception, match=r"offsets|_delta_log|was deleted while the query runs|not a directory|table"):
+        sink(query.rows(offset(1, one(10, 20))), 1)
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
+    query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 20)
