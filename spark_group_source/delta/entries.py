@@ -142,11 +142,11 @@ class Ledger:
 
     def knows(self, topic: str, id_: str) -> bool:
         """Whether a topic of this id is the one that the ledger has now, or a former one of that name."""
-        return self._is_now(topic, id_) or id_ in self.former.get(topic, {})
+        return self.is_now(topic, id_) or id_ in self.former.get(topic, {})
 
     def under(self, ids: Mapping[str, str]) -> dict[str, dict[int, int]]:
         """The next offsets of topics with these ids, by partition."""
-        now = {topic for topic, id_ in ids.items() if self._is_now(topic, id_)}
+        now = {topic for topic, id_ in ids.items() if self.is_now(topic, id_)}
         found = {topic: dict(self.former.get(topic, {}).get(id_, {})) for topic, id_ in ids.items()}
         found |= {topic: {} for topic in now}
         for tp, n in self.offsets.items():
@@ -158,7 +158,7 @@ class Ledger:
         """The ledger with other offsets of topics with these ids. An id that is new makes the topic of that name a
         former one."""
         again = {topic for topic, id_ in ids.items() if not self.knows(topic, id_)}
-        late = {topic for topic, id_ in ids.items() if topic not in again and not self._is_now(topic, id_)}
+        late = {topic for topic, id_ in ids.items() if topic not in again and not self.is_now(topic, id_)}
         former = dict(self.former)
         for topic, entry in self.under({topic: self.topic_ids[topic] for topic in again}).items():
             kept = {**former.get(topic, {}), self.topic_ids[topic]: entry}
@@ -169,7 +169,8 @@ class Ledger:
         named = {topic: id_ for topic, id_ in ids.items() if id_ and topic not in late}
         return replace(self, offsets=stay, topic_ids={**self.topic_ids, **named}, former=former)
 
-    def _is_now(self, topic: str, id_: str) -> bool:
+    def is_now(self, topic: str, id_: str) -> bool:
+        """Whether a topic of this id is the one that the ledger has now."""
         # Brokers before 2.8 have no topic ids, and then nothing can be told: the topic counts as the same.
         now = self.topic_ids.get(topic, "")
         return not now or not id_ or now == id_

@@ -67,10 +67,15 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
-        offsets = {tp: start for tp, (start, _) in batch.ranges.items()} | dict(known.offsets)
-        ids = {topic: i for topic, i in batch.topic_ids.items() if i} | dict(known.topic_ids)
-        void = {**known.void, batch.stream: batch.seq}
-        left_out = replace(known, offsets=offsets, topic_ids=ids, void=void, table_version=-1)
+        now = {topic: i for topic, i in batch.topic_ids.items() if known.is_now(topic, i)}
+        begins = {tp: start for tp, (start, _) in batch.ranges.items() if tp.topic in now}
+        left_out = replace(
+            known,
+            offsets={**begins, **known.offsets},
+            topic_ids={**{topic: i for topic, i in now.items() if i}, **known.topic_ids},
+            void={**known.void, batch.stream: batch.seq},
+            table_version=-1,
+        )
         return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
     topics = {topic: batch.topic_ids.get(topic, "") for topic in sorted({tp.topic for tp in batch.ranges})}
     offsets = known.under(topics)
