@@ -18,8 +18,9 @@ from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
 
-TRANSACTION_TIMEOUT_S = 30.0
-"""One step of the transactional commit; normally milliseconds."""
+TRANSACTION_TIMEOUT_S = 10.0
+"""One step of the transactional commit; normally milliseconds. What was not answered is asked for again, and lookups
+wait behind it: a revocation may be held meanwhile."""
 EXPIRES_S = 60.0
 """After this long the brokers end a transaction themselves, and what they say to its producer then is what they say to
 one that was replaced. ``kafka.transaction.timeout.ms`` overrides it."""
