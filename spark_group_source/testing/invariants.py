@@ -293,15 +293,15 @@ class Invariants(Accounts):
     def finished(self) -> bool:
         """As far as a former topic of that name was read, who committed what is not judged either."""
         return all(
-            book.whole >= book.end and (self._committed(tp) >= book.end or book.end <= book.stale)
+            self.whole(tp) >= book.end and (self._committed(tp) >= book.end or book.end <= book.stale)
             for tp, book in self.books.items()
         )
 
     def finish(self) -> None:
         """Everything produced was processed and is committed; what was processed twice had been counted."""
         for tp, book in self.books.items():
-            if book.whole < book.end:
-                self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
+            if (whole := self.whole(tp)) < book.end:
+                self._break(f"{tp} offset {whole} of {book.end} was never processed")
             if self._committed(tp) < book.end > book.stale:
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
         for reader in self._readers.values():

@@ -31,6 +31,8 @@ POLLING_DELAY_MS = 10
 """Spark's pause between two questions when there was nothing to read."""
 UNREACHED_MS = 250
 """How often a task looks whether the brokers can be reached again."""
+ON_ITS_WAY_MS_MAX = 5_000
+"""How long after its sender's end a request may reach a broker (``Misfortune.late_ms_max``)."""
 COMMIT_SAID_LATE = 0.2
 """How often Spark's commit() comes so late that the next batch was planned meanwhile."""
 
@@ -148,7 +150,7 @@ class SparkRun:
         self._world, self._truth, self._on_end = world, truth, on_end
         self._runtime = SimulatedRuntime(self.process, cluster)
         self._runtime.threads_left, query.threads_left = query.threads_left, None
-        self.late = [run for run in query.runs if run.process.alive and not run.prepared]  # may shut this one out
+        self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
         self._coordinator: Coordinator | None = None
         self._thread: Thread | None = None
         self._stopping = False
@@ -177,6 +179,11 @@ class SparkRun:
         """Whether it has taken its transactional id over, so that older runs are shut out."""
         worker = None if self._coordinator is None else self._coordinator._worker
         return worker is not None and worker._prepared
+
+    @property
+    def lately_alive(self) -> bool:
+        """Whether it runs, or a request of its may still be on its way."""
+        return self.ended_ms is None or self._world.now_ms - self.ended_ms <= ON_ITS_WAY_MS_MAX
 
     @property
     def healthy(self) -> bool:

@@ -270,6 +270,44 @@ MUTANTS = [
         "done = dict(echo.offsets)",
         "the shares of slots that are out are not committed",
     ),
+<<<<<<< HEAD
+=======
+    Mutant(
+        "wakes-nobody",
+        "driver/coordinator.py",
+        "            self._changed.notify_all()",
+        "            pass",
+        "an event wakes Spark's call",
+    ),
+    Mutant(
+        "begins-on-top-of-an-open-commit",
+        "kafka/committer.py",
+        "        if self._ending and error.retriable():\n            return\n",
+        "",
+        "a commit that was not answered is asked for again, not taken back",
+    ),
+    Mutant(
+        "takes-back-what-it-commits",
+        "kafka/committer.py",
+        'self._open = "commit_transaction"',
+        "pass",
+        "the transaction of the offsets is committed",
+    ),
+    Mutant(
+        "ends-at-a-failed-commit",
+        "driver/worker.py",
+        "            self._on_failure(work, exc)",
+        "            raise",
+        "a commit that fails is made again and ends nothing",
+    ),
+    Mutant(
+        "stays-out-after-a-fatal-error",
+        "driver/member.py",
+        "            self._report(ev.MemberFailed(**self._me(), reason=str(exc)))",
+        "            pass",
+        "a member that broke is said to have",
+    ),
+>>>>>>> 328370c6f317a8782a340d3da54d34d42f8fbcef
     # --- the sink's decision
     Mutant(
         "writes-what-it-has",
@@ -288,6 +326,10 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
+    "begins-on-top-of-an-open-commit": ("consumer", 25),
+    "takes-back-what-it-commits": ("eager", 1),
+    "ends-at-a-failed-commit": ("consumer", 0),
+    "stays-out-after-a-fatal-error": ("consumer", 7),
     "forgets-what-others-made-durable": ("cooperative", 0),
     "believes-a-late-echo": ("cooperative", 2),
     "undoes-a-rewind": ("consumer", 10),
