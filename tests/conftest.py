@@ -58,6 +58,7 @@ LANES = {
     "source": ("tests/source/", "tests/rebalance/test_spark.py"),
     "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
     "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py"),
+    "faults": ("tests/faults/",),
     "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
 }
 """Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. A test

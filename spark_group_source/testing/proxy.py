@@ -74,7 +74,7 @@ class Proxy:
         self.target = target
         self.port = port
         self.passed = dict.fromkeys(Direction, 0)
-        """Bytes that arrived, in each direction."""
+        """Bytes that were passed on, in each direction."""
         self._lines = dict.fromkeys(Direction, CLEAR)
         self._free_at_s = dict.fromkeys(Direction, 0.0)
         self._links: set[_Link] = set()
@@ -312,14 +312,14 @@ class _Link:
                 raise ConnectionAbortedError(f"cut after {passed} bytes")
 
     async def _portions(self, data: bytes, writer: asyncio.StreamWriter, direction: Direction) -> None:
-        rate = self._proxy.line(direction).bytes_per_s
-        size = len(data) if rate is None else max(1, rate // SLICES_PER_S)
-        for first in range(0, len(data), size or 1):
-            portion = data[first : first + size]
+        while data:
+            rate = self._proxy.line(direction).bytes_per_s
+            size = len(data) if rate is None else max(1, rate // SLICES_PER_S)
+            portion, data = data[:size], data[size:]
             await self._proxy.take_turn(len(portion), direction)
+            self._proxy.passed[direction] += len(portion)
             writer.write(portion)
             await writer.drain()
-            self._proxy.passed[direction] += len(portion)
 
 
 async def _read(reader: asyncio.StreamReader, waiting: asyncio.Queue[tuple[float, bytes]]) -> None:

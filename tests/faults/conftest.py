@@ -5,18 +5,19 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka.admin import AdminClient
 
+from faults.soak import SETTINGS
 from spark_group_source.testing.faulty_cluster import FaultyCluster
 
 
 @pytest.fixture(scope="session")
 def one_node(jvm: None) -> Iterator[FaultyCluster]:
-    with FaultyCluster() as started:
+    with FaultyCluster(settings=SETTINGS) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def three_nodes(jvm: None) -> Iterator[FaultyCluster]:
-    with FaultyCluster(nodes=3) as started:
+    with FaultyCluster(nodes=3, settings=SETTINGS) as started:
         yield started
 
 

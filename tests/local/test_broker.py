@@ -157,6 +157,8 @@ def test_numbers_of_nodes_and_ports_are_checked_before_anything_starts() -> None
         Broker(nodes=2)
     with pytest.raises(OptionError, match="2 ports for 3 nodes"):
         Broker(nodes=3, ports=[9092, 9093])
+    with pytest.raises(OptionError, match="1 ports for 3 nodes"):
+        Broker(nodes=3, advertised=[9092])
     with pytest.raises(BrokerUnavailable, match="not started"):
         _ = Broker().bootstrap_servers
 

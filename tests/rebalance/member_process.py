@@ -129,20 +129,23 @@ class Application:
         self.awaited |= set(tps)
         say("assigned", partitions=tps)
         if tps:
-            starts = consumer.committed(partitions, timeout=10)
-            say("starts", offsets=[(tp.topic, tp.partition, tp.offset) for tp in starts])
+            try:
+                starts = consumer.committed(partitions, timeout=10)
+                say("starts", offsets=[(tp.topic, tp.partition, tp.offset) for tp in starts])
+            except KafkaException as exc:
+                say("starts_unknown", text=str(exc))
 
     def on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
         self.commit()
         say("revoked", partitions=self.forget(partitions))
 
     def on_lost(self, consumer: Any, partitions: list[Any]) -> None:
-        self.out.writelines(f"L {tp.topic} {tp.partition} 0\n" for tp in partitions)
-        self.out.flush()
         say("lost", partitions=self.forget(partitions))
 
     def forget(self, partitions: list[Any]) -> list[tuple[str, int]]:
         tps = [(tp.topic, tp.partition) for tp in partitions]
+        self.out.writelines(f"L {t} {p} 0\n" for t, p in tps if (t, p) in self.next)  # processed, not committed
+        self.out.flush()
         for tp in tps:
             self.next.pop(tp, None)
             self.awaited.discard(tp)

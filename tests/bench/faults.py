@@ -1,0 +1,50 @@
+"""What faults cost: random ones against two queries and an ordinary consumer, and how long everything needs afterwards.
+
+``python -m tests.bench faults [--seed N] [--seconds N] [--kinds refuse kill ...]``
+
+Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
+the account: nothing may be lost or doubled. The same seed draws the same faults; what they meet differs.
+"""
+
+import argparse
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.source import KafkaGroupDataSource
+from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+
+from faults.soak import SETTINGS, Soak
+
+SEEDS = 2**32
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench faults")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(SEEDS))
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long new faults begin")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    given = parser.parse_args(arguments)
+    from pyspark.sql import SparkSession
+
+    with tempfile.TemporaryDirectory(prefix="spark-group-faults-") as scratch:
+        builder = SparkSession.builder.master("local[2]").appName("faults")
+        for key, value in local_spark_settings(scratch).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        spark.sparkContext.setLogLevel("ERROR")
+        spark.dataSource.register(KafkaGroupDataSource)
+        try:
+            with FaultyCluster(nodes=3, settings=SETTINGS) as cluster:
+                soak = Soak(
+                    spark, cluster, Path(scratch), seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds
+                )
+                account = soak.run()
+        finally:
+            spark.stop()
+    return int(bool(account.lost or account.doubled))

@@ -1,0 +1,235 @@
+"""Faults without end, drawn from a seed, against two queries and an ordinary consumer; and the account at the end.
+
+Runs in: ``test_soak`` and ``tests.bench faults``. One query shares its group with an ordinary consumer (classic
+protocol), the other has a group of its own (KIP-848); each writes to a Delta table. All three go through the proxies of
+a cluster of three nodes; the producer and the judge go past them. A fault begins, lasts some seconds and is healed;
+then everything that was produced until then must be committed by both groups, which is the time to recover; then the
+next. Deliberately absent: pytest.
+"""
+
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until, create_topic
+from rebalance.accounts import Flow, Record, produced, stays
+from rebalance.conftest import make_options
+from rebalance.ordinary import OrdinaryConsumer
+
+from faults.queries import Query
+from spark_group_source.host import runs
+from spark_group_source.testing.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PARTITIONS = 6
+RECORDS_PER_S = 200
+SESSION_MS = 45_000
+SETTINGS = {"group.consumer.session.timeout.ms": str(SESSION_MS)}
+"""Of the nodes: Kafka's default in both protocols, so members outlive faults that are not about members."""
+CALM_S = 1.0
+"""Between the recovery from one fault and the next."""
+FIRST_ROWS_S = 120
+RECOVERED_S = 180
+"""Bound of one recovery: a query that needs longer hangs."""
+ASK_S = 5.0
+TOPIC = "soaked"
+T = TypeVar("T")
+
+
+@dataclass
+class Struck:
+    """One fault, how long it lasted, and how long after its end everything was whole."""
+
+    fault: Fault
+    lasted_s: float
+    recovered_s: float
+
+
+@dataclass
+class Account:
+    """What came of a soak."""
+
+    seed: int
+    struck: list[Struck] = field(default_factory=list)
+    produced: int = 0
+    lost: list[Record] = field(default_factory=list)
+    doubled: list[Record] = field(default_factory=list)
+    by_right: int = 0
+    """Processed twice because the ordinary consumer could not commit them, or a query counted them as lost on it."""
+
+    @property
+    def recovery_s(self) -> tuple[float, float]:
+        """Median and worst."""
+        times = [one.recovered_s for one in self.struck]
+        return statistics.median(times), max(times)
+
+    def __str__(self) -> str:
+        median_s, worst_s = self.recovery_s
+        return (
+            f"seed {self.seed}: {len(self.struck)} faults, {self.produced} records: {len(self.lost)} lost, "
+            f"{len(self.doubled)} doubled, {self.by_right} twice by right; recovered after {median_s:.1f} s (median), "
+            f"{worst_s:.1f} s (worst)"
+        )
+
+
+class Soak:
+    """Args:
+    cluster: three nodes behind proxies, healed.
+    for_s: how long new faults begin.
+    say: where each line of the report goes.
+    """
+
+    def __init__(
+        self,
+        spark: "SparkSession",
+        cluster: FaultyCluster,
+        folder: Path,
+        *,
+        seed: int,
+        for_s: float,
+        say: Callable[[str], None],
+        kinds: Sequence[Kind] = KINDS,
+    ) -> None:
+        self._cluster, self._folder, self._for_s, self._say = cluster, folder, for_s, say
+        self._draw = Draw(seed, nodes=tuple(cluster.broker.nodes), kinds=kinds)
+        self.account = Account(seed)
+        self._judge = AdminClient({"bootstrap.servers": cluster.direct_servers, "log_level": 0})
+        self._topic = create_topic(self._judge, f"{TOPIC}-{seed}-{folder.name}", PARTITIONS)
+        self._groups = {name: f"{name}-{self._topic}" for name in ("shared", "alone")}
+        self._queries = [
+            Query(spark, self._options(self._groups["shared"], "range"), folder / "shared"),
+            Query(spark, self._options(self._groups["alone"], "consumer"), folder / "alone"),
+        ]
+        self._asks = [
+            Consumer({"bootstrap.servers": cluster.direct_servers, "group.id": group, "log_level": 0})
+            for group in self._groups.values()
+        ]
+
+    def _options(self, group: str, strategy: str) -> dict[str, str]:
+        more = {"fetchOffset__retryIntervalMs": 1000}
+        return make_options(
+            self._cluster.bootstrap_servers, group, self._topic, strategy, session_ms=SESSION_MS, **more
+        )
+
+    def run(self) -> Account:
+        """Until the time is over and the last fault is recovered from. Raises if a query ended or hangs."""
+        direct, shared = self._cluster.direct_servers, self._groups["shared"]
+        self._say(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
+        file = self._folder / "ordinary"
+        flow = Flow(direct, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
+        other = OrdinaryConsumer(self._cluster.bootstrap_servers, shared, [self._topic], file, session_ms=SESSION_MS)
+        try:
+            with flow, other:
+                for query in self._queries:
+                    query.start()
+                await_until(self._begun, FIRST_ROWS_S, what="rows of both queries")
+                other.await_partitions(PARTITIONS // 2, FIRST_ROWS_S)
+                self._strike()
+                flow.stop()
+                self._await_whole("the end")
+                assert other.process.poll() is None, "the ordinary consumer ended"
+                other.close()
+            self._settle(other)
+        finally:
+            self._cluster.heal()
+            for query in self._queries:
+                query.stop()
+            for consumer in self._asks:
+                consumer.close()
+        self._say(str(self.account))
+        return self.account
+
+    def _begun(self) -> bool:
+        self._check()
+        return all(query.records for query in self._queries)
+
+    def _check(self) -> bool:
+        for query in self._queries:
+            query.check()
+        return True
+
+    def _strike(self) -> None:
+        started_s = time.monotonic()
+        for number, (fault, lasts_s) in zip(itertools.count(1), self._draw):
+            if time.monotonic() - started_s > self._for_s:
+                return
+            with self._cluster.suffering(fault):
+                stays(self._check, lasts_s, "the queries")
+            healed_s = time.monotonic()
+            self._await_whole(f"fault {number} ({fault})")
+            took_s = time.monotonic() - healed_s
+            self.account.struck.append(Struck(fault, lasts_s, took_s))
+            self._say(
+                f"{number:4} {healed_s - started_s:7.1f} s  {fault} for {lasts_s:.1f} s: whole after {took_s:.1f} s"
+            )
+            stays(self._check, CALM_S, "the queries")
+
+    def _await_whole(self, after: str) -> None:
+        """Everything that is produced by now is committed by both groups."""
+        ends = [asked(lambda p=p: self._end(p)) for p in range(PARTITIONS)]  # type: ignore[misc]
+
+        def whole() -> bool:
+            self._check()
+            return all(
+                at >= end for consumer in self._asks for at, end in zip(self._committed(consumer), ends, strict=True)
+            )
+
+        try:
+            await_until(whole, RECOVERED_S, what="recovery")
+        except BaseException as exc:
+            at = [self._committed(consumer) for consumer in self._asks]
+            exc.add_note(f"after {after}, seed {self.account.seed}: the logs end at {ends}, committed {at}")
+            raise
+
+    def _end(self, partition: int) -> int:
+        found = self._asks[0].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
+        return -1 if found is None else int(found[1])
+
+    def _committed(self, consumer: Consumer) -> list[int]:
+        asked_for = [KafkaPartition(self._topic, p) for p in range(PARTITIONS)]
+        try:
+            return [found.offset for found in consumer.committed(asked_for, timeout=ASK_S)]
+        except KafkaException:  # asked again by who waits
+            return [-1] * PARTITIONS
+
+    def _settle(self, other: OrdinaryConsumer) -> None:
+        """Read back: the tables' files, the ordinary consumer's file, and what Kafka says was produced."""
+        every = produced(self._judge, [self._topic])
+        self.account.produced = len(every)
+        twice = other.unconfirmed()
+        counted = sum(int(run.get("maybe_twice", 0)) for group in self._groups.values() for run in runs.read(group))
+        for query, others in zip(self._queries, [other.processed(), []], strict=True):
+            counts = Counter([*query.records, *others])
+            self.account.lost += sorted(every - counts.keys())
+            self.account.doubled += sorted(r for r, count in counts.items() if count > 1 and r not in twice)
+            self.account.by_right += sum(1 for r, count in counts.items() if count > 1 and r in twice)
+            in_table = Counter(query.records)
+            assert not [record for record, count in in_table.items() if count > 1], "a table has a record twice"
+        if len(self.account.doubled) <= counted:
+            self.account.by_right += len(self.account.doubled)
+            self.account.doubled = []
+
+
+def asked(ask: Callable[[], int]) -> int:
+    """An answer, asked for until there is one."""
+    answer: list[int] = []
+
+    def once() -> bool:
+        try:
+            answer.append(ask())
+        except KafkaException:
+            return False
+        return answer[-1] >= 0
+
+    await_until(once, RECOVERED_S, what="an answer of the cluster")
+    return answer[-1]

@@ -1,0 +1,44 @@
+"""Random faults: nothing lost, nothing doubled, no query ended. A short run always; a long one in `make soak`.
+
+``FAULT_SEED`` and ``FAULT_SOAK_S`` choose the seed and the length of the long one; the seed is printed.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rebalance.accounts import measured
+
+from faults.soak import Soak
+from spark_group_source.testing.faulty_cluster import FaultyCluster
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
+
+SHORT_S = 30.0
+SHORT_SEED = 1
+SOAK_S = 900.0
+SEEDS = 2**32
+
+
+def test_faults_lose_nothing_double_nothing_and_end_no_query(
+    spark: "SparkSession", faulty_three: FaultyCluster, tmp_path: Path
+) -> None:
+    soak(spark, faulty_three, tmp_path, seed=SHORT_SEED, for_s=SHORT_S)
+
+
+@pytest.mark.soak
+def test_faults_for_a_long_time(spark: "SparkSession", faulty_three: FaultyCluster, tmp_path: Path) -> None:
+    seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
+    soak(spark, faulty_three, tmp_path, seed=seed, for_s=float(os.environ.get("FAULT_SOAK_S") or SOAK_S))
+
+
+def soak(spark: "SparkSession", cluster: FaultyCluster, folder: Path, *, seed: int, for_s: float) -> None:
+    account = Soak(spark, cluster, folder, seed=seed, for_s=for_s, say=measured).run()
+    assert account.struck, "no fault began"
+    assert not account.lost, f"{account}: the first lost: {account.lost[:5]}"
+    assert not account.doubled, f"{account}: the first doubled: {account.doubled[:5]}"
