@@ -134,7 +134,8 @@ def move(
 
         ids = {tp.topic: topics[tp.topic].id for tp in reset.offsets}
         reason = f"spark-group reset {reset.epoch}"
-        set_ledger(spark, table, group, reset.offsets, reason=reason, topic_ids=ids, epoch=reset.epoch)
+        gone = {tp.topic for tp in known} - topics.keys()
+        set_ledger(spark, table, group, reset.offsets, reason=reason, topic_ids=ids, epoch=reset.epoch, deleted=gone)
     return reset.epoch
 
 

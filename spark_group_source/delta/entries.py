@@ -19,11 +19,13 @@ absent while there is nothing to say; releases that know neither read the rest.
 A topic that was deleted and made again has other records at the same offsets, and another id. Ids have no order: a
 batch may come that was planned under the former one, by a stream that has not heard of the new one. So ``former`` keeps
 what the table has under former ids, and a batch is compared with what was written under the id that it was planned
-with. A reset ends that, as all plans of before are void. Releases that do not know ``former`` forget it.
+with. A reset ends that, as all plans of before are void. It also ends the entries of topics that are deleted: of them
+only the ids stay, in ``retired``, so that one that was there all the same is not read from where the table knows
+nothing. Releases that do not know these two forget them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +35,9 @@ from spark_group_source.model import TopicPartition
 VERSION = 1
 
 DOMAIN_PREFIX = "spark-group-source."
+
+RETIRED_MAX = 1000
+"""How many ids of deleted topics are kept; the one that was added first goes first."""
 
 FORMER_MAX = 4
 """How many former topics of one name are kept between two resets; the one that was added first goes first."""
@@ -56,6 +61,7 @@ class Ledger:
     offsets: Mapping[TopicPartition, int] = field(default_factory=dict)
     topic_ids: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Mapping[str, Mapping[int, int]]] = field(default_factory=dict)
+    retired: tuple[str, ...] = ()
     stream: str = ""
     seq: int = -1
     epoch: int = 0
@@ -73,6 +79,9 @@ class Ledger:
         doc |= {"seq": self.seq, "stream": self.stream, "topics": topics, "v": VERSION}
         if self.former:
             doc = {"former": {name: self._former_text(name) for name in sorted(self.former)}} | doc
+            doc = dict(sorted(doc.items()))
+        if self.retired:
+            doc["retired"] = list(self.retired)
             doc = dict(sorted(doc.items()))
         if self.void:
             doc["void"] = dict(sorted(self.void.items()))
@@ -116,6 +125,7 @@ class Ledger:
                 offsets=offsets,
                 topic_ids=ids,
                 former=former,
+                retired=tuple(str(id_) for id_ in doc.get("retired", ())),
                 stream=str(doc["stream"]),
                 seq=_number(doc["seq"], least=-1),
                 epoch=_number(doc.get("epoch", 0)),
@@ -132,12 +142,21 @@ class Ledger:
 
     def same(self, other: "Ledger | None") -> bool:
         """Whether both say the same of the same topics, whoever wrote them."""
-        return other is not None and (self.offsets, self.topic_ids, self.former, self.epoch, self.void) == (
-            other.offsets,
-            other.topic_ids,
-            other.former,
-            other.epoch,
-            other.void,
+        return other is not None and self._said() == other._said()
+
+    def _said(self) -> tuple[object, ...]:
+        return self.offsets, self.topic_ids, self.former, self.retired, self.epoch, self.void
+
+    def retire(self, topics: Iterable[str]) -> "Ledger":
+        """The ledger without these topics, which are deleted. Of one that has no id nobody could tell a new one of that
+        name: it stays."""
+        gone = {topic: self.topic_ids[topic] for topic in sorted(topics) if self.topic_ids.get(topic)}
+        return replace(
+            self,
+            offsets={tp: n for tp, n in self.offsets.items() if tp.topic not in gone},
+            topic_ids={topic: id_ for topic, id_ in self.topic_ids.items() if topic not in gone},
+            former={topic: entry for topic, entry in self.former.items() if topic not in gone},
+            retired=(*(id_ for id_ in self.retired if id_ not in gone.values()), *gone.values())[-RETIRED_MAX:],
         )
 
     def knows(self, topic: str, id_: str) -> bool:

@@ -5,7 +5,7 @@ Runs in: the user's driver, the command line. Deliberately absent: what a ledger
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +48,7 @@ def set_ledger(
     reason: str,
     topic_ids: Mapping[str, str] | None = None,
     epoch: int | None = None,
+    deleted: Iterable[str] = (),
 ) -> Ledger:
     """Put the ledger of a group where an operator wants it, in one Delta commit that holds nothing else.
 
@@ -60,6 +61,8 @@ def set_ledger(
         topic_ids: the topics' ids, where known; they are needed only for topics that the ledger has not seen.
         epoch: number of the reset that this is a part of: batches of before it are void from now on. None: it is part
             of no reset, and nothing becomes void.
+        deleted: topics that do not exist any more. With a reset their entries go: no plan that has them is valid after
+            it. The ids stay, and a batch that reads one of them all the same is refused.
 
     Raises:
         OptionError: there is no such Delta table, or this session has no Delta classes (Spark Connect); or the table
@@ -81,14 +84,18 @@ def set_ledger(
                 group=group,
             )
         kept = {**old.offsets, **{tp: n for tp, n in offsets.items() if n is not None}}
+        ids = {**old.topic_ids, **(topic_ids or {})}
         new = Ledger(
             group=group,
             offsets={tp: n for tp, n in kept.items() if offsets.get(tp, n) is not None},
-            topic_ids={**old.topic_ids, **(topic_ids or {})},
+            topic_ids=ids,
             former=old.former if now == old.epoch else {},
+            retired=tuple(id_ for id_ in old.retired if id_ not in ids.values()),
             epoch=now,
             void=old.void if now == old.epoch else {},
         )
+        if now > old.epoch:
+            new = new.retire(deleted)
         text = new.to_json()
         note = {"group": group, "ledger": json.loads(text), "reason": reason, "v": VERSION}
         version = txn.commit_domains({DOMAIN_PREFIX + group: text}, user_metadata=json.dumps(note, sort_keys=True))

@@ -156,6 +156,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retired:
+    """Nothing may be written: a reset took these topics for deleted, and the table forgot what it has of them."""
+
+    group: str
+    topics: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unaware:
     """Nothing may be written: the batch before this one was void already, and the stream has still not heard of reset
     ``epoch``. Kafka does not have the note of that reset any more, and leaving out more batches would lose records."""
@@ -189,7 +197,7 @@ class Write:
     durable: tuple[StreamOffset, ...]
 
 
-Decision = Recorded | Refused | Unaware | Mixed | Write
+Decision = Recorded | Refused | Retired | Unaware | Mixed | Write
 
 
 def decide(
@@ -213,6 +221,10 @@ def decide(
     verdicts = []
     for offset in offsets:
         before = current[offset.group]
+        if before is not None and before.retired and not _is_void(offset, before):
+            ids = {tp.topic: offset.topic_ids.get(tp.topic, "") for tp in offset.ranges}
+            if back := sorted(topic for topic, id_ in ids.items() if id_ in before.retired):
+                return Retired(group=offset.group, topics=tuple(back))
         verdict = judge(offset, before)
         if verdict.refused:
             return Refused(group=offset.group, positions=verdict.refused)
@@ -241,7 +253,7 @@ def decide(
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def conflict(table: str, decision: Refused | Unaware | Mixed, batch_id: int) -> LedgerConflict:
+def conflict(table: str, decision: Refused | Retired | Unaware | Mixed, batch_id: int) -> LedgerConflict:
     """The error for a batch that may not be written, with what settles it."""
     match decision:
         case Refused(group=group, positions=refused):
@@ -259,6 +271,17 @@ def conflict(table: str, decision: Refused | Unaware | Mixed, batch_id: int) -> 
                 table=table,
                 group=group,
                 refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
+            )
+        case Retired(group=group, topics=topics):
+            return LedgerConflict(
+                f"a reset of group {group!r} found no topic {topics[0]!r}, so table {table} forgot what it has of it. "
+                f"Batch {batch_id} reads that very topic, so nothing was written. Stop the query, and say where it "
+                "goes on: "
+                f"`spark-group reset --group {group} --topic {topics[0]} --table {table}` with the position you want, "
+                "which is where the table's rows of it end. Then start the query again with the same checkpoint",
+                table=table,
+                group=group,
+                topics=list(topics),
             )
         case Unaware(group=group, stream=stream, epoch=epoch):
             return LedgerConflict(

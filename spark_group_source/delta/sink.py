@@ -26,7 +26,7 @@ from pyspark.errors import PySparkException
 
 from spark_group_source.delta import deltalog, history, kept, ledger, turns
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
-from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Unaware, Write
+from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Retired, Unaware, Write
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
@@ -256,7 +256,7 @@ class _Attempt:
             case Recorded():
                 self._confirm(decision)
                 return decision.durable
-            case Refused() | Unaware() | Mixed():
+            case Refused() | Retired() | Unaware() | Mixed():
                 raise ledger.conflict(sink.table, decision, planned.batch_id)
             case Write():
                 self._write(txn, decision)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from spark_group_source.delta import ledger
-from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Unaware, Write
+from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Retired, Unaware, Write
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -87,7 +87,7 @@ class Table:
                 [offset], {self._group: seen.ledger}, recorded=seen.batches.get(query, -1) >= offset.seq
             )
             match decision:
-                case Refused() | Unaware() | Mixed():
+                case Refused() | Retired() | Unaware() | Mixed():
                     self.conflicts += 1
                     raise ledger.conflict(self.name, decision, offset.seq)
                 case Recorded():

@@ -20,6 +20,7 @@ from spark_group_source.delta.ledger import (
     Recorded,
     Refusal,
     Refused,
+    Retired,
     Unaware,
     Write,
     behind,
@@ -161,6 +162,31 @@ def test_former_topics_are_forgotten_with_the_plans_of_before_a_reset_and_few_ar
     assert (after.former, after.offsets) == ({}, {P0: 9})
 
 
+def test_of_a_deleted_topic_only_the_id_stays_and_a_batch_that_reads_it_is_refused() -> None:
+    other = TopicPartition("other", 0)
+    old = Ledger(group="etl", offsets={P0: 30, other: 7}, topic_ids={"orders": "id-1", "other": "id-7"}, epoch=1)
+    now = old.retire(["orders", "never-seen"])
+    assert (now.offsets, now.topic_ids, now.retired) == ({other: 7}, {"other": "id-7"}, ("id-1",))
+    assert Ledger.from_json("etl", now.to_json()).retired == ("id-1",)
+    assert deciding(offset(9, ranges((20, 40)), epoch=1), before=now) == Retired(group="etl", topics=("orders",))
+    made_again = deciding(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), before=now)
+    assert isinstance(made_again, Write) and made_again.ledgers["etl"].offsets == {P0: 5, other: 7}
+    assert made_again.ledgers["etl"].retired == ("id-1",)
+    void = deciding(offset(9, ranges((20, 40)), epoch=0), before=now)
+    assert isinstance(void, Write) and not void.rows, "planned before the reset that found the topic deleted"
+    text = str(conflict("/lake/orders", Retired(group="etl", topics=("orders",)), 9))
+    assert "`spark-group reset --group etl --topic orders --table /lake/orders`" in text
+
+
+def test_a_deleted_topic_without_an_id_stays_in_the_ledger_and_the_retired_are_not_endless() -> None:
+    old = Ledger(group="etl", offsets={P0: 30})
+    assert old.retire(["orders"]).offsets == {P0: 30}
+    now = Ledger(group="etl")
+    for n in range(1100):
+        now = replace(now, offsets={P0: 1}, topic_ids={"orders": f"id-{n}"}).retire(["orders"])
+    assert now.retired == tuple(f"id-{n}" for n in range(100, 1100))
+
+
 def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
     batch = offset(4, ranges((90, 130), (0, 5), (8, 8)))
     assert behind(batch, ledger({P0: 130, P1: 5})) == []
@@ -212,7 +238,7 @@ def test_a_batch_of_before_a_reset_is_not_compared_with_the_ledger_of_after_it()
 
 def deciding(
     *offsets: StreamOffset, before: Ledger | None = None, recorded: bool = False, others: bool = False
-) -> Recorded | Refused | Unaware | Mixed | Write:
+) -> Recorded | Refused | Retired | Unaware | Mixed | Write:
     groups = {o.group for o in offsets}
     return decide(offsets, {g: before if g == "etl" else None for g in groups}, recorded=recorded, others=others)
 
@@ -502,6 +528,23 @@ def test_setting_a_ledger_for_a_reset_keeps_its_number_and_never_an_older_one(
         set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
     found = read_ledger(spark, table, "etl")
     assert found is not None and found.offsets == {P0: 6, P1: 7}
+
+
+@pytest.mark.spark
+def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_one_back(
+    spark: "SparkSession", table: str
+) -> None:
+    other, ids = TopicPartition("other", 0), {"orders": "id-1", "other": "id-7"}
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7, other: 3}, reason="r", topic_ids=ids)
+    set_ledger(spark, table, "etl", {}, reason="no reset", deleted=["orders"])
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and found.offsets == {P0: 5, P1: 7, other: 3}, "plans of before are still valid"
+    set_ledger(spark, table, "etl", {other: 4}, reason="r", epoch=1, deleted=["orders"])
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and (found.offsets, found.retired) == ({other: 4}, ("id-1",))
+    set_ledger(spark, table, "etl", {P0: 5}, reason="r", topic_ids={"orders": "id-1"}, epoch=2)
+    found = read_ledger(spark, table, "etl")
+    assert found is not None and (found.offsets, found.retired) == ({P0: 5, other: 4}, ())
 
 
 @pytest.mark.spark
