@@ -270,15 +270,6 @@ MUTANTS = [
         "done = dict(echo.offsets)",
         "the shares of slots that are out are not committed",
     ),
-<<<<<<< HEAD
-=======
-    Mutant(
-        "wakes-nobody",
-        "driver/coordinator.py",
-        "            self._changed.notify_all()",
-        "            pass",
-        "an event wakes Spark's call",
-    ),
     Mutant(
         "begins-on-top-of-an-open-commit",
         "kafka/committer.py",
@@ -307,7 +298,6 @@ MUTANTS = [
         "            pass",
         "a member that broke is said to have",
     ),
->>>>>>> 328370c6f317a8782a340d3da54d34d42f8fbcef
     # --- the sink's decision
     Mutant(
         "writes-what-it-has",
