@@ -63,6 +63,7 @@ class Coordinator:
         self._questions = Questions(options, self._admin, self._runtime.now_ms)
         self._run = Run(rules_of(options))
         self._changed = self._runtime.condition()
+        self._publishing = self._runtime.condition()
         self._members: dict[int, Member] = {}
         self._ended: list[Member] = []
         self._worker = Worker(
@@ -137,7 +138,10 @@ class Coordinator:
                     self._handle(ev.Closing(leave=step.leave))
                     self._end(leave=step.leave)
                 case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() | ev.LookForSiblings():
-                    self._handle(self._ask(step))
+                    answer = self._ask(step)
+                    self._handle(answer)
+                    if isinstance(answer, ev.NotAnswered):  # the worker may wait for the same brokers
+                        self._publish()
                 case _:
                     assert_never(step)
 
@@ -245,9 +249,10 @@ class Coordinator:
         return None if due_ms is None else (due_ms - self._runtime.now_ms()) / 1000
 
     def _publish(self) -> None:
-        with self._changed:
-            statistics, drained = self._run.statistics(), self._run.drained
-        self._publisher.publish(statistics, drained=drained)
+        with self._publishing:
+            with self._changed:
+                statistics, drained = self._run.statistics(), self._run.drained
+            self._publisher.publish(statistics, drained=drained)
 
 
 def rules_of(options: Options) -> Rules:
