@@ -34,6 +34,8 @@ MISSING_PAUSE_S = 1.0
 """How often, and how long apart, brokers are asked again for a topic that they say is not there."""
 FORMER_MAX = 3
 """Clients that were given up and are kept for a while, because other threads may wait for their answers."""
+RENEW_EVERY_S = 10.0
+"""How often another client is made while the leader of some partitions is away, and the others are answered."""
 NO_MATCH = -1
 """The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
 broker answered it in time."""
@@ -117,6 +119,7 @@ class Admin:
         self._retry_interval_s = retry_interval_s
         self._settings = {**settings, "error_cb": self._on_error, "logger": log}
         self._refused: KafkaError | None = None
+        self._renewed_ms = 0
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -306,9 +309,12 @@ class Admin:
                     raise _no_answer()
                 answers[partition] = answer
             except KafkaException as exc:
+                if self._refused is not None:
+                    raise
                 failed[partition] = exc
         if failed and answers and not whole:
-            self._renew()
+            if self._runtime.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
+                self._renew()
             return answers
         if not failed:
             return answers
@@ -376,6 +382,7 @@ class Admin:
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
         self._refused = None
+        self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
         self._client = self._runtime.admin(self._settings)
 

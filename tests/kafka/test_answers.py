@@ -101,7 +101,10 @@ def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
     runtime.will("list_offsets", moves, moves)
-    assert admin.latest([A0, A1], whole=False) == {A0: 5}
+    runtime.will("list_offsets", *[moves] * 3)
+    for _ in range(4):
+        assert admin.latest([A0, A1], whole=False) == {A0: 5}
+    assert len(runtime.admins) <= 2
     with pytest.raises(BrokerUnavailable, match="listing offsets was not answered"):
         admin.latest([A0, A1])
 
