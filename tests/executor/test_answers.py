@@ -249,14 +249,40 @@ def test_a_topic_made_anew_is_skipped_in_full_and_counted(
     assert "15 planned offsets were skipped, failOnDataLoss is false: orders-0[5,20) (15)" in caplog.text
 
 
+@pytest.mark.parametrize("loss_fails", [True, False])
+def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
+    cluster: MockCluster, path: str, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
+) -> None:
+    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(ranges, "PROOF_S", 0)
+    planned = {"orders": topic_id(cluster)}
+    found = fetch.read_ranges(
+        servers(cluster),
+        [OffsetRange(TP, 0, COUNT)],
+        topic_ids=planned,
+        fail_on_data_loss=loss_fails,
+        path=path,
+        deadline_s=20,
+    )
+    assert next(found).num_rows == 5
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders")
+    produce(cluster)
+    with pytest.raises(DataLoss, match="made anew while it was read"):
+        list(found)
+
+
 @pytest.mark.parametrize("path", ["fast"])  # the plain client asks through a second one, which has connections to make
-def test_the_planned_topic_is_asked_for_twice_by_a_small_task(cluster: MockCluster, read: Read) -> None:
+@pytest.mark.parametrize(("proof_s", "questions"), [(1000, 1), (0, 2)])
+def test_how_often_a_small_task_asks_for_its_topic(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, proof_s: float, questions: int
+) -> None:
+    monkeypatch.setattr(ranges, "PROOF_S", proof_s)
     planned = {"orders": topic_id(cluster)}
     read(0, 1)  # the client and its connections
     cluster.forget_requests()
     assert read(topic_ids=planned) == list(range(COUNT))
-    asked = len(cluster.requests(Api.METADATA))
-    assert asked == 2, "as the fetching begins, and when the rows are here"
+    assert len(cluster.requests(Api.METADATA)) == questions
 
 
 def test_a_log_that_is_short_is_believed_after_the_grace(
