@@ -119,11 +119,16 @@ class MockCluster:
         self._rk = lib.new(_PRODUCER, conf, why, len(why))
         if not self._rk:
             raise RuntimeError(why.value.decode())
-        self._cluster = lib.mock_cluster_new(self._rk, brokers)
-        if not self._cluster:
-            raise RuntimeError("no mock cluster")
+        self._handle = lib.mock_cluster_new(self._rk, brokers)
         self.set_controller(1)
         lib.mock_start_request_tracking(self._cluster)
+
+    @property
+    def _cluster(self) -> int:
+        """For a call of C, which would end the process after :meth:`close`."""
+        if not self._handle:
+            raise RuntimeError("there is no mock cluster, or it is closed")
+        return int(self._handle)
 
     @property
     def bootstrap_servers(self) -> str:
@@ -232,9 +237,9 @@ class MockCluster:
 
     def close(self) -> None:
         """Stop the brokers. Safe to call twice."""
-        cluster, self._cluster = self._cluster, None
-        if cluster:
-            self._lib.mock_cluster_destroy(cluster)
+        handle, self._handle = self._handle, None
+        if handle:
+            self._lib.mock_cluster_destroy(handle)
             self._lib.destroy(self._rk)
 
     def __enter__(self) -> "MockCluster":

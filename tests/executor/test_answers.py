@@ -78,6 +78,23 @@ def read(cluster: MockCluster, path: str) -> Read:
     return rows
 
 
+@pytest.fixture
+def later(cluster: MockCluster) -> Iterator[Callable[..., None]]:
+    """``later(wait_s, call, *arguments)``: something that happens meanwhile. Nothing of it outlives the cluster."""
+    timers: list[threading.Timer] = []
+
+    def start(wait_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        timers.append(threading.Timer(wait_s, call, arguments))
+        timers[-1].start()
+
+    yield start
+    for timer in timers:
+        timer.cancel()
+        timer.join()
+
+
+Later = Callable[..., None]
+
 # --- the table, row by row
 
 
@@ -108,17 +125,15 @@ LISTED = [code for code, what in answers.ANSWERS[Request.LIST_OFFSETS].items() i
 
 @pytest.mark.parametrize("code", sorted(LISTED))
 def test_bounds_that_are_answered_with_a_passing_error_are_asked_again(
-    cluster: MockCluster, path: str, code: int
+    cluster: MockCluster, later: Later, path: str, code: int
 ) -> None:
     """The range lies beyond the log's end, so that its bounds are asked for; the log grows meanwhile."""
     cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 4)
-    late = threading.Timer(GRACE_S, produce, [cluster, 5])
-    late.start()
+    later(GRACE_S, produce, cluster, 5)
     found = fetch.read_ranges(
         {"bootstrap.servers": cluster.bootstrap_servers}, [OffsetRange(TP, 0, COUNT + 5)], path=path, deadline_s=20
     )
     assert sum(batch.num_rows for batch in found) == COUNT + 5
-    late.join()
 
 
 @pytest.mark.parametrize("code", [29, 30, 31])
@@ -176,27 +191,25 @@ def test_a_topic_is_gone_when_metadata_says_so_over_the_grace(cluster: MockClust
 
 
 @pytest.mark.parametrize("code", [3, 100, 5, 29])
-def test_what_metadata_says_for_a_moment_only_is_waited_out(cluster: MockCluster, read: Read, code: int) -> None:
+def test_what_metadata_says_for_a_moment_only_is_waited_out(
+    cluster: MockCluster, later: Later, read: Read, code: int
+) -> None:
     planned = {"orders": topic_id(cluster)}
     cluster.set_topic_error("orders", code)
-    back = threading.Timer(GRACE_S / 2, cluster.set_topic_error, ["orders", 0])
-    back.start()
+    later(GRACE_S / 2, cluster.set_topic_error, "orders", 0)
     assert read(topic_ids=planned) == list(range(COUNT))
-    back.join()
 
 
 def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
-    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
+    cluster: MockCluster, later: Later, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To librdkafka the partitions of such a broker are unknown (-190), at once."""
     assert read(0, 5) == [0, 1, 2, 3, 4]
     cluster.set_broker_down(1)
-    back = threading.Timer(4 * GRACE_S, cluster.set_broker_up, [1])
-    back.start()
+    later(4 * GRACE_S, cluster.set_broker_up, 1)
     with caplog.at_level(logging.WARNING):
         assert read(fail_on_data_loss=False) == list(range(COUNT))
     assert "data loss" not in caplog.text
-    back.join()
 
 
 def test_a_broker_that_stays_away_is_a_timeout_also_when_loss_is_no_failure(cluster: MockCluster, read: Read) -> None:
