@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spark_group_source import answers
 from spark_group_source.group import states
 from spark_group_source.group.states import PartitionState, Phase, RunState, SlotState
-from spark_group_source.kafka import answers
 from spark_group_source.options import table as options
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there

@@ -27,6 +27,8 @@ MEMBER_COMMIT_S_MAX = 10.0
 
 DENIALS_BELIEVED = 2
 """How often in a row transactions must be refused: brokers that start, and permissions that were just given, refuse."""
+LOOK_AGAIN_S = 1.0
+"""The time between two looks at who has the places of this run."""
 DENIED_AGAIN_MS = 60_000
 """After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
 
@@ -130,11 +132,15 @@ class Commits:
 
     def _whose_places(self, slot: int) -> Probed:
         """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
-        mine = frozenset(self._known_as)
-        for member in self._admin.group(self._group).members:
-            if member.instance_id in self._places and member.member_id not in mine:
-                return ev.Replaced(reason=f"{member.instance_id} is {member.member_id} at {member.host} now")
-        return ev.NotReplaced(slot=slot)
+        for looks_left in (1, 0):
+            found = self._admin.group(self._group).members
+            mine = frozenset(self._known_as)
+            taken = next((m for m in found if m.instance_id in self._places and m.member_id not in mine), None)
+            if taken is None:
+                return ev.NotReplaced(slot=slot)
+            if looks_left:  # a member of this run may have joined again, and not have heard of it
+                self._runtime.pause(LOOK_AGAIN_S)
+        return ev.Replaced(reason=f"{taken.instance_id} is {taken.member_id} at {taken.host} now")
 
     def settle(self) -> None:
         """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from spark_group_source.answers import CODES, Meaning, Request, meaning
 from spark_group_source.errors import GroupError
 from spark_group_source.executor import verdicts
-from spark_group_source.executor.answers import EOF, OUT_OF_RANGE, Meaning, Request, meaning
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
 from spark_group_source.executor.questions import ANSWER_S_MAX
@@ -51,7 +51,11 @@ ASK_PAUSE_S = 0.2
 ASSUMED_RECORD_BYTES = 16 * 1024
 """Size taken for a record until the first ones were seen; it bounds the first poll to 1,024 records."""
 
-_FATAL = -150
+EOF = CODES["_PARTITION_EOF"]
+"""Not an error: the end of what can be read of a partition."""
+OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
+"""librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
+_FATAL = CODES["_FATAL"]
 _pause = threading.Event()
 """Never set: waiting for it lets time pass."""
 
@@ -189,24 +193,24 @@ class RangeReader:
         """Take in what was told of topics, if it comes in time."""
         told = self._topics.take(self._client, wait_s)
         if isinstance(told, Event):
-            self._failed(Request.METADATA, told)
+            self._failed(Request.TOPICS, told)
         elif told is not None:
-            self._doubts.forget((Request.FETCH, None), (Request.METADATA, None))
+            self._doubts.forget((Request.FETCH, None), (Request.TOPICS, None))
             for name, topic in told.items():
                 self._judge(name, topic)
 
     def _judge(self, name: str, topic: TopicTold) -> None:
         """What metadata says of a topic, against the ranges that are left of it."""
         now = time.monotonic()
-        verdict = meaning(Request.METADATA, topic.code)
+        verdict = meaning(Request.TOPICS, topic.code)
         if verdict is Meaning.GONE:
             if self._doubts.hear(("gone", name), now):
                 self._gone([tp for tp in self._left if tp.topic == name])
             return
         if verdict is not Meaning.GOOD:
-            self._failed(Request.METADATA, Event(topic.code, topic.text, TopicPartition(name, 0), -1))
+            self._failed(Request.TOPICS, Event(topic.code, topic.text, TopicPartition(name, 0), -1))
             return
-        self._doubts.forget(("gone", name), (Request.METADATA, name))
+        self._doubts.forget(("gone", name), (Request.TOPICS, name))
         if self._topics.is_other(name, topic):
             if self._doubts.hear(("other", name), now):
                 self._made_anew(name)
@@ -261,7 +265,7 @@ class RangeReader:
             return
         self._failed(Request.FETCH, event)
         if tp and progress:
-            if event.code in OUT_OF_RANGE or meaning(Request.METADATA, event.code) is Meaning.GONE or event.code < -1:
+            if event.code in OUT_OF_RANGE or meaning(Request.TOPICS, event.code) is Meaning.GONE or event.code < -1:
                 progress.stopped = True
             known_short = self._doubts.since_s(("short", tp)) is not None
             if event.code in OUT_OF_RANGE and not known_short:
@@ -282,7 +286,7 @@ class RangeReader:
             self._refused_s = self._refused_s or now
             if self._doubts.hear((request, topic), now):
                 raise verdicts.refused(topic or "from Kafka", self._servers, event.text, request.value)
-        if verdict is Meaning.OURS:
+        if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}: {event.text}", op=request.value)
 
@@ -344,9 +348,9 @@ class RangeReader:
             return
         bounds = self._client.log_bounds(tp, left_s)
         if isinstance(bounds, Event):
-            self._failed(Request.LIST_OFFSETS, bounds)
+            self._failed(Request.OFFSETS, bounds)
             return
-        self._doubts.forget((Request.LIST_OFFSETS, tp.topic))
+        self._doubts.forget((Request.OFFSETS, tp.topic))
         low, high = bounds
         progress.held = progress.at_eof and high >= progress.end
         if low > progress.position:

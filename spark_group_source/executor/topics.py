@@ -10,7 +10,7 @@ them. A question before the first rows keeps most of what is wrong from being re
 
 from collections.abc import Collection, Mapping
 
-from spark_group_source.executor.answers import Meaning, Request, meaning
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.executor.client import Client
 from spark_group_source.executor.records import Event, Told, TopicTold
 
@@ -68,7 +68,7 @@ class Topics:
         """Whether it was the planned one as long as it was there."""
         topic = self.last(name, since_s)
         return topic is not None and (
-            meaning(Request.METADATA, topic.code) is Meaning.GONE or self.is_planned(name, since_s)
+            meaning(Request.TOPICS, topic.code) is Meaning.GONE or self.is_planned(name, since_s)
         )
 
     def is_planned(self, name: str, since_s: float) -> bool:

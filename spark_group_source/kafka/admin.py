@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import admin as kafka_admin
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
-from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import to_kafka, to_ours

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka.answers import Meaning, Request, meaning
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.kafka.translation import translate
 
 log = logging.getLogger(__name__)

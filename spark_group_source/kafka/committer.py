@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from confluent_kafka import KafkaError, KafkaException
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
-from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import stale, to_kafka, translate

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
-from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition

@@ -12,9 +12,9 @@ from typing import Any
 
 from confluent_kafka import KafkaException
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.admin import CommittedOffset
-from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import to_kafka

@@ -9,13 +9,14 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
-from spark_group_source.kafka.answers import Meaning, Request, meaning
 from spark_group_source.model import TopicPartition
 
 _NEEDS = {
     Request.TOPICS: "Describe on the topics",
     Request.OFFSETS: "Describe on the topics",
+    Request.FETCH: "Read on the topics",
     Request.GROUP: "Describe on the group",
     Request.COMMITTED: "Describe on the group and the topics",
     Request.ALTER: "Read on the group and the topics",

@@ -280,7 +280,7 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member:
         partition_assignor="range",
         members=[member_at(instance, member)],
     )
-    scene.runtime.will("describe_consumer_groups", {"g": found})
+    scene.runtime.will("describe_consumer_groups", {"g": found}, {"g": found})
     scene.topics_there(a=2)
     scene.run(scene.order(echo()), scene.order(ev.AskReplaced(slot=0)))
     assert [type(event) for event in scene.handled] == [ev.EchoFailed, answer]

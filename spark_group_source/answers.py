@@ -1,0 +1,157 @@
+"""What an answer of Kafka's means: the one place that judges error codes.
+
+Runs in: every process that asks brokers something. Deliberately absent: asking, how long anything is waited for, and
+imports: reading tasks do without the client library's package, which takes long to load.
+
+A code of 0 and above stands in a response: it is a broker's word. A code below 0 is librdkafka's own view of the world,
+and no fact about it: the library says "unknown partition" of a partition whose broker it cannot reach. So no negative
+code means :attr:`Meaning.GONE`. What a broker says may be a passing state as well (a topic that was just made, a leader
+that just moved), so :attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed when they were said twice.
+
+The codes are those of https://kafka.apache.org/protocol#protocol_error_codes and of librdkafka's ``rdkafka.h``. One
+that is in no table came with a release after this one: it is asked again, within the bound of every question.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+
+class Request(Enum):
+    """What was asked of the brokers. A code that comes with a lost connection is of the request that it ended."""
+
+    TOPICS = "list or describe topics"
+    OFFSETS = "list offsets"
+    FETCH = "fetch records"
+    GROUP = "describe a group"
+    COMMITTED = "read committed offsets"
+    ALTER = "move committed offsets"
+    JOIN = "be a member"
+    COMMIT = "commit as a member"
+    TRANSACTION = "commit in a transaction"
+
+
+class Meaning(Enum):
+    """What is done about an answer."""
+
+    GOOD = "the answer"
+    AGAIN = "asked again"  # it passes: an outage, a leader or coordinator that moves, an answer in between
+    GONE = "gone"  # a broker says that the topic, partition or group is not there
+    REFUSED = "refused"  # credentials or permissions
+    FENCED = "fenced"  # another process has the transactional id, or a member's place
+    STALE = "stale"  # the member is not what it was
+    ENDS = "ours to end with"  # asked again it would be answered the same
+
+
+_WORDS: Final[Mapping[Meaning, str]] = {
+    Meaning.GOOD: """
+        NO_ERROR=0
+    """,
+    Meaning.AGAIN: """
+        OFFSET_OUT_OF_RANGE=1 INVALID_MSG=2 LEADER_NOT_AVAILABLE=5 NOT_LEADER_FOR_PARTITION=6 REQUEST_TIMED_OUT=7
+        BROKER_NOT_AVAILABLE=8 REPLICA_NOT_AVAILABLE=9 STALE_CTRL_EPOCH=11 NETWORK_EXCEPTION=13
+        COORDINATOR_LOAD_IN_PROGRESS=14 COORDINATOR_NOT_AVAILABLE=15 NOT_COORDINATOR=16 NOT_ENOUGH_REPLICAS=19
+        NOT_ENOUGH_REPLICAS_AFTER_APPEND=20 REBALANCE_IN_PROGRESS=27 NOT_CONTROLLER=41
+        OUT_OF_ORDER_SEQUENCE_NUMBER=45 DUPLICATE_SEQUENCE_NUMBER=46 INVALID_TXN_STATE=48
+        INVALID_PRODUCER_ID_MAPPING=49 CONCURRENT_TRANSACTIONS=51 TRANSACTION_COORDINATOR_FENCED=52
+        OPERATION_NOT_ATTEMPTED=55 KAFKA_STORAGE_ERROR=56 LOG_DIR_NOT_FOUND=57 UNKNOWN_PRODUCER_ID=59
+        REASSIGNMENT_IN_PROGRESS=60 NON_EMPTY_GROUP=68 FETCH_SESSION_ID_NOT_FOUND=70 INVALID_FETCH_SESSION_EPOCH=71
+        LISTENER_NOT_FOUND=72 FENCED_LEADER_EPOCH=74 UNKNOWN_LEADER_EPOCH=75 STALE_BROKER_EPOCH=77
+        OFFSET_NOT_AVAILABLE=78 MEMBER_ID_REQUIRED=79 PREFERRED_LEADER_NOT_AVAILABLE=80
+        ELIGIBLE_LEADERS_NOT_AVAILABLE=83 ELECTION_NOT_NEEDED=84 NO_REASSIGNMENT_IN_PROGRESS=85
+        GROUP_SUBSCRIBED_TO_TOPIC=86 UNSTABLE_OFFSET_COMMIT=88 THROTTLING_QUOTA_EXCEEDED=89 RESOURCE_NOT_FOUND=91
+        INCONSISTENT_VOTER_SET=94 INVALID_UPDATE_VERSION=95 INCONSISTENT_TOPIC_ID=103 UNRELEASED_INSTANCE_ID=111
+        UNKNOWN_CONTROLLER_ID=116 UNKNOWN_SUBSCRIPTION_ID=117 TRANSACTION_ABORTABLE=120 SHARE_SESSION_NOT_FOUND=122
+        INVALID_SHARE_SESSION_EPOCH=123 FENCED_STATE_EPOCH=124 REBOOTSTRAP_REQUIRED=129
+        SHARE_SESSION_LIMIT_REACHED=133 UNKNOWN=-1 _DESTROY_BROKER=-137 _LOG_TRUNCATION=-139 _AUTO_OFFSET_RESET=-140
+        _NOOP=-141 _ASSIGNMENT_LOST=-142 _UNKNOWN_BROKER=-146 _MAX_POLL_EXCEEDED=-147 _PURGE_INFLIGHT=-151
+        _PURGE_QUEUE=-152 _RETRY=-153 _UNDERFLOW=-155 _NOENT=-156 _PARTIAL=-158 _INTR=-163 _WAIT_CACHE=-164
+        _TIMED_OUT_QUEUE=-166 _OUTDATED=-167 _NO_OFFSET=-168 _STATE=-172 _CONFLICT=-173 _REVOKE_PARTITIONS=-174
+        _ASSIGN_PARTITIONS=-175 _PREV_IN_PROGRESS=-177 _IN_PROGRESS=-178 _UNKNOWN_GROUP=-179 _WAIT_COORD=-180
+        _NODE_UPDATE=-182 _ISR_INSUFF=-183 _QUEUE_FULL=-184 _TIMED_OUT=-185 _ALL_BROKERS_DOWN=-187
+        _UNKNOWN_TOPIC=-188 _UNKNOWN_PARTITION=-190 _PARTITION_EOF=-191 _MSG_TIMED_OUT=-192 _RESOLVE=-193
+        _TRANSPORT=-195 _FAIL=-196 _DESTROY=-197 _BAD_MSG=-199
+    """,
+    Meaning.GONE: """
+        UNKNOWN_TOPIC_OR_PART=3 GROUP_ID_NOT_FOUND=69 UNKNOWN_TOPIC_ID=100
+    """,
+    Meaning.REFUSED: """
+        TOPIC_AUTHORIZATION_FAILED=29 GROUP_AUTHORIZATION_FAILED=30 CLUSTER_AUTHORIZATION_FAILED=31
+        UNSUPPORTED_SASL_MECHANISM=33 ILLEGAL_SASL_STATE=34 TRANSACTIONAL_ID_AUTHORIZATION_FAILED=53
+        SECURITY_DISABLED=54 SASL_AUTHENTICATION_FAILED=58 DELEGATION_TOKEN_AUTH_DISABLED=61
+        DELEGATION_TOKEN_NOT_FOUND=62 DELEGATION_TOKEN_OWNER_MISMATCH=63 DELEGATION_TOKEN_REQUEST_NOT_ALLOWED=64
+        DELEGATION_TOKEN_AUTHORIZATION_FAILED=65 DELEGATION_TOKEN_EXPIRED=66 UNACCEPTABLE_CREDENTIAL=93
+        PRINCIPAL_DESERIALIZATION_FAILURE=97 _AUTHENTICATION=-169 _SSL=-181
+    """,
+    Meaning.FENCED: """
+        INVALID_PRODUCER_EPOCH=47 FENCED_INSTANCE_ID=82 PRODUCER_FENCED=90 _FENCED=-144
+    """,
+    Meaning.STALE: """
+        ILLEGAL_GENERATION=22 UNKNOWN_MEMBER_ID=25 FENCED_MEMBER_EPOCH=110 STALE_MEMBER_EPOCH=113
+    """,
+    Meaning.ENDS: """
+        INVALID_MSG_SIZE=4 MSG_SIZE_TOO_LARGE=10 OFFSET_METADATA_TOO_LARGE=12 TOPIC_EXCEPTION=17
+        RECORD_LIST_TOO_LARGE=18 INVALID_REQUIRED_ACKS=21 INCONSISTENT_GROUP_PROTOCOL=23 INVALID_GROUP_ID=24
+        INVALID_SESSION_TIMEOUT=26 INVALID_COMMIT_OFFSET_SIZE=28 INVALID_TIMESTAMP=32 UNSUPPORTED_VERSION=35
+        TOPIC_ALREADY_EXISTS=36 INVALID_PARTITIONS=37 INVALID_REPLICATION_FACTOR=38 INVALID_REPLICA_ASSIGNMENT=39
+        INVALID_CONFIG=40 INVALID_REQUEST=42 UNSUPPORTED_FOR_MESSAGE_FORMAT=43 POLICY_VIOLATION=44
+        INVALID_TRANSACTION_TIMEOUT=50 INVALID_PRINCIPAL_TYPE=67 TOPIC_DELETION_DISABLED=73
+        UNSUPPORTED_COMPRESSION_TYPE=76 GROUP_MAX_SIZE_REACHED=81 INVALID_RECORD=87 DUPLICATE_RESOURCE=92
+        FEATURE_UPDATE_FAILED=96 UNSUPPORTED_ASSIGNOR=112 MISMATCHED_ENDPOINT_TYPE=114 UNSUPPORTED_ENDPOINT_TYPE=115
+        TELEMETRY_TOO_LARGE=118 INVALID_REGISTRATION=119 INVALID_RECORD_STATE=121 INVALID_VOTER_KEY=125
+        DUPLICATE_VOTER=126 VOTER_NOT_FOUND=127 INVALID_REGULAR_EXPRESSION=128 STREAMS_INVALID_TOPOLOGY=130
+        STREAMS_INVALID_TOPOLOGY_EPOCH=131 STREAMS_TOPOLOGY_FENCED=132 _INVALID_DIFFERENT_RECORD=-138
+        _APPLICATION=-143 _NOT_CONFIGURED=-145 _GAPLESS_GUARANTEE=-148 _INCONSISTENT=-149 _FATAL=-150
+        _INVALID_TYPE=-154 _READ_ONLY=-157 _VALUE_DESERIALIZATION=-159 _KEY_DESERIALIZATION=-160
+        _VALUE_SERIALIZATION=-161 _KEY_SERIALIZATION=-162 _UNSUPPORTED_FEATURE=-165 _NOT_IMPLEMENTED=-170
+        _UNKNOWN_PROTOCOL=-171 _EXISTING_SUBSCRIPTION=-176 _INVALID_ARG=-186 _FS=-189 _CRIT_SYS_RESOURCE=-194
+        _BAD_COMPRESSION=-198
+    """,
+}
+
+CODES: Final[Mapping[str, int]] = {
+    name: int(code) for words in _WORDS.values() for name, _, code in (word.partition("=") for word in words.split())
+}
+"""Every code by its name in confluent_kafka's ``KafkaError``."""
+
+ANSWERS: Final[Mapping[int, Meaning]] = {
+    int(word.partition("=")[2]): meaning for meaning, words in _WORDS.items() for word in words.split()
+}
+"""Every code, whatever was asked."""
+
+_NOT_THERE: Final = ("UNKNOWN_TOPIC_OR_PART", "UNKNOWN_TOPIC_ID")
+_STALE: Final = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "STALE_MEMBER_EPOCH", "FENCED_MEMBER_EPOCH")
+
+EXCEPTIONS: Final[Mapping[tuple[Request, int], Meaning]] = {
+    # A broker that lost a partition to another one says the same of it; whether a topic is gone, metadata tells.
+    **{
+        (request, CODES[name]): Meaning.AGAIN
+        for request in (Request.FETCH, Request.COMMITTED, Request.COMMIT, Request.TRANSACTION, Request.JOIN)
+        for name in _NOT_THERE
+    },
+    # The library joins again by itself.
+    **{(Request.JOIN, CODES[name]): Meaning.AGAIN for name in _STALE},
+    # Whose share of a commit was refused, and that the commit is worth another try without it.
+    (Request.COMMIT, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,
+    (Request.TRANSACTION, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,
+}
+"""Where a code means something else in the answer to one kind of request."""
+
+
+def meaning(request: Request, code: int) -> Meaning:
+    """What the answer with this code to that request means; a code that nobody knows is asked again."""
+    return EXCEPTIONS.get((request, code)) or ANSWERS.get(code, Meaning.AGAIN)
+
+
+def render_markdown() -> str:
+    """The table as the documents show it, ending in a newline."""
+    names = {code: name for name, code in CODES.items()}
+    lines = ["| meaning | codes |", "|---|---|"]
+    for what in Meaning:
+        meant = sorted(
+            (code for code, means in ANSWERS.items() if means is what), key=lambda code: (code < 0, abs(code))
+        )
+        lines.append(f"| {what.value} | {', '.join(f'`{names[code]}`' for code in meant)} |")
+    lines += ["", "| request | code | means here |", "|---|---|---|"]
+    lines += [f"| {request.value} | `{names[code]}` | {what.value} |" for (request, code), what in EXCEPTIONS.items()]
+    return "\n".join(lines) + "\n"
