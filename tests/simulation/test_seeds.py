@@ -6,9 +6,17 @@ Which line that is says the comment. Deliberately absent: what the quick run fin
 from spark_group_source.testing.simulation import run
 
 
-def test_positions_that_kafka_may_not_have_are_in_the_next_offset_seed_3() -> None:
-    run(3, protocol="cooperative")  # group/plan.py: StreamOffset(owed=...)
+def test_positions_that_kafka_may_not_have_are_in_the_next_offset_seed_10() -> None:
+    run(10, protocol="cooperative")  # group/plan.py: StreamOffset(owed=...)
 
 
-def test_a_rewind_during_the_last_batch_of_a_run_is_not_undone_by_the_next_run_seed_46() -> None:
-    run(46, protocol="consumer")  # group/positions.py: _followed_back
+def test_a_reset_while_a_batch_is_pending_makes_that_void_seed_3() -> None:
+    run(3, protocol="consumer")  # group/positions.py: reset_seen, self._in_flight
+
+
+def test_what_is_remembered_of_before_a_reset_is_void_seed_14() -> None:
+    run(14, protocol="cooperative")  # group/positions.py: reset_seen, partition.position
+
+
+def test_a_rewind_that_was_followed_is_not_undone_by_the_next_run_seed_33() -> None:
+    run(33, protocol="cooperative")  # group/positions.py: take_answer, is_older
