@@ -16,7 +16,7 @@ from spark_group_source.driver.member import Member, Share
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
-from spark_group_source.kafka import Admin, GroupOffsets, MemberStale, OffsetCommitter, Runtime
+from spark_group_source.kafka import Admin, GroupMember, GroupOffsets, MemberStale, OffsetCommitter, Runtime
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -132,15 +132,19 @@ class Commits:
 
     def _whose_places(self, slot: int) -> Probed:
         """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
-        for looks_left in (1, 0):
-            found = self._admin.group(self._group).members
-            mine = frozenset(self._known_as)
-            taken = next((m for m in found if m.instance_id in self._places and m.member_id not in mine), None)
-            if taken is None:
-                return ev.NotReplaced(slot=slot)
-            if looks_left:  # a member of this run may have joined again, and not have heard of it
-                self._runtime.pause(LOOK_AGAIN_S)
+        taken = self._taken()
+        if taken is not None:  # a member of this run may have joined again, and not have heard of it
+            self._runtime.pause(LOOK_AGAIN_S)
+            taken = self._taken()
+        if taken is None:
+            return ev.NotReplaced(slot=slot)
         return ev.Replaced(reason=f"{taken.instance_id} is {taken.member_id} at {taken.host} now")
+
+    def _taken(self) -> GroupMember | None:
+        """A member that has a place of this run, and is none of it."""
+        found = self._admin.group(self._group).members
+        mine = frozenset(self._known_as)
+        return next((m for m in found if m.instance_id in self._places and m.member_id not in mine), None)
 
     def settle(self) -> None:
         """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.

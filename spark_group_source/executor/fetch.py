@@ -26,6 +26,7 @@ from spark_group_source.executor.plain import PlainClient, refused_setting
 from spark_group_source.executor.ranges import RangeReader
 from spark_group_source.executor.records import arrow_schema, spark_ddl
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.callables import needs_python
 
 __all__ = ["arrow_schema", "read_ranges", "spark_ddl"]
 
@@ -207,7 +208,7 @@ atexit.register(_pool.close)
 
 
 def _open(key: _ClientKey) -> Client:
-    if key.path != "plain":
+    if key.path != "plain" and not needs_python(key.settings):
         try:
             rdkafka.library()
         except (ImportError, OSError) as exc:

@@ -285,7 +285,7 @@ class RangeReader:
             now = time.monotonic()
             self._refused_s = self._refused_s or now
             if self._doubts.hear((request, topic), now):
-                raise verdicts.refused(topic or "from Kafka", self._servers, event.text, request.value)
+                raise verdicts.refused(topic, self._servers, event.text, request.value)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}: {event.text}", op=request.value)

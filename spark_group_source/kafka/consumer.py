@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import stale, to_kafka, to_ours, translate
+from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -74,7 +74,7 @@ class MemberConsumer:
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
     ) -> None:
         self._runtime = runtime
-        self._servers = settings["bootstrap.servers"]
+        self._asker = Asker.of(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
@@ -111,7 +111,8 @@ class MemberConsumer:
         if meaning(Request.JOIN, error.code()) is Meaning.REFUSED:
             self._refusals += 1
             if self._refusals >= REFUSALS_BELIEVED:
-                raise translate(error, request=Request.JOIN, op="joining the group", servers=self._servers)
+                topic = message.topic() or ""
+                raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, topic=topic)
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
