@@ -99,6 +99,8 @@ class PlainClient:
     def __init__(self, settings: Mapping[str, str]) -> None:
         import confluent_kafka
 
+        from spark_group_source.kafka.runtime import made
+
         self._kafka: Any = confluent_kafka  # Any: the package's type stubs leave out half of what is used here
         self._errors: list[Event] = []
         self._topics: set[str] = set()
@@ -107,7 +109,8 @@ class PlainClient:
         self._about_topics: dict[str, Future[Any]] = {}
         self.pid = os.getpid()
         try:
-            self._consumer = confluent_kafka.Consumer({**settings, "error_cb": self._on_error, "logger": _Lines()})
+            own = {"error_cb": self._on_error, "logger": _Lines()}
+            self._consumer = made(confluent_kafka.Consumer, {**settings, **own})
         except (self._kafka.KafkaException, ValueError, TypeError) as exc:
             raise refused_setting(settings, str(exc)) from None  # the cause may hold a secret
 
@@ -195,9 +198,11 @@ class PlainClient:
         if self._asking is None:
             from confluent_kafka.admin import AdminClient
 
+            from spark_group_source.kafka.runtime import made
+
             # As an admin client it knows settings that it does not use; it says so in its log.
             settings: dict[str, Any] = {**self._settings, "logger": _Lines()}
-            self._asking = AdminClient(settings)
+            self._asking = made(AdminClient, settings)
         return self._asking
 
     def clear(self) -> None:

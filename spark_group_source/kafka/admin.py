@@ -17,7 +17,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import to_kafka, to_ours
+from spark_group_source.kafka.translation import Asker, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class Admin:
     ) -> None:
         self._runtime = runtime or Runtime()
         self._servers = settings["bootstrap.servers"]
+        self._asker = Asker.of(settings)
         self._retries = retries
         self._retry_interval_s = retry_interval_s
         self._settings = {**settings, "error_cb": self._on_error, "logger": log}
@@ -304,7 +305,7 @@ class Admin:
         failed: dict[Any, KafkaException] = {}
         for partition, future in self._client.list_offsets(request, isolation_level=level, **_BOUND).items():
             try:
-                answer = self._answer(Request.OFFSETS, future)
+                answer = self._answer(Request.OFFSETS, future, partition.topic)
                 if not isinstance(answer, Missing) and answer.offset < least:
                     raise _no_answer()
                 answers[partition] = answer
@@ -332,9 +333,13 @@ class Admin:
 
     def _ask(self, request: Request, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
-        return self._asked(request, op, lambda: {key: self._answer(request, future) for key, future in send().items()})
+        return self._asked(request, op, lambda: self._answers(request, send()))
 
-    def _answer(self, request: Request, future: "Future[Any]") -> Any:
+    def _answers(self, request: Request, futures: Mapping[Any, "Future[Any]"]) -> dict[Any, Any]:
+        about_topics = request is Request.TOPICS
+        return {key: self._answer(request, future, key if about_topics else "") for key, future in futures.items()}
+
+    def _answer(self, request: Request, future: "Future[Any]", topic: str = "") -> Any:
         deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
@@ -342,7 +347,7 @@ class Admin:
             except KafkaException as exc:
                 if meaning(request, exc.args[0].code()) is Meaning.GONE:
                     return Missing()
-                raise
+                raise KafkaException(exc.args[0], topic) from exc
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
                 if (refused := self._refused) is not None:
@@ -362,7 +367,7 @@ class Admin:
             request,
             op,
             once,
-            servers=self._servers,
+            asker=self._asker,
             now_ms=self._runtime.now_ms,
             pause=self.pause,
             retries=self._retries,

@@ -11,7 +11,7 @@ from typing import TypeVar
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import Meaning, Request, meaning
-from spark_group_source.kafka.translation import translate
+from spark_group_source.kafka.translation import Asker, translate
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def until_answered(
     op: str,
     ask: Callable[[], T],
     *,
-    servers: str,
+    asker: Asker,
     now_ms: Callable[[], int],
     pause: Callable[[float], None],
     retries: int = 0,
@@ -40,7 +40,7 @@ def until_answered(
     Args:
         request, op: what is asked, for the judge and in words.
         ask: one try; raises KafkaException. It is called again at once after the pause.
-        servers: for the message.
+        asker: for the message. Beside its error, a KafkaException may name the topic.
         now_ms, pause: the clock.
         retries: how often what was not answered is asked again, but not later than :data:`ASK_S_MAX`.
 
@@ -57,7 +57,8 @@ def until_answered(
         except KafkaException as exc:
             error: KafkaError = exc.args[0]
             waited_s = (now_ms() - started_ms) / 1000
-            failure = translate(error, request=request, op=op, servers=servers, waited_s=waited_s)
+            topic = exc.args[1] if len(exc.args) > 1 else ""
+            failure = translate(error, request=request, op=op, asker=asker, topic=topic, waited_s=waited_s)
             tries += 1
             what = meaning(request, error.code())
             refused = refused + 1 if what is Meaning.REFUSED else 0

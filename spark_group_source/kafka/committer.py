@@ -13,7 +13,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import stale, to_kafka, translate
+from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class OffsetCommitter:
         own = {"transactional.id": transactional_id, "logger": log}
         usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
         self._settings = {**usual, **settings, **own}
-        self._servers = settings["bootstrap.servers"]
+        self._asker = Asker.of(self._settings, group=group)
         self._group = group
         self._producer: Any = None
         self._open: _Ends | None = None  # the call that ends the transaction which is open
@@ -187,7 +187,7 @@ class OffsetCommitter:
         self._clean_up(error)
         if self._fenced is not None or meaning(Request.TRANSACTION, error.code()) is Meaning.REFUSED:
             op = "committing offsets"
-            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, servers=self._servers)
+            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, asker=self._asker)
         return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import stale, to_kafka, to_ours, translate
+from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -74,7 +74,7 @@ class MemberConsumer:
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
     ) -> None:
         self._runtime = runtime
-        self._servers = settings["bootstrap.servers"]
+        self._asker = Asker.of(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
@@ -111,7 +111,8 @@ class MemberConsumer:
         if meaning(Request.JOIN, error.code()) is Meaning.REFUSED:
             self._refusals += 1
             if self._refusals >= REFUSALS_BELIEVED:
-                raise translate(error, request=Request.JOIN, op="joining the group", servers=self._servers)
+                topic = message.topic() or ""
+                raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, topic=topic)
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
@@ -141,6 +142,7 @@ class MemberConsumer:
 
         Raises:
             MemberStale: it is not in the group as it was; nothing was committed.
+            AccessDenied: the user may not commit.
             CommitFailed: nothing or not everything was committed.
         """
         entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
@@ -150,6 +152,9 @@ class MemberConsumer:
                     raise KafkaException(done.error)
         except KafkaException as exc:
             error = exc.args[0]
+            if meaning(Request.COMMIT, error.code()) is Meaning.REFUSED:
+                op = "committing offsets as a member"
+                raise translate(error, request=Request.COMMIT, op=op, asker=self._asker) from exc
             failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())
             raise stale(error, request=Request.COMMIT) or failure from exc
 

@@ -17,7 +17,7 @@ from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.admin import CommittedOffset
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import to_kafka
+from spark_group_source.kafka.translation import Asker, to_kafka
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class GroupOffsets:
     def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
         self._runtime = runtime
         self._settings = {**settings, "group.id": group, "group.protocol": "classic", "enable.auto.commit": "false"}
-        self._servers = settings["bootstrap.servers"]
+        self._asker = Asker.of(settings, group=group)
         self._consumers: dict[bool, Any] = {}
 
     def read(
@@ -62,7 +62,7 @@ class GroupOffsets:
             Request.COMMITTED,
             "reading committed offsets",
             lambda: self._read(asked, stable),
-            servers=self._servers,
+            asker=self._asker,
             now_ms=self._runtime.now_ms,
             pause=self._runtime.pause,
         )
@@ -76,7 +76,7 @@ class GroupOffsets:
                 at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
                 answered[TopicPartition(answer.topic, answer.partition)] = at
             elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.AGAIN:
-                raise KafkaException(answer.error)
+                raise KafkaException(answer.error, answer.topic)
         return answered
 
     def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:

@@ -16,8 +16,11 @@ from concurrent.futures import Future
 from queue import Empty, Queue
 from typing import Any, Protocol
 
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
+
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.options.callables import TOKEN_CALLABLE, imported
 
 __all__ = ["Empty", "Queue", "Runtime", "Thread"]
 
@@ -95,15 +98,37 @@ class Runtime:
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
         """A ``confluent_kafka.Consumer``."""
-        return Consumer(dict(settings))
+        return made(Consumer, settings)
 
     def producer(self, settings: Mapping[str, Any]) -> Any:
         """A ``confluent_kafka.Producer``."""
-        return Producer(dict(settings))
+        return made(Producer, settings)
 
     def admin(self, settings: Mapping[str, Any]) -> Any:
         """A ``confluent_kafka.admin.AdminClient``."""
-        return _AdminClient(dict(settings))
+        return made(_AdminClient, settings)
+
+
+def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:
+    """A client of the library's. Functions that the settings name are imported in this process.
+
+    Raises:
+        KafkaException: the library refuses the settings.
+        OptionError: a function cannot be imported here.
+        BrokerUnavailable: the function for tokens gave none; the library waits 10 s for the first one.
+    """
+    given = imported(settings)
+    try:
+        return make(given)
+    except KafkaException as exc:
+        if TOKEN_CALLABLE in given and exc.args[0].code() == KafkaError.SASL_AUTHENTICATION_FAILED:
+            function = given[TOKEN_CALLABLE]
+            raise BrokerUnavailable(
+                f"kafka.{TOKEN_CALLABLE}: {function.name} gave no token: {function.failure or exc.args[0].str()}. It "
+                "must return (token, seconds since the epoch when it expires)",
+                op="asking for a token",
+            ) from None
+        raise
 
 
 class _Thread:

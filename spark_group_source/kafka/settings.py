@@ -3,10 +3,14 @@
 Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``options.client``).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.options.callables import CALLABLES, imported
 from spark_group_source.options.client import without_secrets
 from spark_group_source.options.table import Options
 
@@ -15,12 +19,18 @@ def check_settings(options: Options) -> None:
     """Refuse settings that the client library does not know, before anything is started.
 
     Raises:
-        OptionError: with the library's own words, in which no secret shows.
+        OptionError: with the library's own words, in which no secret shows; or a function cannot be imported.
     """
     runtime = Runtime()
     try:
-        runtime.consumer({**options.consumer_settings(), "log_level": 0}).close()
-        runtime.producer({**options.producer_settings(), "log_level": 0})
+        runtime.consumer(_checkable(options.consumer_settings())).close()
+        runtime.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
         text = without_secrets(exc.args[0].str(), dict(options.settings))
         raise OptionError(f"the Kafka client refuses an option: {text}") from None  # the cause may hold a secret
+
+
+def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Without the functions: a client calls them when it is made, and nothing is asked for yet."""
+    known = imported(settings)
+    return {name: value for name, value in known.items() if name not in CALLABLES} | {"log_level": 0}

@@ -3,7 +3,8 @@
 Runs in: wherever ``kafka`` does. Deliberately absent: asking anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import KafkaError
@@ -12,19 +13,65 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.client import principal
 
-_NEEDS = {
-    Request.TOPICS: "Describe on the topics",
-    Request.OFFSETS: "Describe on the topics",
-    Request.FETCH: "Read on the topics",
-    Request.GROUP: "Describe on the group",
-    Request.COMMITTED: "Describe on the group and the topics",
-    Request.ALTER: "Read on the group and the topics",
-    Request.JOIN: "Read on the group, and Describe on the topics",
-    Request.COMMIT: "Read on the group and the topics",
-    Request.TRANSACTION: "Write on the transactional id, and Read on the group and the topics",
+_DESCRIBE, _READ = "Describe", "Read"
+_ON_TOPICS = {
+    Request.TOPICS: _DESCRIBE,
+    Request.OFFSETS: _DESCRIBE,
+    Request.FETCH: _READ,
+    Request.COMMITTED: _DESCRIBE,
+    Request.ALTER: _READ,
+    Request.JOIN: _DESCRIBE,
+    Request.COMMIT: _READ,
+    Request.TRANSACTION: _READ,
 }
-"""Operations of Kafka's access control lists."""
+_ON_GROUP = {
+    Request.GROUP: _DESCRIBE,
+    Request.COMMITTED: _DESCRIBE,
+    Request.ALTER: _READ,
+    Request.JOIN: _READ,
+    Request.COMMIT: _READ,
+    Request.TRANSACTION: _READ,
+}
+_ON = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
+}
+"""Which operation of Kafka's access control lists a request needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks the brokers, as far as it is known: for what a refusal says."""
+
+    servers: str
+    user: str = "the user"
+    group: str = ""
+    transactional_id: str = ""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, group: str = "") -> "Asker":
+        """From the settings of a client."""
+        return cls(
+            settings["bootstrap.servers"],
+            principal(settings),
+            group or settings.get("group.id", ""),
+            settings.get("transactional.id", ""),
+        )
+
+    def needs(self, request: Request, code: int, topic: str = "") -> str:
+        """The permission that was missing where the broker said that one was; else an empty text."""
+        match code:
+            case KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                return f"{_ON_TOPICS.get(request, _DESCRIBE)} on the topic{f' {topic!r}' * bool(topic) or 's'}"
+            case KafkaError.GROUP_AUTHORIZATION_FAILED:
+                return f"{_ON_GROUP.get(request, _READ)} on the group{f' {self.group!r}' * bool(self.group)}"
+            case KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
+                id_ = f" {self.transactional_id!r}" * bool(self.transactional_id)
+                return f"Write and Describe on the transactional id{id_}"
+        return ""
 
 
 class MemberStale(CommitFailed):
@@ -46,14 +93,24 @@ def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale
     return MemberStale(f"a member is not what it was: {error.str()}", thrown_out=thrown_out, share=share)
 
 
-def translate(error: KafkaError, *, request: Request, op: str, servers: str, waited_s: float = 0.0) -> GroupError:
-    """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value."""
-    text = error.str()
+def translate(
+    error: KafkaError, *, request: Request, op: str, asker: Asker, topic: str = "", waited_s: float = 0.0
+) -> GroupError:
+    """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value but the
+    user's name."""
+    text, servers = error.str(), asker.servers
     match meaning(request, error.code()):
+        case Meaning.REFUSED if needed := asker.needs(request, error.code(), topic):
+            return AccessDenied(
+                f"{op} was refused by {servers}: {text}. {asker.user} needs {needed}. Once that is granted, the query "
+                "goes on from where it is when it is started again",
+                op=op,
+                on=_ON[error.code()],
+            )
         case Meaning.REFUSED:
             return AccessDenied(
                 f"{op} was refused by {servers}: {text}. Check the kafka.security.protocol, kafka.sasl.* and "
-                f"kafka.ssl.* options, and what the user may do: this needs {_NEEDS[request]}",
+                f"kafka.ssl.* options: password or token, kafka.ssl.ca.location, and the client's certificate",
                 op=op,
             )
         case Meaning.FENCED:

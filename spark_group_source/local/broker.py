@@ -78,6 +78,7 @@ class Broker:
             removed by ``stop()``. It is formatted if it is empty.
         log_dir: where each node's log is kept; by default inside the data's directory.
         sasl: user -> password: opens a second listener, ``sasl_bootstrap_servers``, that demands SASL/PLAIN.
+        listeners: name -> security protocol of more listeners, for :meth:`servers`; ``settings`` has what they need.
         java_options: heap and collector of each node.
     """
 
@@ -91,6 +92,7 @@ class Broker:
         data_dir: str | Path | None = None,
         log_dir: str | Path | None = None,
         sasl: Mapping[str, str] | None = None,
+        listeners: Mapping[str, str] | None = None,
         java_options: Sequence[str] = JAVA_OPTIONS,
     ) -> None:
         if nodes not in (1, 3):
@@ -105,6 +107,7 @@ class Broker:
         self._data_dir = Path(data_dir) if data_dir is not None else None
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._sasl = dict(sasl or {})
+        self._listeners = ({"SASL": "SASL_PLAINTEXT"} if self._sasl else {}) | dict(listeners or {})
         self._java_options = tuple(java_options)
         self._base: Path | None = None
         self._ports: dict[str, dict[int, int]] = {}
@@ -137,6 +140,10 @@ class Broker:
         if not self._sasl:
             raise OptionError("this broker has no SASL listener; make it with sasl={user: password}")
         return self._servers("SASL")
+
+    def servers(self, listener: str) -> str:
+        """``host:port`` of every node at one of the ``listeners`` that the broker was made with."""
+        return self._servers(listener)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -258,7 +265,7 @@ class Broker:
         return ",".join(f"127.0.0.1:{port}" for port in self._ports[listener].values())
 
     def _boot(self) -> None:
-        listeners = ["PLAINTEXT", "CONTROLLER"] + (["SASL"] if self._sasl else [])
+        listeners = ["PLAINTEXT", "CONTROLLER", *self._listeners]
         listeners += [self._between] if self._advertised else []
         free = iter(free_ports(len(listeners) * len(self.nodes)))
         self._ports = {listener: {node: next(free) for node in self.nodes} for listener in listeners}
@@ -288,7 +295,7 @@ class Broker:
             "listeners": ",".join(at.values()),
             "advertised.listeners": ",".join(clients),
             "listener.security.protocol.map": ",".join(
-                f"{listener}:{'SASL_PLAINTEXT' if listener == 'SASL' else 'PLAINTEXT'}" for listener in self._ports
+                f"{listener}:{self._listeners.get(listener, 'PLAINTEXT')}" for listener in self._ports
             ),
             "inter.broker.listener.name": self._between,
             "log.dirs": str(self._home / f"node-{node}" / "data"),

@@ -6,9 +6,10 @@ stores (``java``).
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from spark_group_source.errors import OptionError
+from spark_group_source.options.callables import CALLABLES, TOKEN_CALLABLE, needs_python
 from spark_group_source.options.java import translate
 
 MASK: Final = "***"
@@ -154,6 +155,17 @@ def without_secrets(text: str, settings: Mapping[str, str]) -> str:
     return text
 
 
+def principal(settings: Mapping[str, Any]) -> str:
+    """Who the brokers take a client with these settings for, in words."""
+    if settings.get("sasl.mechanism", "").strip().upper() == "OAUTHBEARER":
+        return "the subject of the token"
+    if not str(settings.get("security.protocol", "")).strip().lower().startswith("sasl"):
+        known = any(name.startswith(("ssl.certificate.", "ssl.keystore.")) for name in settings)
+        return "the subject of the client's certificate" if known else "User:ANONYMOUS"
+    name = settings.get("sasl.username") or settings.get("sasl.kerberos.principal")
+    return f"User:{name}" if name else "the user"
+
+
 def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Turn the user's ``kafka.*`` options (names without the prefix) into settings of the client library.
 
@@ -174,6 +186,9 @@ def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str,
     for name in sorted(PRODUCER_ONLY & settings.keys()):
         notes.append(f"kafka.{name} is for producers and has no effect on reading")
         del settings[name]
+    _check_token_callable(settings)
+    if needs_python(settings):
+        notes.append("a Python function gives the client its tokens: tasks read with the plain client, more slowly")
     if group_protocol == "consumer":
         _check_consumer_protocol(settings)
     else:
@@ -199,9 +214,27 @@ def number_ms(settings: Mapping[str, str], name: str, default: int) -> int:
 def _refuse_owned(name: str) -> None:
     if not name:
         raise OptionError("option 'kafka.' has no name behind the dot; write for example kafka.bootstrap.servers")
-    reason = REFUSED.get(name, _NO_CALLABLE if name.endswith("_cb") else "")
+    reason = REFUSED.get(name, _NO_CALLABLE if name.endswith("_cb") and name not in CALLABLES else "")
     if reason:
         raise OptionError(f"option 'kafka.{name}' cannot be set, whatever the value: {reason}", option=f"kafka.{name}")
+
+
+def _check_token_callable(settings: Mapping[str, str]) -> None:
+    if TOKEN_CALLABLE not in settings:
+        return
+    mechanism = settings.get("sasl.mechanism", "")
+    if mechanism.strip().upper() != "OAUTHBEARER":
+        raise OptionError(
+            f"option 'kafka.{TOKEN_CALLABLE}' gives tokens, but kafka.sasl.mechanism is {mechanism or 'not set'}; it "
+            "must be OAUTHBEARER, with kafka.security.protocol SASL_SSL",
+            option="kafka.sasl.mechanism",
+        )
+    if settings.get("sasl.oauthbearer.method", "").strip().lower() == "oidc":
+        raise OptionError(
+            f"option 'kafka.{TOKEN_CALLABLE}' gives tokens, and kafka.sasl.jaas.config or "
+            "kafka.sasl.oauthbearer.method asks an endpoint for them; give one of the two",
+            option=f"kafka.{TOKEN_CALLABLE}",
+        )
 
 
 def _check_consumer_protocol(settings: Mapping[str, str]) -> None:

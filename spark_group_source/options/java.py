@@ -64,6 +64,10 @@ _JAVA_CLASSES: Final = (
     "config.providers",
 )
 _OAUTH_HANDLER: Final = "OAuthBearerLoginCallbackHandler"
+_MSK: Final = (
+    "use OAUTHBEARER and a function that signs the token, kafka.oauth_cb=package.module:function (docs/security.md "
+    "shows one), or SCRAM-SHA-512"
+)
 _PEM_ENDINGS: Final = frozenset({".pem", ".crt", ".cer", ".ca"})
 _PKCS12_ENDINGS: Final = frozenset({".p12", ".pfx"})
 _LOGIN_FLAGS: Final = frozenset({"required", "requisite", "sufficient", "optional"})
@@ -234,8 +238,7 @@ def _keystore(settings: _Settings) -> None:
 def _sasl(settings: _Settings) -> None:
     if settings.left.get("sasl.mechanism", "").strip().upper() == "AWS_MSK_IAM":
         raise OptionError(
-            "option 'kafka.sasl.mechanism' is 'AWS_MSK_IAM', which only Java clients have; use SCRAM-SHA-512 or TLS "
-            "client certificates with the cluster",
+            f"option 'kafka.sasl.mechanism' is 'AWS_MSK_IAM', which only Java clients have; {_MSK}",
             option="kafka.sasl.mechanism",
         )
     handler = settings.take("sasl.login.callback.handler.class")
@@ -310,6 +313,11 @@ def _login(settings: _Settings, module: str, jaas: dict[str, str]) -> None:
             _login_oauth(settings, jaas)
         case "Krb5LoginModule":
             _login_kerberos(settings, jaas)
+        case "IAMLoginModule":
+            raise OptionError(
+                f"option 'kafka.sasl.jaas.config' names {module!r}, which only Java clients have; {_MSK}",
+                option="kafka.sasl.jaas.config",
+            )
         case _:
             raise OptionError(
                 f"option 'kafka.sasl.jaas.config' names {module!r}; it must be PlainLoginModule, ScramLoginModule, "

@@ -10,6 +10,7 @@ from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Requ
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin, GroupOffsets
 from spark_group_source.kafka.asking import CONFIRM_S, until_answered
+from spark_group_source.kafka.translation import Asker
 
 SETTINGS = {"bootstrap.servers": "b"}
 NAMES = {
@@ -52,7 +53,7 @@ def test_every_row_is_followed(request_: Request) -> None:
                 request_,
                 "asking",
                 ask,
-                servers="b:9092",
+                asker=Asker("b:9092"),
                 now_ms=runtime.now_ms,
                 pause=runtime.pause,
                 retries=3,
@@ -72,7 +73,7 @@ def test_every_row_is_followed(request_: Request) -> None:
 def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
     runtime.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
-    with pytest.raises(AccessDenied, match="Describe on the topics"):
+    with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         admin.latest([A0])
     assert runtime.clock_ms >= CONFIRM_S * 1000
     runtime.will("list_offsets", {A0: REFUSED}, {A0: _info(5)})

@@ -284,7 +284,7 @@ def test_an_oauth_login_becomes_an_oidc_client() -> None:
 def test_other_callback_handlers_and_the_msk_mechanism_are_refused() -> None:
     with pytest.raises(OptionError, match="a Java class that cannot run here"):
         translate({"sasl.login.callback.handler.class": "com.example.Handler"})
-    with pytest.raises(OptionError, match="only Java clients have; use SCRAM-SHA-512"):
+    with pytest.raises(OptionError, match="only Java clients have; use OAUTHBEARER and a function"):
         translate({"sasl.mechanism": "AWS_MSK_IAM"})
 
 
@@ -329,8 +329,10 @@ def test_a_damaged_jaas_text_is_refused_without_being_shown(jaas: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_an_unknown_login_module_is_named() -> None:
-    with pytest.raises(OptionError, match="names 'IAMLoginModule'; it must be PlainLoginModule"):
+def test_an_unknown_login_module_is_named_and_that_of_msk_has_an_equal() -> None:
+    with pytest.raises(OptionError, match="names 'LdapLoginModule'; it must be PlainLoginModule"):
+        translate({"sasl.jaas.config": "com.example.LdapLoginModule required;"})
+    with pytest.raises(OptionError, match=r"kafka\.oauth_cb=package\.module:function"):
         translate({"sasl.jaas.config": "software.amazon.msk.auth.iam.IAMLoginModule required;"})
 
 

@@ -1,0 +1,256 @@
+"""One broker whose listeners each ask for something else, an authorizer behind all of them, and a token endpoint.
+
+Runs in: tests. Deliberately absent: what a query says (the tests), and a second broker: all of them share this one.
+"""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs hide them
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+from kafka_words import ADMIN_S, await_until
+
+from security.certificates import BROKER_NAMES, Authority
+from spark_group_source.local.broker import Broker
+
+USER, PASSWORD = "etl", "open-sesame-7f3a"
+"""Of the SCRAM listener."""
+CLIENT_ID, CLIENT_SECRET = "etl-service", "s3cr3t-of-the-service"
+"""Of the token endpoint."""
+_Filter: Any = AclBindingFilter  # its stubs know no filter that leaves something open
+LISTENERS = {"TLS": "SSL", "MUTUAL": "SSL", "SCRAM": "SASL_SSL", "OAUTH": "SASL_PLAINTEXT"}
+LOGIN = "org.apache.kafka.common.security"
+SESSION_S = 30
+"""The longest time between two logins with a token; a shorter token ends its connection itself."""
+
+
+def unsigned_token(subject: str, life_s: float) -> tuple[str, float]:
+    """A token that nobody signed (JWS with ``alg`` none), and when it expires."""
+    now = time.time()
+    parts = {"alg": "none"}, {"sub": subject, "iat": now, "exp": now + life_s, "scope": ""}
+    header, claims = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
+    return f"{header}.{claims}.", now + life_s
+
+
+class TokenEndpoint:
+    """Gives tokens for the client's secret (OAuth's client credentials), on loopback.
+
+    ``life_s``: of the tokens; ``given``: how many it gave; ``broken``: it answers with a failure.
+    """
+
+    def __init__(self) -> None:
+        self.life_s = 600.0
+        self.given = 0
+        self.broken = False
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                endpoint._answer(self)
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/token"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        right = base64.b64encode(f"{CLIENT_ID}:{CLIENT_SECRET}".encode()).decode()
+        known = request.headers.get("Authorization") == f"Basic {right}"
+        answer: dict[str, object] = {"error": "invalid_client"}
+        if known and not self.broken:
+            self.given += 1
+            answer = {"access_token": unsigned_token(CLIENT_ID, self.life_s)[0], "expires_in": self.life_s}
+        body = json.dumps(answer).encode()
+        request.send_response(500 if self.broken else 200 if known else 401)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+
+@dataclass(frozen=True)
+class Permission:
+    """One entry of an access control list. An empty ``name`` is every resource of the kind."""
+
+    user: str
+    operation: str
+    kind: str
+    name: str = ""
+
+    def binding(self, *, allow: bool) -> AclBinding:
+        return AclBinding(
+            ResourceType[self.kind],
+            self.name or "*",
+            ResourcePatternType.LITERAL,
+            f"User:{self.user}",
+            "*",
+            AclOperation[self.operation],
+            AclPermissionType.ALLOW if allow else AclPermissionType.DENY,
+        )
+
+
+@dataclass
+class Guarded:
+    """The broker and what its clients need."""
+
+    broker: Broker
+    folder: Path
+    authority: Authority
+    tokens: TokenEndpoint
+    admin: AdminClient = field(init=False)
+    """As a super user, at the plain listener."""
+
+    def __post_init__(self) -> None:
+        self.admin = AdminClient({"bootstrap.servers": self.broker.bootstrap_servers, "log_level": 3})
+
+    # --- who may do what -------------------------------------------------------------------------------------------
+
+    def add_user(self, user: str, password: str) -> None:
+        """A user of the SCRAM listener."""
+        how = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+        asked: list[Any] = [UserScramCredentialUpsertion(user, how, password.encode())]
+        for done in self.admin.alter_user_scram_credentials(asked).values():
+            done.result(ADMIN_S)
+
+    def allow(self, *permissions: Permission) -> None:
+        self._change([permission.binding(allow=True) for permission in permissions])
+
+    def take_away(self, permission: Permission) -> None:
+        """Deny this one, whatever else allows it; :meth:`give_back` ends that."""
+        self._change([permission.binding(allow=False)])
+
+    def give_back(self, permission: Permission) -> None:
+        self._remove(permission, AclPermissionType.DENY)
+
+    def disallow(self, permission: Permission) -> None:
+        """The end of :meth:`allow`."""
+        self._remove(permission, AclPermissionType.ALLOW)
+
+    def allow_all(self, user: str, *, but: str = "") -> None:
+        """What a query needs, and no more, on every topic, group and transactional id; without one kind of these."""
+        needs = [("READ", "TOPIC"), ("DESCRIBE", "TOPIC"), ("READ", "GROUP"), ("DESCRIBE", "GROUP")]
+        needs += [("WRITE", "TRANSACTIONAL_ID"), ("DESCRIBE", "TRANSACTIONAL_ID")]
+        self.allow(*(Permission(user, operation, kind) for operation, kind in needs if kind != but))
+
+    def _remove(self, permission: Permission, kind: AclPermissionType) -> None:
+        one = permission.binding(allow=kind is AclPermissionType.ALLOW)
+        wanted = AclBindingFilter(
+            one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation, kind
+        )
+        self.admin.delete_acls([wanted])[wanted].result(ADMIN_S)
+        await_until(lambda: not self.admin.describe_acls(wanted).result(ADMIN_S), what=f"the end of {one}")
+
+    def _change(self, bindings: list[AclBinding]) -> None:
+        for done in self.admin.create_acls(bindings).values():
+            done.result(ADMIN_S)
+        everything = _Filter(
+            ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
+        )
+        wanted = set(map(str, bindings))
+        await_until(
+            lambda: wanted <= set(map(str, self.admin.describe_acls(everything).result(ADMIN_S))),
+            what="the new permissions",
+        )
+
+    # --- how a client says who it is ---------------------------------------------------------------------------------
+
+    @property
+    def trusted(self) -> dict[str, str]:
+        return {"ssl.ca.location": str(self.authority.ca)}
+
+    def tls(self) -> dict[str, str]:
+        return {"bootstrap.servers": self.broker.servers("TLS"), "security.protocol": "SSL", **self.trusted}
+
+    def mutual(self, certificate: Path) -> dict[str, str]:
+        """With a client certificate, as Java's clients are told of one."""
+        return {
+            "bootstrap.servers": self.broker.servers("MUTUAL"),
+            "security.protocol": "SSL",
+            "ssl.truststore.location": str(self.authority.ca),
+            "ssl.truststore.type": "PEM",
+            "ssl.keystore.location": str(certificate),
+            "ssl.keystore.type": "PEM",
+        }
+
+    def scram(self, user: str = USER, password: str = PASSWORD) -> dict[str, str]:
+        return {
+            "bootstrap.servers": self.broker.servers("SCRAM"),
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": "SCRAM-SHA-512",
+            "sasl.jaas.config": f'{LOGIN}.scram.ScramLoginModule required username="{user}" password="{password}";',
+            **self.trusted,
+        }
+
+    def oidc(self, secret: str = CLIENT_SECRET) -> dict[str, str]:
+        """With tokens from the endpoint."""
+        login = f'{LOGIN}.oauthbearer.OAuthBearerLoginModule required clientId="{CLIENT_ID}" clientSecret="{secret}";'
+        return {
+            **self.bearer(),
+            "sasl.jaas.config": login,
+            "sasl.login.callback.handler.class": f"{LOGIN}.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
+            "sasl.oauthbearer.token.endpoint.url": self.tokens.url,
+        }
+
+    def bearer(self) -> dict[str, str]:
+        """With tokens from elsewhere."""
+        return {
+            "bootstrap.servers": self.broker.servers("OAUTH"),
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "OAUTHBEARER",
+        }
+
+
+def guarded_broker(folder: Path, authority: Authority) -> Broker:
+    """Not started yet. Who comes through the plain listener is a super user."""
+    store = str(authority.issue("127.0.0.1", names=BROKER_NAMES))
+    return Broker(
+        listeners=LISTENERS,
+        settings={
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.location": store,
+            "ssl.truststore.type": "PEM",
+            "ssl.truststore.location": str(authority.ca),
+            "ssl.principal.mapping.rules": "RULE:^CN=([^,]*).*$/$1/,DEFAULT",
+            "listener.name.mutual.ssl.client.auth": "required",
+            "listener.name.scram.sasl.enabled.mechanisms": "SCRAM-SHA-512",
+            "listener.name.scram.scram-sha-512.sasl.jaas.config": f"{LOGIN}.scram.ScramLoginModule required;",
+            **_oauth("listener.name.oauth."),
+        },
+    )
+
+
+def _oauth(prefix: str) -> Mapping[str, str]:
+    login = f'{LOGIN}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
+    validator = f"{LOGIN}.oauthbearer.internals.unsecured.OAuthBearerUnsecuredValidatorCallbackHandler"
+    return {
+        f"{prefix}sasl.enabled.mechanisms": "OAUTHBEARER",
+        f"{prefix}oauthbearer.sasl.jaas.config": login,
+        f"{prefix}oauthbearer.sasl.server.callback.handler.class": validator,
+        f"{prefix}oauthbearer.connections.max.reauth.ms": str(SESSION_S * 1000),
+    }
