@@ -63,7 +63,8 @@ class BrokerUnavailable(GroupError):
 
 
 class AccessDenied(GroupError):
-    """The cluster refused the credentials, or they lack a permission. ``fields``: op."""
+    """The cluster refused the credentials, or they lack a permission. ``fields``: op, and on what it is missing: topic,
+    group, or transactional id; empty where it is not known."""
 
 
 class TopicMissing(GroupError):

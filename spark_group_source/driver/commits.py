@@ -11,6 +11,7 @@ still this run's, so that it may take the id back.
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from spark_group_source.driver.member import Member, Share
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
@@ -87,6 +88,7 @@ class Commits:
         self._places = {names.instance_id(options.group_id, stream, slot) for slot in slots}
         self._denials = 0
         self._denied_until_ms = 0
+        self._barred = 0
         self._committer = OffsetCommitter(
             options.producer_settings(),
             group=options.group_id,
@@ -164,6 +166,7 @@ class Commits:
 
         Raises:
             Fenced: a newer driver commits for this stream.
+            AccessDenied: neither a transaction nor a member may commit, told twice.
             GroupError: nothing, or not everything, was committed.
         """
         echo, left = order.echo, dict(order.left)
@@ -230,20 +233,33 @@ class Commits:
             else:
                 if self.by_members:
                     log.warning("transactions are allowed again: the members commit their offsets no more")
-                self._denials = 0
+                self._denials = self._barred = 0
                 return False
-        for at, share in enumerate(shares):
-            _commit_by_member(at, share, notes)
+        try:
+            for at, share in enumerate(shares):
+                _commit_by_member(at, share, notes)
+        except AccessDenied as exc:
+            self._bar(exc)
+        self._barred = 0
         return True
 
     def _refused(self, exc: AccessDenied) -> None:
         """Raises CommitFailed where it was the first time: the core orders the commit again."""
+        if exc.fields.get("on") in ("topic", "group"):
+            self._bar(exc)  # a member would be refused as well
         self._denials += 1
         if not self.by_members:
             raise CommitFailed(f"{exc}; it is tried once more") from exc
         self._denied_until_ms = self._runtime.now_ms() + DENIED_AGAIN_MS
         if self._denials == DENIALS_BELIEVED:
             log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
+
+    def _bar(self, exc: AccessDenied) -> NoReturn:
+        """Nobody of ours may commit: the run ends with that where it was said twice."""
+        self._barred += 1
+        if self._barred >= DENIALS_BELIEVED:
+            raise exc
+        raise CommitFailed(f"{exc}; it is tried once more") from exc
 
 
 def _commit_by_member(at: int, share: Share, notes: Mapping[TopicPartition, str]) -> None:

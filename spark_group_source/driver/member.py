@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spark_group_source.errors import Fenced, GroupError, InvariantBroken, OptionError, SourceError
+from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
 from spark_group_source.model import TopicPartition
@@ -135,7 +135,7 @@ class Member:
             self._serve()
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
-        except OptionError as exc:  # joining again cannot help
+        except (OptionError, AccessDenied) as exc:  # joining again cannot help; a refusal was told twice
             self._report(ev.Broken(error=exc))
         except SourceError as exc:
             self._report(ev.MemberFailed(**self._me(), reason=str(exc)))

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from spark_group_source.driver import commits
 from spark_group_source.driver.member import Member
-from spark_group_source.errors import BrokerUnavailable, CommitFailed, Fenced, GroupError, InvariantBroken, SourceError
+from spark_group_source.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    CommitFailed,
+    Fenced,
+    GroupError,
+    InvariantBroken,
+    SourceError,
+)
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
@@ -207,7 +215,7 @@ class Worker:
     def _on_failure(self, work: _Work, exc: SourceError) -> None:
         if isinstance(exc, Fenced):
             self._handle(ev.Replaced(reason=str(exc)))
-        elif isinstance(work, commits.Order):
+        elif isinstance(work, commits.Order) and not isinstance(exc, AccessDenied):
             self._handle(ev.EchoFailed(reason=str(exc)))
         elif isinstance(work, ev.FetchCommitted | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
             asked = work.partitions if isinstance(work, ev.FetchCommitted) else tuple(work.starts)

@@ -27,6 +27,7 @@ from spark_group_source.executor.ranges import RangeReader
 from spark_group_source.executor.records import arrow_schema, spark_ddl
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.callables import needs_python
+from spark_group_source.options.client import principal
 
 __all__ = ["arrow_schema", "read_ranges", "spark_ddl"]
 
@@ -100,6 +101,7 @@ def read_ranges(
                 lease,
                 part,
                 settings.get("bootstrap.servers", ""),
+                user=principal(settings),
                 topic_ids=topic_ids or {},
                 losses=losses,
                 fail_on_data_loss=fail_on_data_loss,

@@ -90,13 +90,14 @@ class RangeReader:
         ranges: Sequence[OffsetRange],
         servers: str,
         *,
+        user: str,
         topic_ids: Mapping[str, str],
         losses: Losses,
         fail_on_data_loss: bool,
         deadline_s: float,
     ) -> None:
         self._lease = lease
-        self._servers = servers
+        self._servers, self._user = servers, user
         self._losses = losses
         self._fail_on_data_loss = fail_on_data_loss
         self._deadline_s = deadline_s
@@ -285,7 +286,7 @@ class RangeReader:
             now = time.monotonic()
             self._refused_s = self._refused_s or now
             if self._doubts.hear((request, topic), now):
-                raise verdicts.refused(topic, self._servers, event.text, request.value)
+                raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}: {event.text}", op=request.value)

@@ -11,16 +11,17 @@ from spark_group_source.model import OffsetRange, TopicPartition
 RANGES_IN_MESSAGE_MAX = 5
 
 
-def refused(topic: str | None, servers: str, text: str, op: str) -> AccessDenied:
+def refused(topic: str | None, servers: str, text: str, op: str, user: str) -> AccessDenied:
     what = repr(topic) if topic else "from Kafka"
     return AccessDenied(
         f"reading {what} at {servers} was refused: {text}. "
         + (
-            f"The query's user needs Read on the topic {topic!r}"
+            f"{user} needs Read on the topic {topic!r}"
             if topic
             else "Check the kafka.security.protocol, kafka.sasl.* and kafka.ssl.* options, as the executors see them"
         ),
         op=op,
+        on="topic" if topic else "",
     )
 
 

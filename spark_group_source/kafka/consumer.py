@@ -142,6 +142,7 @@ class MemberConsumer:
 
         Raises:
             MemberStale: it is not in the group as it was; nothing was committed.
+            AccessDenied: the user may not commit.
             CommitFailed: nothing or not everything was committed.
         """
         entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
@@ -151,6 +152,9 @@ class MemberConsumer:
                     raise KafkaException(done.error)
         except KafkaException as exc:
             error = exc.args[0]
+            if meaning(Request.COMMIT, error.code()) is Meaning.REFUSED:
+                op = "committing offsets as a member"
+                raise translate(error, request=Request.COMMIT, op=op, asker=self._asker) from exc
             failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())
             raise stale(error, request=Request.COMMIT) or failure from exc
 

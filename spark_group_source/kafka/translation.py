@@ -19,6 +19,7 @@ _DESCRIBE, _READ = "Describe", "Read"
 _ON_TOPICS = {
     Request.TOPICS: _DESCRIBE,
     Request.OFFSETS: _DESCRIBE,
+    Request.FETCH: _READ,
     Request.COMMITTED: _DESCRIBE,
     Request.ALTER: _READ,
     Request.JOIN: _DESCRIBE,
@@ -32,6 +33,11 @@ _ON_GROUP = {
     Request.JOIN: _READ,
     Request.COMMIT: _READ,
     Request.TRANSACTION: _READ,
+}
+_ON = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
 }
 """Which operation of Kafka's access control lists a request needs."""
 
@@ -99,6 +105,7 @@ def translate(
                 f"{op} was refused by {servers}: {text}. {asker.user} needs {needed}. Once that is granted, the query "
                 "goes on from where it is when it is started again",
                 op=op,
+                on=_ON[error.code()],
             )
         case Meaning.REFUSED:
             return AccessDenied(

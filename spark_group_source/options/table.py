@@ -124,7 +124,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="The wait between two such questions."),
     Option("kafka.*", "settings", str, "Kafka client setting", default=(), default_text="the client's",
            doc="Passed on to the Kafka client (librdkafka). Java's names, JAAS texts and PEM or PKCS#12 stores are "
-               "translated; settings that are the source's own are refused."),
+               "translated; settings that are the source's own are refused. `kafka.oauth_cb` is "
+               "`package.module:function`, a Python function that gives tokens."),
 )  # fmt: skip
 """All options, in the order of ``docs/options.md``."""
 

@@ -526,7 +526,14 @@ class Held:
 
 def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
     return ranges.RangeReader(
-        Held(client), wanted, "", topic_ids={}, losses=doubts.Losses(), fail_on_data_loss=True, deadline_s=2.0
+        Held(client),
+        wanted,
+        "",
+        user="the user",
+        topic_ids={},
+        losses=doubts.Losses(),
+        fail_on_data_loss=True,
+        deadline_s=2.0,
     )
 
 

@@ -7,12 +7,13 @@ import base64
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from confluent_kafka import Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs hide them
     AclBinding,
     AclBindingFilter,
@@ -25,7 +26,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs h
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
-from kafka_words import ADMIN_S, await_until
+from kafka_words import ADMIN_S, Record, await_until, create_topic, produce_to
+from streams import options_of
 
 from security.certificates import BROKER_NAMES, Authority
 from spark_group_source.local.broker import Broker
@@ -122,10 +124,20 @@ class Guarded:
     authority: Authority
     tokens: TokenEndpoint
     admin: AdminClient = field(init=False)
-    """As a super user, at the plain listener."""
+    """As a super user, at the plain listener; so is ``producer``."""
+    producer: Producer = field(init=False)
 
     def __post_init__(self) -> None:
         self.admin = AdminClient({"bootstrap.servers": self.broker.bootstrap_servers, "log_level": 3})
+        self.producer = Producer({"bootstrap.servers": self.broker.bootstrap_servers, "log_level": 3})
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    def topic(self, name: str, partitions: int = 2) -> str:
+        return create_topic(self.admin, name, partitions)
+
+    def produce(self, topic: str, records: Iterable[Record]) -> None:
+        produce_to(self.producer, topic, records)
 
     # --- who may do what -------------------------------------------------------------------------------------------
 
@@ -215,6 +227,10 @@ class Guarded:
             "sasl.oauthbearer.token.endpoint.url": self.tokens.url,
         }
 
+    def function(self, name: str) -> dict[str, str]:
+        """With tokens of a Python function."""
+        return {**self.bearer(), "oauth_cb": name}
+
     def bearer(self) -> dict[str, str]:
         """With tokens from elsewhere."""
         return {
@@ -222,6 +238,12 @@ class Guarded:
             "security.protocol": "SASL_PLAINTEXT",
             "sasl.mechanism": "OAUTHBEARER",
         }
+
+
+def query(client: Mapping[str, str], group: str, topic: str, *, protocol: str = "classic") -> dict[str, str]:
+    """Options of a query whose client says who it is."""
+    named = {f"kafka.{name}": value for name, value in client.items()}
+    return options_of("", group, protocol=protocol, subscribe=topic) | named
 
 
 def guarded_broker(folder: Path, authority: Authority) -> Broker:

@@ -1,0 +1,105 @@
+"""Each way to say who one is, for every kind of client: members, questions, commits, and the tasks' own."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kafka_words import await_until, committed_of
+from scenes import Scene
+from streams import Engine, Job, numbered, texts, values_of
+
+from security import token_function
+from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.kafka import Admin
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.table import Options
+
+pytestmark = pytest.mark.broker
+
+SHORT_S = 12.0
+"""The life of a token that a test sees expire."""
+
+KINDS: dict[str, Callable[[Guarded], dict[str, str]]] = {
+    "TLS": lambda guarded: guarded.tls(),
+    "client certificate": lambda guarded: guarded.mutual(guarded.authority.issue("job")),
+    "SCRAM": lambda guarded: guarded.scram(),
+    "tokens of an endpoint": lambda guarded: guarded.oidc(),
+    "tokens of a function": lambda guarded: guarded.function("security.token_function:token"),
+}
+
+
+@pytest.mark.parametrize(("kind", "protocol"), [*((kind, "classic") for kind in KINDS), ("SCRAM", "consumer")], ids=str)
+def test_members_questions_commits_and_tasks_work(
+    kind: str, protocol: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = guarded.topic(f"t-{len(group_id)}-{kind.replace(' ', '-')}-{protocol}")
+    guarded.produce(topic, numbered(0, 9, 2))
+    given = query(KINDS[kind](guarded), group_id, topic, protocol=protocol)
+    with Engine(given) as engine:
+        engine.run()
+        assert values_of(engine.rows) == texts(0, 9)
+        expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
+        assert committed_of(guarded.admin, group_id) == expected
+        assert Admin(engine.options.admin_settings()).group(group_id).members[0].partitions
+    assert "transactions are not allowed" not in caplog.text
+    assert PASSWORD not in caplog.text + repr(engine.options)
+    assert CLIENT_SECRET not in caplog.text + repr(engine.options)
+
+
+@pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
+def test_a_run_outlives_its_tokens(
+    kind: str, guarded: Guarded, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the tasks' client, which nobody polls between two tasks. The broker ends a connection with its token."""
+    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
+    topic = guarded.topic(f"outlives-{kind.replace(' ', '-')}", 1)
+    options = Options.parse(query(KINDS[kind](guarded), group_id, topic))
+    guarded.produce(topic, numbered(0, 4))
+
+    def read(end: int) -> int:
+        wanted = [OffsetRange(TopicPartition(topic, 0), 0, end)]
+        return sum(batch.num_rows for batch in read_ranges(options.consumer_settings(), wanted, deadline_s=20))
+
+    assert read(5) == 5
+    with Engine(query(KINDS[kind](guarded), group_id, topic)) as engine:
+        engine.run()
+        member = {m.member_id for m in Admin(engine.options.admin_settings()).group(group_id).members}
+        until = time.monotonic() + 2 * SHORT_S
+        await_until(
+            lambda: engine.step() is None and time.monotonic() > until, 3 * SHORT_S, what="two lives of a token"
+        )
+        guarded.produce(topic, numbered(5, 9))
+        engine.run()
+        assert values_of(engine.rows) == texts(0, 9)
+        assert {m.member_id for m in Admin(engine.options.admin_settings()).group(group_id).members} == member
+    assert read(10) == 10
+    assert committed_of(guarded.admin, group_id) == {TopicPartition(topic, 0): 10}
+
+
+@pytest.mark.spark
+def test_a_query_with_TLS_and_SCRAM_reads_all_and_goes_on(guarded: Guarded, scene: Scene) -> None:
+    topic = guarded.topic("spark-scram")
+    guarded.produce(topic, numbered(0, 9, 2))
+    job = Job(scene.spark, query(guarded.scram(), scene.group, topic), scene.folder / "c")
+    assert values_of(job.run()) == texts(0, 9)
+    guarded.produce(topic, numbered(10, 14, 2))
+    assert values_of(job.run()) == texts(10, 14)
+    assert sum(committed_of(guarded.admin, scene.group).values()) == 15
+
+
+@pytest.mark.spark
+def test_a_query_with_a_users_function_finds_it_in_every_process(guarded: Guarded, scene: Scene) -> None:
+    topic = guarded.topic("spark-function")
+    guarded.produce(topic, numbered(0, 9, 2))
+    source = Path(token_function.__file__).read_text()
+    module = scene.folder / "users_tokens.py"
+    module.write_text(source)
+    given = query(guarded.function("users_tokens:token"), scene.group, topic)
+    job = Job(scene.spark, given, scene.folder / "c")
+    with pytest.raises(Exception, match=r"cannot be imported by .*--py-files"):
+        job.load()
+    scene.spark.sparkContext.addPyFile(str(module))
+    assert values_of(job.run()) == texts(0, 9)
