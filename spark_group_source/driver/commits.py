@@ -28,8 +28,8 @@ MEMBER_COMMIT_S_MAX = 10.0
 
 DENIALS_BELIEVED = 2
 """How often in a row transactions must be refused: brokers that start, and permissions that were just given, refuse."""
-LOOK_AGAIN_S = 1.0
-"""The time between two looks at who has the places of this run."""
+SESSIONS_OF_ANOTHER = 1.5
+"""For how many session timeouts somebody must have a place of this run before it is another process's."""
 DENIED_AGAIN_MS = 60_000
 """After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
 
@@ -86,6 +86,8 @@ class Commits:
         self._group, self._known_as = options.group_id, known_as
         slots = range(options.group_members)
         self._places = {names.instance_id(options.group_id, stream, slot) for slot in slots}
+        self._stays_ms = int(SESSIONS_OF_ANOTHER * options.session_timeout_ms)
+        self._taken_since_ms: dict[str, int] = {}  # by member id
         self._denials = 0
         self._denied_until_ms = 0
         self._barred = 0
@@ -135,12 +137,15 @@ class Commits:
     def _whose_places(self, slot: int) -> Probed:
         """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
         taken = self._taken()
-        if taken is not None:  # a member of this run may have joined again, and not have heard of it
-            self._runtime.pause(LOOK_AGAIN_S)
-            taken = self._taken()
         if taken is None:
+            self._taken_since_ms.clear()
             return ev.NotReplaced(slot=slot)
-        return ev.Replaced(reason=f"{taken.instance_id} is {taken.member_id} at {taken.host} now")
+        now_ms = self._runtime.now_ms()
+        reason = f"{taken.instance_id} is {taken.member_id} at {taken.host} now"
+        if now_ms - self._taken_since_ms.setdefault(taken.member_id, now_ms) > self._stays_ms:
+            return ev.Replaced(reason=reason)
+        # It may be a consumer of this run that joined again by itself before it was closed: that ends with its session.
+        return ev.ReplacedUnknown(slot=slot, reason=reason)
 
     def _taken(self) -> GroupMember | None:
         """A member that has a place of this run, and is none of it."""

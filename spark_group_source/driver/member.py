@@ -278,19 +278,10 @@ class Member:
         if self._join.instance_id is None or self._leaving is not None:
             return None
         replaced = self._replaced()
-        if replaced and self._joined_meanwhile():  # it may have been this one that was seen in the place
-            replaced = self._replaced()
         self._ran_ms = self._runtime.now_ms()
         if replaced is None:
             return Fenced("whether a newer driver of this stream has the place is not known")
         return Fenced("a newer driver of this stream took the place while this one stood still") if replaced else None
-
-    def _joined_meanwhile(self) -> bool:
-        """Whether the library has joined again by itself, as a member that nobody has heard of."""
-        known = len(self._known_as)
-        if self._consumer is not None:
-            self._consumer.identify()
-        return len(self._known_as) > known
 
     def _me(self) -> dict[str, int]:
         return {"slot": self.slot, "client": self.client}

@@ -161,6 +161,8 @@ class MemberConsumer:
     def close(self, *, leave: bool) -> None:
         """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
         session ends (classic: nothing is sent; KIP-848: epoch -2)."""
+        with contextlib.suppress(KafkaException, RuntimeError):
+            self.identify()  # the library may have joined again: that member is known to be this run's
         # SystemError is the binding's own, when a callback's refusal was still to be told: it is closed all the same.
         with contextlib.suppress(KafkaException, RuntimeError, SystemError):
             if leave:

@@ -67,7 +67,7 @@ class Scene:
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
         if "subscribePattern" in given:
             del given["subscribe"]
-        parsed = Options.parse(given)
+        self.options = parsed = Options.parse(given)
         self.worker = Worker(
             parsed,
             Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
@@ -282,8 +282,16 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member:
     )
     scene.runtime.will("describe_consumer_groups", {"g": found}, {"g": found})
     scene.topics_there(a=2)
-    scene.run(scene.order(echo()), scene.order(ev.AskReplaced(slot=0)))
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed, answer]
+
+    def later() -> None:
+        scene.runtime.clock_ms += 2 * scene.options.session_timeout_ms
+        scene.worker.order(ev.AskReplaced(slot=0))
+
+    scene.run(scene.order(echo()), scene.order(ev.AskReplaced(slot=0)), later)
+    failed, first, second = (type(event) for event in scene.handled)
+    assert failed is ev.EchoFailed
+    assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnknown)
+    assert second is answer
     assert len(scene.runtime.producers) == 1
 
 
