@@ -47,14 +47,23 @@ class Run:
         options: as a user writes them.
         log: offsets of earlier runs of the stream, as its checkpoint has them, all durable.
         file: the sink: a line for each durable record, and one for each durable batch (``B`` and its offset).
+        available_now: fix first how far it reads, as a run does that ends by itself.
     """
 
-    def __init__(self, options: Mapping[str, str], log: Sequence[str] = (), *, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        log: Sequence[str] = (),
+        *,
+        file: Path | None = None,
+        available_now: bool = False,
+    ) -> None:
         self.engine = Engine(options, log)
         self.planned: list[StreamOffset] = []
         self.durable_at_s: list[float] = []
         self.error: BaseException | None = None
         self._file = file
+        self._available_now = available_now
         self._gate = threading.Event()
         self._gate.set()
         self._trigger = threading.Event()
@@ -68,6 +77,8 @@ class Run:
 
     def _drive(self) -> None:
         try:
+            if self._available_now:
+                self.engine.coordinator.prepare_available_now()
             while not self._ending.is_set():
                 if not self._trigger.is_set():
                     self._resting.set()

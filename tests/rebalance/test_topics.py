@@ -29,6 +29,7 @@ def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginni
     ):
         other.await_partitions(2)
         run.await_partitions(2)
+        run.await_idle()  # its starts are fixed: what comes from now on is later than "latest"
         with Flow(scene.servers, name, 4) as flow:
             run.hold()
             scene.grow(name, 12)
