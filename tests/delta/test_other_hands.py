@@ -26,7 +26,8 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 @pytest.fixture(autouse=True)
 def few_tasks(spark: "SparkSession") -> Iterator[None]:
     """Delta's own commands on tables of a few rows: without the tasks that are for large ones."""
-    settings = dict.fromkeys(("spark.sql.shuffle.partitions", "spark.databricks.delta.snapshotPartitions"), "1")
+    names = ("shuffle.partitions", "sources.parallelPartitionDiscovery.parallelism")
+    settings = dict.fromkeys((*(f"spark.sql.{n}" for n in names), "spark.databricks.delta.snapshotPartitions"), "1")
     former = {key: spark.conf.get(key, None) for key in settings}
     for key, few in settings.items():
         spark.conf.set(key, few)
@@ -75,6 +76,7 @@ def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_r
     assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
 
 
+@pytest.mark.slow
 def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(que
     assert rows(table) == records(0, 40)
 
 
+@pytest.mark.slow
 def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_rows_are(
     query: Query, table: Path
 ) -> None:
@@ -133,6 +136,14 @@ def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_r
 # Upkeep
 
 
+def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) -> None:
+    names = ("deletedFileRetentionDuration", "logRetentionDuration")
+    properties = [f"'delta.{name}' = 'interval 0 days'" for name in names]
+    properties.append(f"'delta.checkpointInterval' = '{checkpoint_every}'")
+    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({', '.join(properties)})")
+
+
+@pytest.mark.slow
 def test_optimize_and_vacuum_before_between_and_during_batches_leave_every_record_there_once(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
@@ -159,8 +170,7 @@ def test_after_the_log_was_cleaned_up_the_ledger_and_the_batch_numbers_are_still
     query: Query, table: Path
 ) -> None:
     spark, sink, log = query.spark, query.sink(table), table / "_delta_log"
-    properties = "'delta.checkpointInterval' = '3', 'delta.logRetentionDuration' = 'interval 0 days'"
-    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({properties})")
+    forget_soon(spark, table, checkpoint_every=3)
     for n in range(3):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     for file in log.iterdir():
@@ -180,8 +190,7 @@ def test_a_query_whose_ledger_is_all_that_the_log_still_has_of_it_goes_on(query:
     """It stood still while others wrote, until the commits of its batches were cleaned up."""
     spark, log = query.spark, table / "_delta_log"
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    properties = "'delta.checkpointInterval' = '2', 'delta.logRetentionDuration' = 'interval 0 days'"
-    spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({properties})")
+    forget_soon(spark, table, checkpoint_every=2)
     for file in log.iterdir():
         os.utime(file, (file.stat().st_mtime - 3 * 86_400,) * 2)
     for n in range(4):
