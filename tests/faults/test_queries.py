@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
 
 FAULT_S = 6.0
+RESETS, RESET_PAUSE_S = 20, 0.4
 NODE_DOWN_S = 12.0
 PARTITIONS = 4
 SESSION_MS = 45_000
@@ -168,3 +169,20 @@ def test_a_node_of_three_is_killed_and_comes_back(
         query.assert_every_row_once(judge, topic)
         fresh = AdminClient({"bootstrap.servers": faulty_three.direct_servers, "log_level": 0})
         await_committed(fresh, group_id, [topic])  # what was asked of the killed coordinator may never be answered
+
+
+def test_connections_are_reset_again_and_again(
+    query: Query, faulty: FaultyCluster, judge: AdminClient, name: str, group_id: str
+) -> None:
+    """A question to the coordinator that meets a reset may never be answered, though the broker is there at once."""
+    pause = threading.Event()
+    with Flow(faulty.direct_servers, name, PARTITIONS) as flow:
+        query.start()
+        query.await_(lambda: query.records, "the first rows")
+        for _ in range(RESETS):
+            faulty.proxies[1].cut()
+            pause.wait(RESET_PAUSE_S)
+            query.check()
+        flow.stop()
+        query.assert_every_row_once(judge, name)
+    await_committed(judge, group_id, [name])

@@ -1,0 +1,172 @@
+"""A task's read of a range while the node cannot be reached for seconds: it waits, skips nothing and ends by itself.
+
+The ranges are large and the line is narrow, so the fault comes in the middle of them. What a client library guesses of
+a topic that it has no connection for is not an answer of a broker: no record is lost that the log still has.
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until, create_topic, end_offsets_of
+from rebalance.accounts import await_committed
+from rebalance.conftest import make_options
+
+from faults.queries import RECOVERED_S, Query
+from spark_group_source.executor import fetch
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
+from spark_group_source.testing.proxy import Direction, Line
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+RECORDS = 120_000
+RECORD = b"r" * 240
+PARTITIONS = 3
+FAULT_S = 6.0
+DEADLINE_S = 60.0
+NARROW = Line(bytes_per_s=8_000_000)
+"""The read takes about four seconds without a fault."""
+PASSED = 8_000_000
+"""Bytes until the fault begins."""
+TOPIC = "large"
+
+
+@pytest.fixture(scope="module")
+def large(one_node: FaultyCluster) -> list[OffsetRange]:
+    """30 MB in small records."""
+    admin = AdminClient({"bootstrap.servers": one_node.direct_servers, "log_level": 0})
+    create_topic(admin, TOPIC, PARTITIONS)
+    fill(one_node.direct_servers)
+    ends = end_offsets_of(admin, TOPIC)
+    assert sum(ends.values()) == RECORDS
+    return [OffsetRange(tp, 0, end) for tp, end in ends.items()]
+
+
+def fill(servers: str) -> None:
+    producer = Producer(
+        {"bootstrap.servers": servers, "linger.ms": 20, "log_level": 0, "queue.buffering.max.messages": 2 * RECORDS}
+    )
+    for number in range(RECORDS):
+        producer.produce(TOPIC, RECORD, partition=number % PARTITIONS)
+    assert producer.flush(60) == 0
+
+
+class Trouble:
+    """Begins in the middle of what the clients are sent and is healed some seconds later, on a thread of its own."""
+
+    def __init__(self, cluster: FaultyCluster, fault: Fault) -> None:
+        self._cluster, self._fault = cluster, fault
+        self._thread = threading.Thread(target=self._run, name="trouble")
+        self._over = threading.Event()
+        self.struck = False
+
+    def _run(self) -> None:
+        proxy = self._cluster.proxies[self._fault.node]
+        before = proxy.passed[Direction.TO_CLIENT]
+        await_until(
+            lambda: self._over.is_set() or proxy.passed[Direction.TO_CLIENT] - before > PASSED,
+            DEADLINE_S,
+            what="the middle of the read",
+        )
+        if not self._over.is_set():
+            with self._cluster.suffering(self._fault):
+                self.struck = not self._over.wait(FAULT_S)
+
+    def __enter__(self) -> "Trouble":
+        self._cluster.proxies[self._fault.node].lay(NARROW, Direction.TO_CLIENT)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(DEADLINE_S)
+        self._cluster.heal()
+
+
+def offsets_of(batches: Iterator[object]) -> dict[TopicPartition, list[int]]:
+    found: dict[TopicPartition, list[int]] = {}
+    for batch in batches:
+        columns = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in ("partition", "offset")}  # type: ignore[attr-defined]
+        for partition in np.unique(columns["partition"]).tolist():
+            mine = columns["offset"][columns["partition"] == partition].tolist()
+            found.setdefault(TopicPartition(TOPIC, partition), []).extend(mine)
+    return found
+
+
+def struck_read(
+    faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, path: str, *, fail_on_data_loss: bool
+) -> None:
+    batches = fetch.read_ranges(
+        {"bootstrap.servers": faulty.bootstrap_servers, "isolation.level": "read_committed"},
+        large,
+        fail_on_data_loss=fail_on_data_loss,
+        deadline_s=DEADLINE_S,
+        path=path,
+    )
+    with Trouble(faulty, fault) as trouble:
+        found = offsets_of(batches)
+    counts = {tp: (len(found.get(tp, [])), end - start) for tp, start, end in large}
+    assert all(found.get(tp) == list(range(start, end)) for tp, start, end in large), f"read, of all: {counts}"
+    assert trouble.struck, "the read was over before the fault was"
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+@pytest.mark.parametrize("fail_on_data_loss", [True, False])
+def test_a_read_that_is_refused_in_its_middle_has_every_record_once(
+    fail_on_data_loss: bool, path: str, faulty: FaultyCluster, large: list[OffsetRange]
+) -> None:
+    struck_read(faulty, large, Fault("refuse", 1), path, fail_on_data_loss=fail_on_data_loss)
+
+
+@pytest.mark.parametrize("fail_on_data_loss", [pytest.param(True, marks=pytest.mark.soak), False])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("swallow", 1),
+        Fault("cut-after", 1, (Direction.TO_CLIENT,), 1_500_000),
+        Fault("kill", 1),
+        pytest.param(Fault("pause", 1), marks=pytest.mark.soak),
+        pytest.param(Fault("half-open", 1, (Direction.TO_CLIENT,)), marks=pytest.mark.soak),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
+    fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
+) -> None:
+    struck_read(faulty, large, fault, "auto", fail_on_data_loss=fail_on_data_loss)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("fail_on_data_loss", [True, False])
+def test_a_query_whose_tasks_are_refused_in_their_middle_has_every_record_once(
+    fail_on_data_loss: bool,
+    spark: "SparkSession",
+    faulty: FaultyCluster,
+    judge: AdminClient,
+    large: list[OffsetRange],
+    group_id: str,
+    tmp_path: Path,
+) -> None:
+    options = make_options(
+        faulty.bootstrap_servers,
+        group_id,
+        TOPIC,
+        "range",
+        session_ms=45_000,
+        failOnDataLoss=fail_on_data_loss,
+        fetchOffset__retryIntervalMs=1000,
+    )
+    with Query(spark, options, tmp_path).running() as query, Trouble(faulty, Fault("refuse", 1)) as trouble:
+        query.await_(lambda: trouble.struck, "the end of the fault", RECOVERED_S)
+        query.await_(lambda: len(query.records) >= RECORDS, "every record in the table", RECOVERED_S)
+        query.assert_every_row_once(judge, TOPIC)
+        await_committed(judge, group_id, [TOPIC])
