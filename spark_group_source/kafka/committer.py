@@ -13,6 +13,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.settings import COORDINATOR_IDLE
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
@@ -57,7 +58,7 @@ class OffsetCommitter:
         self._runtime = runtime
         own = {"transactional.id": transactional_id, "logger": log}
         usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
-        self._settings = {**usual, **settings, **own}
+        self._settings = {**COORDINATOR_IDLE, **usual, **settings, **own}
         self._asker = Asker.of(self._settings, group=group)
         self._group = group
         self._producer: Any = None

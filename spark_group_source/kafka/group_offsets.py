@@ -17,6 +17,7 @@ from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.admin import CommittedOffset
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.settings import COORDINATOR_IDLE
 from spark_group_source.kafka.translation import Asker, to_kafka
 from spark_group_source.model import TopicPartition
 
@@ -41,7 +42,7 @@ class GroupOffsets:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._settings = {**settings, "group.id": group, "group.protocol": "classic", "enable.auto.commit": "false"}
+        self._settings = {**COORDINATOR_IDLE, **settings, "group.id": group, "group.protocol": "classic", "enable.auto.commit": "false"}
         self._asker = Asker.of(settings, group=group)
         self._consumers: dict[bool, Any] = {}
 

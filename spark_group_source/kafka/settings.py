@@ -14,6 +14,10 @@ from spark_group_source.options.callables import CALLABLES, imported
 from spark_group_source.options.client import without_secrets
 from spark_group_source.options.table import Options
 
+COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
+"""Of clients that ask coordinators. After a connection was reset librdkafka may wait for a change that does not come,
+whatever time the call was given (its issues 5456 and 5511); an idle connection that is closed is such a change."""
+
 
 def check_settings(options: Options) -> None:
     """Refuse settings that the client library does not know, before anything is started.

@@ -213,8 +213,13 @@ class ClassicGroup(Group):
             claims.update(dict.fromkeys(member.owned, member))
         owned = {m.id: {tp for tp, owner in claims.items() if owner is m} for m in members}
         target = balanced(members, owned, everything)
-        # What moves is first only taken away; its owner joins again without it.
-        return {id_: {tp for tp in tps if tp not in claims or claims[tp].id == id_} for id_, tps in target.items()}
+        newest = max((m.generation for m in members if m.owned), default=-1)
+        claimed = {m.id: m.owned for m in members if m.generation == newest}
+        # What moves is first only taken away; its owner joins again without it. So is what two claim in one generation.
+        return {
+            id_: {tp for tp in tps if all(tp not in of for other, of in claimed.items() if other != id_)}
+            for id_, tps in target.items()
+        }
 
     # --- for the base class -----------------------------------------------------------------------------------------
 
