@@ -7,6 +7,7 @@ the account: nothing may be lost or doubled. The same seed draws the same faults
 """
 
 import argparse
+import os
 import secrets
 import sys
 import tempfile
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long new faults begin")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     given = parser.parse_args(arguments)
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
     with tempfile.TemporaryDirectory(prefix="spark-group-faults-") as scratch:
