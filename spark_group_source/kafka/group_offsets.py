@@ -42,7 +42,13 @@ class GroupOffsets:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._settings = {**COORDINATOR_IDLE, **settings, "group.id": group, "group.protocol": "classic", "enable.auto.commit": "false"}
+        self._settings = {
+            **COORDINATOR_IDLE,
+            **settings,
+            "group.id": group,
+            "group.protocol": "classic",
+            "enable.auto.commit": "false",
+        }
         self._asker = Asker.of(settings, group=group)
         self._consumers: dict[bool, Any] = {}
 
