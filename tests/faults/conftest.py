@@ -9,13 +9,13 @@ from faults.soak import SETTINGS
 from spark_group_source.testing.faulty_cluster import FaultyCluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_node(jvm: None) -> Iterator[FaultyCluster]:
     with FaultyCluster(settings=SETTINGS) as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def three_nodes(jvm: None) -> Iterator[FaultyCluster]:
     with FaultyCluster(nodes=3, settings=SETTINGS) as started:
         yield started

@@ -49,7 +49,7 @@ def test_records_pass_through_and_a_killed_node_has_them_again(faulty: FaultyClu
     assert end_offsets_of(asks(faulty.bootstrap_servers), "kept") == {TopicPartition("kept", 0): 3}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_three_nodes_serve_while_one_is_killed(faulty_three: FaultyCluster) -> None:
     client = asks(faulty_three.bootstrap_servers)
     create_topic(client, "copied", 3)

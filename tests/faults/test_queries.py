@@ -152,6 +152,7 @@ def test_refused_at_the_start(
     await_committed(judge, group_id, [name])
 
 
+@pytest.mark.soak
 def test_a_node_of_three_is_killed_and_comes_back(
     strategy: str, spark: "SparkSession", faulty_three: FaultyCluster, group_id: str, tmp_path: Path
 ) -> None:
