@@ -18,7 +18,7 @@ from spark_group_source.options.table import Options
 
 pytestmark = pytest.mark.broker
 
-SHORT_S = 12.0
+SHORT_S = 10.0
 """The life of a token that a test sees expire."""
 
 KINDS: dict[str, Callable[[Guarded], dict[str, str]]] = {
@@ -34,20 +34,21 @@ KINDS: dict[str, Callable[[Guarded], dict[str, str]]] = {
 def test_members_questions_commits_and_tasks_work(
     kind: str, protocol: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    topic = guarded.topic(f"t-{len(group_id)}-{kind.replace(' ', '-')}-{protocol}")
+    topic = guarded.topic(f"works-{kind.replace(' ', '-')}-{protocol}")
     guarded.produce(topic, numbered(0, 9, 2))
     given = query(KINDS[kind](guarded), group_id, topic, protocol=protocol)
     with Engine(given) as engine:
         engine.run()
         assert values_of(engine.rows) == texts(0, 9)
         expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
-        assert committed_of(guarded.admin, group_id) == expected
+        await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
         assert Admin(engine.options.admin_settings()).group(group_id).members[0].partitions
     assert "transactions are not allowed" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
 def test_a_run_outlives_its_tokens(
     kind: str, guarded: Guarded, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
