@@ -55,6 +55,7 @@ class KafkaGroupDataSource(DataSource):
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(dict(options))
         self._parsed = Options.parse(self.options)
+        self._path = tuple(sys.path)
 
     @classmethod
     def name(cls) -> str:
@@ -73,18 +74,25 @@ class KafkaGroupDataSource(DataSource):
         )
 
     def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
-        return GroupStreamReader(self._parsed)
+        return GroupStreamReader(self._parsed, self._path)
 
 
 class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader as Spark drives it; ``driver.coordinator`` has the life of a batch."""
+    """The reader as Spark drives it; ``driver.coordinator`` has the life of a batch.
 
-    def __init__(self, options: Options) -> None:
+    Args:
+        options: the query's.
+        path: where the planner finds modules, among them those of --py-files: Spark 4.2 gives these to planner and
+            executors, and not to the stream reader, which runs on the planner's host.
+    """
+
+    def __init__(self, options: Options, path: Sequence[str] = ()) -> None:
         self._options = options
+        self._path = tuple(path)
         self._coordinator: Coordinator | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_coordinator": None}
+        return {"_options": self._options, "_path": self._path, "_coordinator": None}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -133,6 +141,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             from spark_group_source.driver.coordinator import Coordinator
 
             _prepare_process()
+            sys.path += [place for place in self._path if place not in sys.path]
             self._coordinator = Coordinator(self._options)
             atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
         return self._coordinator

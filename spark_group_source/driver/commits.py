@@ -30,6 +30,8 @@ DENIALS_BELIEVED = 2
 """How often in a row transactions must be refused: brokers that start, and permissions that were just given, refuse."""
 SESSIONS_OF_ANOTHER = 1.5
 """For how many session timeouts somebody must have a place of this run before it is another process's."""
+BARRED_MS = 1_000
+"""For how long nobody must be allowed to commit before the run ends with that."""
 DENIED_AGAIN_MS = 60_000
 """After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
 
@@ -90,7 +92,7 @@ class Commits:
         self._taken_since_ms: dict[str, int] = {}  # by member id
         self._denials = 0
         self._denied_until_ms = 0
-        self._barred = 0
+        self._barred_ms: int | None = None
         self._committer = OffsetCommitter(
             options.producer_settings(),
             group=options.group_id,
@@ -238,14 +240,14 @@ class Commits:
             else:
                 if self.by_members:
                     log.warning("transactions are allowed again: the members commit their offsets no more")
-                self._denials = self._barred = 0
+                self._denials, self._barred_ms = 0, None
                 return False
         try:
             for at, share in enumerate(shares):
                 _commit_by_member(at, share, notes)
         except AccessDenied as exc:
             self._bar(exc)
-        self._barred = 0
+        self._barred_ms = None
         return True
 
     def _refused(self, exc: AccessDenied) -> None:
@@ -260,9 +262,11 @@ class Commits:
             log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
 
     def _bar(self, exc: AccessDenied) -> NoReturn:
-        """Nobody of ours may commit: the run ends with that where it was said twice."""
-        self._barred += 1
-        if self._barred >= DENIALS_BELIEVED:
+        """Nobody of ours may commit: the run ends with that where it is said again after a while."""
+        now_ms = self._runtime.now_ms()
+        if self._barred_ms is None:
+            self._barred_ms = now_ms
+        if now_ms - self._barred_ms >= BARRED_MS:
             raise exc
         raise CommitFailed(f"{exc}; it is tried once more") from exc
 

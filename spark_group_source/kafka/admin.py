@@ -17,7 +17,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import Asker, to_kafka, to_ours
+from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,9 @@ class Admin:
             future = self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group]
             answer = self._answer(Request.ALTER, future)
         except KafkaException as exc:
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {exc.args[0].str()}") from exc
+            missing = self._asker.needs(Request.ALTER, exc.args[0].code(), group)
+            needs = f". {self._asker.user} needs {missing}" if missing else ""
+            raise CommitFailed(f"Kafka refused to move group {group!r}: {exc.args[0].str()}{needs}") from exc
         if isinstance(answer, Missing):
             raise CommitFailed(f"Kafka refused to move group {group!r}: a topic does not exist")
         refused = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
@@ -327,7 +329,7 @@ class Admin:
     def _any_exists(self, partitions: Iterable[Any]) -> bool:
         topics = TopicCollection(sorted({p.topic for p in partitions}))
         futures = self._client.describe_topics(topics, **_BOUND)
-        answers = {name: self._answer(Request.TOPICS, future) for name, future in futures.items()}
+        answers = self._answers(Request.TOPICS, futures)
         counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
         return any(p.partition < counts.get(p.topic, 0) for p in partitions)
 
@@ -336,10 +338,10 @@ class Admin:
         return self._asked(request, op, lambda: self._answers(request, send()))
 
     def _answers(self, request: Request, futures: Mapping[Any, "Future[Any]"]) -> dict[Any, Any]:
-        about_topics = request is Request.TOPICS
-        return {key: self._answer(request, future, key if about_topics else "") for key, future in futures.items()}
+        return {name: self._answer(request, future, name) for name, future in futures.items()}
 
-    def _answer(self, request: Request, future: "Future[Any]", topic: str = "") -> Any:
+    def _answer(self, request: Request, future: "Future[Any]", name: str = "") -> Any:
+        """One answer; ``name``: the topic or group that it is about."""
         deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
@@ -347,7 +349,7 @@ class Admin:
             except KafkaException as exc:
                 if meaning(request, exc.args[0].code()) is Meaning.GONE:
                     return Missing()
-                raise KafkaException(exc.args[0], topic) from exc
+                raise KafkaException(exc.args[0], name) from exc
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
                 if (refused := self._refused) is not None:
@@ -377,8 +379,7 @@ class Admin:
         return answer
 
     def _on_error(self, error: KafkaError) -> None:
-        if meaning(Request.TOPICS, error.code()) is Meaning.REFUSED:
-            self._refused = error
+        self._refused = refusal_of_connection(error) or self._refused
 
     def _renew(self) -> None:
         """The next question is asked by another client, which knows nothing yet.

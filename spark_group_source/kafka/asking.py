@@ -40,7 +40,7 @@ def until_answered(
     Args:
         request, op: what is asked, for the judge and in words.
         ask: one try; raises KafkaException. It is called again at once after the pause.
-        asker: for the message. Beside its error, a KafkaException may name the topic.
+        asker: for the message. Beside its error, a KafkaException may name the topic or group.
         now_ms, pause: the clock.
         retries: how often what was not answered is asked again, but not later than :data:`ASK_S_MAX`.
 
@@ -57,8 +57,8 @@ def until_answered(
         except KafkaException as exc:
             error: KafkaError = exc.args[0]
             waited_s = (now_ms() - started_ms) / 1000
-            topic = exc.args[1] if len(exc.args) > 1 else ""
-            failure = translate(error, request=request, op=op, asker=asker, topic=topic, waited_s=waited_s)
+            name = exc.args[1] if len(exc.args) > 1 else ""
+            failure = translate(error, request=request, op=op, asker=asker, name=name, waited_s=waited_s)
             tries += 1
             what = meaning(request, error.code())
             refused = refused + 1 if what is Meaning.REFUSED else 0

@@ -4,7 +4,7 @@ Runs in: the stream reader's worker thread. Deliberately absent: which offsets a
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from confluent_kafka import KafkaError, KafkaException
@@ -143,7 +143,7 @@ class OffsetCommitter:
             self._open = "commit_transaction"
             self._end()
         except KafkaException as exc:
-            raise self._failure(exc.args[0], share=at) from exc
+            raise self._failure(exc.args[0], share=at, offsets=notes) from exc
 
     def settle(self) -> None:
         """End what an unanswered commit left open: until then a stable read of the group's offsets waits for it.
@@ -182,13 +182,14 @@ class OffsetCommitter:
             getattr(self._producer, self._open)(TRANSACTION_TIMEOUT_S)
             self._open, self._ending = None, False
 
-    def _failure(self, error: KafkaError, *, share: int = 0) -> GroupError:
+    def _failure(self, error: KafkaError, *, share: int = 0, offsets: Iterable[TopicPartition] = ()) -> GroupError:
         of_member = stale(error, request=Request.TRANSACTION, share=share)
         self._note_fenced(error)
         self._clean_up(error)
         if self._fenced is not None or meaning(Request.TRANSACTION, error.code()) is Meaning.REFUSED:
             op = "committing offsets"
-            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, asker=self._asker)
+            topic = next((tp.topic for tp in offsets if f"{tp.topic}(" in error.str()), "")  # the library names them
+            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, asker=self._asker, name=topic)
         return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:

@@ -111,8 +111,8 @@ class MemberConsumer:
         if meaning(Request.JOIN, error.code()) is Meaning.REFUSED:
             self._refusals += 1
             if self._refusals >= REFUSALS_BELIEVED:
-                topic = message.topic() or ""
-                raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, topic=topic)
+                name = message.topic() or ""
+                raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, name=name)
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "

@@ -16,6 +16,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
 
 _DESCRIBE, _READ = "Describe", "Read"
+_READ_AND_FIND = "Read and Describe"  # the second to find the coordinator; the first includes it unless it is denied
 _ON_TOPICS = {
     Request.TOPICS: _DESCRIBE,
     Request.OFFSETS: _DESCRIBE,
@@ -29,10 +30,10 @@ _ON_TOPICS = {
 _ON_GROUP = {
     Request.GROUP: _DESCRIBE,
     Request.COMMITTED: _DESCRIBE,
-    Request.ALTER: _READ,
-    Request.JOIN: _READ,
-    Request.COMMIT: _READ,
-    Request.TRANSACTION: _READ,
+    Request.ALTER: _READ_AND_FIND,
+    Request.JOIN: _READ_AND_FIND,
+    Request.COMMIT: _READ_AND_FIND,
+    Request.TRANSACTION: _READ_AND_FIND,
 }
 _ON = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
@@ -40,6 +41,9 @@ _ON = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
 }
 """Which operation of Kafka's access control lists a request needs."""
+
+
+_ALERT = "SSL alert number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +65,19 @@ class Asker:
             settings.get("transactional.id", ""),
         )
 
-    def needs(self, request: Request, code: int, topic: str = "") -> str:
-        """The permission that was missing where the broker said that one was; else an empty text."""
+    def needs(self, request: Request, code: int, name: str = "") -> str:
+        """The permission that was missing where the broker said that one was; else an empty text.
+
+        Args:
+            name: of the topic or group that the answer is about, if that is known.
+        """
         match code:
             case KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                return f"{_ON_TOPICS.get(request, _DESCRIBE)} on the topic{f' {topic!r}' * bool(topic) or 's'}"
+                return f"{_ON_TOPICS.get(request, _DESCRIBE)} on the topic{f' {name!r}' if name else 's'}"
             case KafkaError.GROUP_AUTHORIZATION_FAILED:
-                return f"{_ON_GROUP.get(request, _READ)} on the group{f' {self.group!r}' * bool(self.group)}"
+                return f"{_ON_GROUP.get(request, _READ_AND_FIND)} on the group {(self.group or name)!r}"
             case KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
-                id_ = f" {self.transactional_id!r}" * bool(self.transactional_id)
-                return f"Write and Describe on the transactional id{id_}"
+                return f"Write and Describe on the transactional id {self.transactional_id!r}"
         return ""
 
 
@@ -85,6 +92,17 @@ class MemberStale(CommitFailed):
         """Which of the shares of the commit was its."""
 
 
+def refusal_of_connection(error: KafkaError) -> KafkaError | None:
+    """What a client tells of its connections, if it is a refusal.
+
+    With TLS 1.3 a broker refuses a certificate when the client thinks the connection made: the library calls that a
+    lost connection, and the broker's word stands in the text alone.
+    """
+    if meaning(Request.TOPICS, error.code()) is Meaning.REFUSED:
+        return error
+    return KafkaError(KafkaError._SSL, error.str()) if _ALERT in error.str() else None
+
+
 def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale | None:
     """What a refused commit says of the member, if it says something of it."""
     if meaning(request, error.code()) is not Meaning.STALE:
@@ -94,13 +112,13 @@ def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale
 
 
 def translate(
-    error: KafkaError, *, request: Request, op: str, asker: Asker, topic: str = "", waited_s: float = 0.0
+    error: KafkaError, *, request: Request, op: str, asker: Asker, name: str = "", waited_s: float = 0.0
 ) -> GroupError:
     """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value but the
     user's name."""
     text, servers = error.str(), asker.servers
     match meaning(request, error.code()):
-        case Meaning.REFUSED if needed := asker.needs(request, error.code(), topic):
+        case Meaning.REFUSED if needed := asker.needs(request, error.code(), name):
             return AccessDenied(
                 f"{op} was refused by {servers}: {text}. {asker.user} needs {needed}. Once that is granted, the query "
                 "goes on from where it is when it is started again",
@@ -118,8 +136,8 @@ def translate(
         case Meaning.ENDS:
             return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
     return BrokerUnavailable(
-        f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers and that "
-        "the brokers run and can be reached from the driver",
+        f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers, that the "
+        "brokers run and can be reached from the driver, and kafka.security.protocol",
         op=op,
         servers=servers,
         waited_ms=int(waited_s * 1000),

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
-from spark_group_source.driver.commits import DENIED_AGAIN_MS
+from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS
 from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import (
@@ -330,6 +330,23 @@ def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> Non
     assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.runtime.called("commit_transaction")) == 1
+
+
+def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactions(scene: Scene) -> None:
+    barred = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True)
+    scene.runtime.will("send_offsets", barred, barred, barred)
+    scene.topics_there(a=2)
+    scene.topics_there(a=2)
+
+    def later() -> None:
+        scene.runtime.clock_ms += BARRED_MS
+        scene.worker.order(echo())
+
+    scene.run(scene.order(echo()), scene.order(echo()), later)
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoFailed, ev.Broken]
+    ended = scene.handled[-1]
+    assert isinstance(ended, ev.Broken) and isinstance(ended.error, AccessDenied) and "on the group" in str(ended.error)
+    assert not any(member.committed for member in scene.members.values())
 
 
 def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:

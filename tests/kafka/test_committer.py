@@ -126,7 +126,7 @@ def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of
 
 def test_one_refusal_is_not_the_end_of_transactions(runtime: HandRuntime, committer: OffsetCommitter) -> None:
     runtime.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
-    with pytest.raises(AccessDenied, match="Read on the group 'g'"):
+    with pytest.raises(AccessDenied, match="Read and Describe on the group 'g'"):
         committer.commit([(ONE, {A0: 5})], NOTES)
     committer.commit([(ONE, {A0: 5})], NOTES)
     assert len(runtime.producers) == 1

@@ -7,6 +7,7 @@ import base64
 import json
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,7 +135,8 @@ class Guarded:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def topic(self, name: str, partitions: int = 2) -> str:
-        return create_topic(self.admin, name, partitions)
+        """Create a topic whose name begins like this."""
+        return create_topic(self.admin, f"{name}-{uuid.uuid4().hex[:6]}", partitions)
 
     def produce(self, topic: str, records: Iterable[Record]) -> None:
         produce_to(self.producer, topic, records)

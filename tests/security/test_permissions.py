@@ -20,7 +20,7 @@ ENDING = {
     "describe the topic": (Permission(CLERK, "DESCRIBE", "TOPIC"), "Describe on the topic '{topic}'"),
     "read the topic": (Permission(CLERK, "READ", "TOPIC"), "Read on the topic '{topic}'"),
     "describe the group": (Permission(CLERK, "DESCRIBE", "GROUP"), "Describe on the group '{group}'"),
-    "read the group": (Permission(CLERK, "READ", "GROUP"), "Read on the group '{group}'"),
+    "read the group": (Permission(CLERK, "READ", "GROUP"), "Read and Describe on the group '{group}'"),
 }
 ONLY_FENCING = {
     "write transactions": Permission(CLERK, "WRITE", "TRANSACTIONAL_ID"),
