@@ -24,7 +24,7 @@ class Partition:
     followed: bool = False  # the position came from a commit that no stream made
     until: int = 0  # end of what the batch in flight reads of it, in PLANNED
     pending: tuple[int, int] | None = None  # range that became durable before the position was known
-    uncounted: int = 0  # offsets of that range, if it became durable while the partition was ours
+    uncounted: int = 0  # offsets of that range, or of the batch in flight, that others read, too, as their commit shows
     began: int = 0  # its first position here: without a commit, the next reader may begin there
     before: int | None = None  # where it began before a reset: nothing else says so if the group never committed it
     questions: int = 0  # lookups on their way, maybe from before it left and came back

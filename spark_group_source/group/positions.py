@@ -108,7 +108,6 @@ class Positions:
                 due[tp] = None  # it moved on, and Kafka cannot know yet
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
-                partition.uncounted = 0 if partition.state is PartitionState.AWAY else end - start
 
     def gone(self, offsets: Mapping[TopicPartition, int], topics: Collection[str] = ()) -> None:
         """Their records are gone: they go on there, which nobody committed.
@@ -193,6 +192,7 @@ class Positions:
             partition.followed = committed.stream is None or committed.followed
             start, end = partition.pending or self._in_flight.get(tp, (0, 0))
             inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
+            partition.uncounted = (at if inside else end) - start  # others read these, too
             if ours is not None and at != ours and not inside:
                 moved_from = ours
             self._move(tp, partition, ev.TheirCommit)
@@ -290,13 +290,17 @@ class Positions:
         return end - start
 
     def unconfirmed(self, tp: TopicPartition) -> int:
-        """Offsets that the partition's next reader reads again: from what Kafka has to the end of what was read."""
+        """Offsets that the partition's next reader reads again: from what Kafka has to the end of what was read; and
+        those of a batch of ours that somebody else had read before it."""
         partition = self.ours[tp]
         if partition.state in UNKNOWN or partition.position is None:
-            return self.in_flight(tp) + partition.uncounted
+            start, end = partition.pending or self._in_flight.get(tp, (0, 0))
+            if partition.start is not None and partition.position is not None:
+                start, end = partition.start, partition.position  # the last batch of the checkpoint
+            return end - start
         end = partition.until if partition.state is PartitionState.PLANNED else partition.position
         base = partition.began if partition.committed is None else partition.committed
-        return end - min(partition.position, base)
+        return end - min(partition.position, base) + partition.uncounted
 
     def check(self) -> str | None:
         """What contradicts itself, or None."""

@@ -60,6 +60,7 @@ class Accounts:
         """The log lost its end. What comes to these offsets now may be read, or be taken for what was read."""
         book = self.books[tp]
         former, book.end = book.end, end
+        book.longest = max(book.longest, former)
         self._grow(book, former)
         for offset in range(end, former):
             book.times[offset - book.start] = max(1, book.times[offset - book.start])

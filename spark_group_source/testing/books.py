@@ -65,6 +65,7 @@ class Book:
 
     start: int
     end: int
+    longest: int = 0  # the furthest end that it lost
     stale: int = -1  # up to here a former topic of this name was read: its plans and commits may still come
     times: list[int] = field(default_factory=list)  # by offset, from ``start``
     first: list[Reader] = field(default_factory=list)

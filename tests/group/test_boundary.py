@@ -1,5 +1,7 @@
 """A partition leaves only between batches: holds, their order and budget, and what is lost instead."""
 
+import pytest
+
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import SlotState
@@ -85,6 +87,45 @@ def test_losing_a_partition_of_a_replayed_batch_counts_before_its_position_is_kn
     fresh.assigned(A)
     fresh.lost(A)
     assert fresh.machine.statistics().maybe_twice == 50
+
+
+def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
+    fresh: GroupHarness,
+) -> None:
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.assigned()
+    fresh.feed(ev.Durable(offset=replayed))
+    fresh.assigned(A, B)
+    assert fresh.revoking(A, B) == []
+    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+def test_losing_what_a_former_run_read_last_counts_before_its_position_is_known(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40)})
+    fresh.assigned(A, B)
+    fresh.lost(A, B)
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+@pytest.mark.parametrize(("at", "others_too"), [(100, 0), (130, 30), (150, 50), (170, 50), (90, 50)])
+@pytest.mark.parametrize("durable_first", [True, False])
+def test_what_another_member_read_of_a_replayed_batch_counts_when_its_partition_is_lost(
+    fresh: GroupHarness, at: int, others_too: int, durable_first: bool
+) -> None:
+    """It was taken away and read while this process stood still; that it is lost is heard after what Kafka has."""
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
+    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.assigned(A)
+    if durable_first:
+        fresh.feed(ev.Durable(offset=replayed))
+    fresh.committed({A: ev.Committed(offset=at, stream="another")})
+    if not durable_first:
+        fresh.feed(ev.Durable(offset=replayed))
+    fresh.lost(A)
+    next_reader_too = 150 - at if 100 <= at < 150 else 0
+    assert fresh.machine.statistics().maybe_twice == others_too + next_reader_too
 
 
 def test_what_is_leaving_is_not_planned_again(group: GroupHarness) -> None:

@@ -37,7 +37,7 @@ class Model:
     start: Offsets = field(default_factory=dict)  # where the batch began that is the last one of the checkpoint
     before: Offsets = field(default_factory=dict)  # where it stood before a reset, without the last batch
     pending: Ranges = field(default_factory=dict)  # became durable before the position was known
-    uncounted: Offsets = field(default_factory=dict)  # how much of that while the partition was ours
+    uncounted: Offsets = field(default_factory=dict)  # how much of that, or of the flight, is somebody else's too
     known: Offsets = field(default_factory=dict)  # what we know that Kafka has
     began: Offsets = field(default_factory=dict)  # position at the first answer
     theirs: set[TopicPartition] = field(default_factory=set)  # committed by others, not yet under our name
@@ -51,7 +51,6 @@ class Model:
         found = self.kafka.get(tp)
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
-        self.uncounted.pop(tp, None)
         if found is None:
             self.known.pop(tp, None)
             at = ours if ours is not None else pending[0] if pending else self.before.get(tp, START[tp])
@@ -60,6 +59,8 @@ class Model:
             self.known[tp] = at = found.offset
             if found.stream != STREAM:
                 self.theirs.add(tp)
+                start, end = pending or self.flight.get(tp, (0, 0))
+                self.uncounted[tp] = (at if start <= at < end else end) - start
             elif ours is not None and found.seq < as_of:
                 at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
             own = found.stream == STREAM
@@ -90,7 +91,6 @@ class Model:
                 self.mark(tp, False)
             elif tp not in self.position:
                 self.pending[tp] = start, end
-                self.uncounted[tp] = end - start if tp in self.held else 0
         self.flight = {}
 
     def reset(self, epoch: int) -> None:
@@ -140,9 +140,10 @@ class Model:
         """Offsets that the next reader of these reads again."""
         total = 0
         for tp in gone:
-            start, end = self.flight.get(tp, (0, 0))
+            start, end = self.pending.get(tp) or self.flight.get(tp, (0, 0))
             if (at := self.position.get(tp)) is None:
-                total += end - start + self.uncounted.get(tp, 0)
+                total += self.memory[tp][0] - self.start[tp] if tp in self.start else end - start
             else:
+                total += self.uncounted.get(tp, 0)
                 total += (end if self.busy(tp) else at) - min(at, self.known.get(tp, self.began[tp]))
         return total
