@@ -99,7 +99,10 @@ class Coordinator:
             SourceError: the run cannot go on.
         """
         drain = self._publisher.drain_asked
-        return self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
+        end = self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
+        if end is not start:  # Spark asks another stream of this query next, which looks whether this one waits for it
+            self._publish()
+        return end
 
     def replay(self, end: StreamOffset) -> None:
         """A batch that ends at ``end`` is about to be read; join the group if this is the first word of the stream."""
