@@ -55,13 +55,11 @@ def unsigned_token(subject: str, life_s: float) -> tuple[str, float]:
 class TokenEndpoint:
     """Gives tokens for the client's secret (OAuth's client credentials), on loopback.
 
-    ``life_s``: of the tokens; ``given``: how many it gave; ``broken``: it answers with a failure.
+    ``life_s``: of the tokens.
     """
 
     def __init__(self) -> None:
         self.life_s = 600.0
-        self.given = 0
-        self.broken = False
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -84,11 +82,10 @@ class TokenEndpoint:
         right = base64.b64encode(f"{CLIENT_ID}:{CLIENT_SECRET}".encode()).decode()
         known = request.headers.get("Authorization") == f"Basic {right}"
         answer: dict[str, object] = {"error": "invalid_client"}
-        if known and not self.broken:
-            self.given += 1
+        if known:
             answer = {"access_token": unsigned_token(CLIENT_ID, self.life_s)[0], "expires_in": self.life_s}
         body = json.dumps(answer).encode()
-        request.send_response(500 if self.broken else 200 if known else 401)
+        request.send_response(200 if known else 401)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
