@@ -118,7 +118,7 @@ class Admin:
         self._asker = Asker.of(settings)
         self._retries = retries
         self._retry_interval_s = retry_interval_s
-        self._settings = {**settings, "error_cb": self._on_error, "logger": log}
+        self._settings = {**settings, "error_cb": self._on_error}
         self._refused: KafkaError | None = None
         self._renewed_ms = 0
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)

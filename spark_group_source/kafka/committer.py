@@ -56,7 +56,7 @@ class OffsetCommitter:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str, runtime: Runtime) -> None:
         self._runtime = runtime
-        own = {"transactional.id": transactional_id, "logger": log}
+        own = {"transactional.id": transactional_id}
         usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
         self._settings = {**COORDINATOR_IDLE, **usual, **settings, **own}
         self._asker = Asker.of(self._settings, group=group)

@@ -84,7 +84,7 @@ class MemberConsumer:
         self._known_as = known_as
         self._holder = ""  # as which member it was given its partitions
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
-        self._consumer: Any = runtime.consumer({**settings, "logger": log})
+        self._consumer: Any = runtime.consumer(settings)
 
     def subscribe(self, topics: Sequence[str]) -> None:
         self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)

@@ -116,6 +116,6 @@ class GroupOffsets:
     def _consumer(self, stable: bool) -> Any:
         if stable not in self._consumers:
             level = "read_committed" if stable else "read_uncommitted"  # it decides whether the read must be stable
-            settings = {**self._settings, "isolation.level": level, "logger": log}
+            settings = {**self._settings, "isolation.level": level}
             self._consumers[stable] = self._runtime.consumer(settings)
         return self._consumers[stable]

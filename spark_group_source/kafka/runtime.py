@@ -109,6 +109,15 @@ class Runtime:
         return made(_AdminClient, settings)
 
 
+class LibraryLog:
+    """librdkafka's log. What it means for a query is said by the query: in an outage each client would add twenty lines
+    a second, so that a lost connection is for DEBUG alone."""
+
+    def log(self, level: int, text: str, *parts: object) -> None:
+        lost = bool(parts) and parts[0] in ("FAIL", "ERROR")
+        log.log(logging.INFO if level >= logging.WARNING and not lost else logging.DEBUG, text, *parts)
+
+
 def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:
     """A client of the library's. Functions that the settings name are imported in this process.
 
@@ -117,7 +126,7 @@ def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> 
         OptionError: a function cannot be imported here.
         BrokerUnavailable: the function for tokens gave none; the library waits 10 s for the first one.
     """
-    given = imported(settings)
+    given = {"logger": LibraryLog(), **imported(settings)}
     try:
         return make(given)
     except KafkaException as exc:
