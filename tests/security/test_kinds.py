@@ -47,7 +47,9 @@ def test_members_questions_commits_and_tasks_work(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("tokens of an endpoint", marks=pytest.mark.soak), "tokens of a function"]
+)
 def test_a_run_outlives_its_tokens(
     kind: str, guarded: Guarded, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
