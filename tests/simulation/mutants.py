@@ -316,7 +316,7 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "begins-on-top-of-an-open-commit": ("consumer", 25),
+    "begins-on-top-of-an-open-commit": ("eager", 30),
     "takes-back-what-it-commits": ("eager", 1),
     "ends-at-a-failed-commit": ("consumer", 0),
     "stays-out-after-a-fatal-error": ("consumer", 7),
@@ -348,7 +348,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "reads-beyond-the-end": ("cooperative", 0),
     "does-not-read-back": ("eager", 1),
     "calls-all-committed": ("consumer", 11),
-    "writes-what-it-has": ("consumer", 1),
+    "writes-what-it-has": ("consumer", 18),
     "writes-void-plans": ("consumer", 3),
 }
 """A history that is known to find each of them, by protocol and seed."""
