@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
+from hypothesis import settings
 from kafka_words import (
     ADMIN_S,
     Offsets,
@@ -48,6 +49,10 @@ __all__ = [
     "end_offsets_of",
     "produce_to",
 ]
+
+# An example's time says something of the machine alone: here others run beside it.
+settings.register_profile("beside others", deadline=None)
+settings.load_profile("beside others")
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers: else python3 of the PATH
 
