@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Container
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
@@ -137,14 +138,14 @@ class Application:
 
     def on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
         self.commit()
-        say("revoked", partitions=self.forget(partitions))
+        say("revoked", partitions=self.forget(partitions, of=self.next))  # what could not be committed
 
     def on_lost(self, consumer: Any, partitions: list[Any]) -> None:
         say("lost", partitions=self.forget(partitions))
 
-    def forget(self, partitions: list[Any]) -> list[tuple[str, int]]:
+    def forget(self, partitions: list[Any], of: Container[tuple[str, int]] | None = None) -> list[tuple[str, int]]:
         tps = [(tp.topic, tp.partition) for tp in partitions]
-        self.out.writelines(f"L {t} {p} 0\n" for t, p in tps if (t, p) in self.next)  # processed, not committed
+        self.out.writelines(f"L {t} {p} 0\n" for t, p in tps if of is None or (t, p) in of)
         self.out.flush()
         for tp in tps:
             self.next.pop(tp, None)
