@@ -271,13 +271,6 @@ MUTANTS = [
         "the shares of slots that are out are not committed",
     ),
     Mutant(
-        "begins-on-top-of-an-open-commit",
-        "kafka/committer.py",
-        "        if self._ending and error.retriable():\n            return\n",
-        "",
-        "a commit that was not answered is asked for again, not taken back",
-    ),
-    Mutant(
         "takes-back-what-it-commits",
         "kafka/committer.py",
         'self._open = "commit_transaction"',
@@ -316,7 +309,6 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "begins-on-top-of-an-open-commit": ("eager", 30),
     "takes-back-what-it-commits": ("eager", 1),
     "ends-at-a-failed-commit": ("consumer", 0),
     "stays-out-after-a-fatal-error": ("consumer", 7),
