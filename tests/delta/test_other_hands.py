@@ -115,6 +115,7 @@ def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(que
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_rows_are(
     query: Query, table: Path
 ) -> None:
