@@ -232,7 +232,7 @@ class Commits:
     def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> bool:
         """Returns whether the members did it."""
         asked_ms = self._runtime.now_ms()
-        if not self._committer.lost and asked_ms >= self._denied_until_ms:
+        if not self._committer.barred and asked_ms >= self._denied_until_ms:
             try:
                 self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
             except AccessDenied as exc:

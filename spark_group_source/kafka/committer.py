@@ -66,13 +66,18 @@ class OffsetCommitter:
         self._ending = False  # it was made, and not answered
         self._begun_ms = 0
         self._fenced: KafkaError | None = None
-        self.lost = False
-        """Whether this process had the id, and cannot say any more whether it has. Nothing is committed until then."""
+        self.lost = self._proven = False
+        """Whether this process had the id, and cannot say any more whether it has: until it has taken it over again."""
 
     def anew(self) -> None:
         """Take the id over again, with the next commit: a broker took a commit from a member of this process just now,
         which it would have refused if another process had the place."""
-        self.lost = False
+        self._proven = True
+
+    @property
+    def barred(self) -> bool:
+        """Whether nothing may be committed before :meth:`anew`."""
+        return self.lost and not self._proven
 
     def prepare(self) -> None:
         """Take the transactional id over now: from here on no older process can commit with it.
@@ -160,12 +165,13 @@ class OffsetCommitter:
     def _own(self) -> Any:
         if self._fenced is not None:
             raise KafkaException(self._fenced)
-        if self.lost:
+        if self.barred:
             raise CommitFailed("the transactional id may be another process's by now")
         if self._producer is None:
             producer = self._runtime.producer(self._settings)
             producer.init_transactions(TRANSACTION_TIMEOUT_S)
             self._producer, self._open, self._ending = producer, None, False
+            self.lost = self._proven = False
         return self._producer
 
     def _begun(self) -> Any:
@@ -209,14 +215,14 @@ class OffsetCommitter:
             return
         expires_ms = int(str(self._settings["transaction.timeout.ms"]))
         if self._open is not None and self._runtime.now_ms() - self._begun_ms >= expires_ms:
-            self._producer, self._open, self._ending, self.lost = None, None, False, True
+            self._producer, self._open, self._ending, self.lost, self._proven = None, None, False, True, False
         else:
             self._fenced = error
 
     def _usable(self, error: KafkaError) -> bool:
         """Whether the producer can go on after this."""
         if self._producer is not None and not (error.retriable() or error.txn_requires_abort()):
-            self.lost = self._fenced is None
+            self.lost, self._proven = self._fenced is None, False
             self._producer = None
         return self._producer is not None
 

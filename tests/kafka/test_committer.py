@@ -170,3 +170,16 @@ def test_a_probe_without_an_answer_says_so(runtime: HandRuntime, committer: Offs
     runtime.will("send_offsets", FENCED)
     with pytest.raises(Fenced):
         committer.probe(A0)
+
+
+def test_G6_an_id_that_may_be_taken_again_is_lost_until_it_is_taken(
+    runtime: HandRuntime, committer: OffsetCommitter
+) -> None:
+    """Else a question that comes in between would find nobody who has it, for ever."""
+    runtime.will(*BROKEN["an outage in the middle"])
+    with pytest.raises(CommitFailed):
+        committer.commit([(ONE, {A0: 5})], NOTES)
+    committer.anew()
+    assert (committer.lost, committer.barred) == (True, False)
+    committer.commit([(ONE, {A0: 5})], NOTES)
+    assert (committer.lost, committer.barred) == (False, False)
