@@ -210,7 +210,7 @@ class Commits:
             except MemberStale as exc:
                 self._leave_out(shares[exc.share], exc, left)
             else:
-                if by_members and not left:
+                if by_members and not left and all(share.member.static for share in shares):
                     self._committer.anew()
                 self._offsets.wait_shown({tp: offset for share in shares for tp, offset in share.offsets.items()})
                 return

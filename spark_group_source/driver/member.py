@@ -104,6 +104,11 @@ class Member:
         return None if self._consumer is None else self._consumer.identity
 
     @property
+    def static(self) -> bool:
+        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
+        return self._join.instance_id is not None
+
+    @property
     def slot(self) -> int:
         return self._join.slot
 

@@ -37,6 +37,7 @@ class HandMember:
 
     def __init__(self, slot: int, runtime: HandRuntime) -> None:
         self.slot, self.client, self.runtime = slot, 7, runtime
+        self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
         self.orders: list[Any] = []
         self.committed: list[Any] = []
@@ -304,6 +305,19 @@ def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_the_members(sce
     assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
     assert [len(member.committed) for member in scene.members.values()] == [1, 1, 0]
     assert len(scene.runtime.producers) == 2
+
+
+def test_G6_members_without_places_of_their_own_prove_nothing(scene: Scene) -> None:
+    """A newer run has members beside those of a process that was frozen: both may commit what they hold."""
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.topics_there(a=2)
+    for member in scene.members.values():
+        member.static = False
+    for _ in range(2):
+        scene.shows({A0: 5, A1: 6})
+    scene.run(*[scene.order(echo())] * 3)
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
+    assert len(scene.runtime.producers) == 1
 
 
 def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(scene: Scene) -> None:
