@@ -5,7 +5,6 @@ Runs in: executor workers. Deliberately absent: decisions about ranges (``ranges
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -32,9 +31,7 @@ from spark_group_source.executor.records import (
     packed,
 )
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.client import is_secret
-
-log = logging.getLogger(__name__)
+from spark_group_source.options.client import without_secrets
 
 
 @dataclass(slots=True)
@@ -86,13 +83,6 @@ class PlainChunk:
         self.messages = []
 
 
-class _Lines:
-    """librdkafka's log. Nothing in it is above INFO here: what ends a read is told by the error that ends it."""
-
-    def log(self, level: int, text: str, *parts: object) -> None:
-        log.log(logging.INFO if level >= logging.WARNING else logging.DEBUG, text, *parts)
-
-
 class PlainClient:
     """Reads through confluent_kafka's public calls only. Slower, and right wherever that package works."""
 
@@ -109,8 +99,7 @@ class PlainClient:
         self._about_topics: dict[str, Future[Any]] = {}
         self.pid = os.getpid()
         try:
-            own = {"error_cb": self._on_error, "logger": _Lines()}
-            self._consumer = made(confluent_kafka.Consumer, {**settings, **own})
+            self._consumer = made(confluent_kafka.Consumer, {**settings, "error_cb": self._on_error})
         except (self._kafka.KafkaException, ValueError, TypeError) as exc:
             raise refused_setting(settings, str(exc)) from None  # the cause may hold a secret
 
@@ -201,8 +190,7 @@ class PlainClient:
             from spark_group_source.kafka.runtime import made
 
             # As an admin client it knows settings that it does not use; it says so in its log.
-            settings: dict[str, Any] = {**self._settings, "logger": _Lines()}
-            self._asking = made(AdminClient, settings)
+            self._asking = made(AdminClient, self._settings)
         return self._asking
 
     def clear(self) -> None:
@@ -214,8 +202,6 @@ class PlainClient:
 
 def refused_setting(settings: Mapping[str, str], text: str) -> OptionError:
     """What librdkafka said about the settings, with every value that could be a secret taken out."""
-    for name, value in settings.items():
-        if value and is_secret(name):
-            text = text.replace(value, "***")
+    text = without_secrets(text, settings)
     names = sorted(name for name in settings if f'"{name}"' in text)
     return OptionError(f"the Kafka client refuses its settings: {text}", names=names)

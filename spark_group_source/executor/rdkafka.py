@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,7 @@ class Library:
     def __init__(self) -> None:
         if sys.byteorder != "little" or c.sizeof(c.c_void_p) != 8 or os.name != "posix":
             raise ImportError("the fast client needs a 64-bit little-endian POSIX machine")
-        rdkafka = c.CDLL(str(extension()))
-        for name, (result, *arguments) in _CALLS.items():
-            call = getattr(rdkafka, f"rd_kafka_{name}", None)
-            if call is None:
-                raise ImportError(f"librdkafka has no rd_kafka_{name}")
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
+        vars(self).update(calls(_CALLS))
         libc = c.CDLL(None)
         self.malloc, self.release = libc.malloc, libc.free
         self.malloc.restype, self.malloc.argtypes = _P, [_SIZE]
@@ -151,6 +146,26 @@ class Library:
                 raise ImportError("librdkafka keeps its lists of messages in another way than expected")
         finally:
             self.release(block)
+
+
+def calls(signatures: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """librdkafka's functions by their names without ``rd_kafka_``.
+
+    Args:
+        signatures: by name, the type of what is returned and those of the arguments.
+
+    Raises:
+        ImportError: the library is not there, or has no such function.
+    """
+    rdkafka = c.CDLL(str(extension()))
+    found = {}
+    for name, (result, *arguments) in signatures.items():
+        call = getattr(rdkafka, f"rd_kafka_{name}", None)
+        if call is None:
+            raise ImportError(f"librdkafka has no rd_kafka_{name}")
+        call.restype, call.argtypes = result, arguments
+        found[name] = call
+    return found
 
 
 def extension() -> Path:

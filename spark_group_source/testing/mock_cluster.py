@@ -15,7 +15,7 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from spark_group_source.executor.rdkafka import extension
+from spark_group_source.executor.rdkafka import calls
 from spark_group_source.model import TopicPartition
 
 _P, _PP, _INT, _I16, _I32, _I64, _SIZE, _STR = (
@@ -259,13 +259,7 @@ class _Library:
     """librdkafka's calls by their names without ``rd_kafka_``."""
 
     def __init__(self) -> None:
-        rdkafka = c.CDLL(str(extension()))
-        for name, (result, *arguments) in _CALLS.items():
-            call = getattr(rdkafka, f"rd_kafka_{name}", None)
-            if call is None:
-                raise ImportError(f"librdkafka has no rd_kafka_{name}")
-            call.restype, call.argtypes = result, arguments
-            setattr(self, name, call)
+        vars(self).update(calls(_CALLS))
 
     def __getattr__(self, name: str) -> Any:  # Any: ctypes functions, set by name above
         raise AttributeError(name)
