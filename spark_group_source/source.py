@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from spark_group_source.driver.coordinator import Coordinator
 
-log = logging.getLogger(__name__)
 
 FORMAT = "kafka-group"
 LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"

@@ -3,7 +3,6 @@
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -19,8 +18,6 @@ from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
-
-log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 6.0
 """One question to the cluster, including the search for the broker that can answer. A client that asked a broker which

@@ -3,7 +3,6 @@
 Runs in: the stream reader's worker thread. Deliberately absent: which offsets and when (``group``).
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,8 +15,6 @@ from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.settings import COORDINATOR_IDLE
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
-
-log = logging.getLogger(__name__)
 
 TRANSACTION_TIMEOUT_S = 10.0
 """One step of the transactional commit; normally milliseconds. What was not answered is asked for again, and lookups

@@ -6,7 +6,6 @@ source needs it most. A consumer that never subscribes asks the same question sa
 """
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.settings import COORDINATOR_IDLE
 from spark_group_source.kafka.translation import Asker, to_kafka
 from spark_group_source.model import TopicPartition
-
-log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 10.0
 """One question, including the search for the coordinator and the wait for unfinished transactions."""
