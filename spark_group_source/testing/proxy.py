@@ -205,7 +205,10 @@ class Proxy:
         link = _Link(self, reader, writer)
         self._links.add(link)
         link.task = self._loop.create_task(link.run())
-        link.task.add_done_callback(lambda _: self._links.discard(link))
+        link.task.add_done_callback(link.end)  # not in the task: one that is cancelled before its first step never runs
+
+    def forget(self, link: "_Link") -> None:
+        self._links.discard(link)
 
     def line(self, direction: Direction) -> Line:
         return self._lines[direction]
@@ -218,7 +221,8 @@ class Proxy:
             if left_s <= 0:
                 return line
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
 
     async def take_turn(self, count: int, direction: Direction) -> None:
         """Wait for the bandwidth that ``count`` bytes need."""
@@ -246,20 +250,24 @@ class _Link:
         try:
             if self._proxy.target is None:
                 return
-            connecting = asyncio.open_connection(*self._proxy.target, limit=STREAM_BYTES)
-            self._ends[Direction.TO_SERVER] = await asyncio.wait_for(connecting, CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):  # wait_for forgets a cancellation that comes with the answer
+                connection = await asyncio.open_connection(*self._proxy.target, limit=STREAM_BYTES)
+            self._ends[Direction.TO_SERVER] = connection
             await self._pass_on()
             if self.kept is not None:
                 reader, _ = self._ends[self.kept]
                 while await reader.read(CHUNK_BYTES):
                     pass
         except OSError:
-            pass  # one side is gone; the other hears of it below
-        finally:
-            for pump in self._pumps:
-                pump.cancel()
-            for _, writer in self._ends.values():
-                _reset(writer)
+            pass  # one side is gone; the other hears of it at the end
+
+    def end(self, _task: asyncio.Task[None]) -> None:
+        """Reset what is open."""
+        for pump in self._pumps:
+            pump.cancel()
+        for _, writer in self._ends.values():
+            _reset(writer)
+        self._proxy.forget(self)
 
     def keep_only(self, end: Direction) -> None:
         self.kept = end

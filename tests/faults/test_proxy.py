@@ -17,6 +17,8 @@ SILENCE_S = 0.3
 """How long nothing is listened for."""
 LARGE = bytes(range(256)) * 8192
 HOUR_S = 3600.0
+MOMENTS = 500
+"""Connections that are cut, each at another moment of its beginning."""
 
 
 class Echo:
@@ -229,13 +231,13 @@ def test_a_server_that_does_not_read_stops_the_sender(proxy: Proxy, client: sock
 
 
 def test_without_a_server_connections_are_reset() -> None:
-    with Proxy() as proxy, connect(proxy) as connection:
-        with pytest.raises(ConnectionResetError):
+    with Proxy() as proxy:
+        with pytest.raises(ConnectionResetError), connect(proxy) as connection:  # the reset may be heard in connecting
             connection.recv(1)
         probe = socket.create_server(("127.0.0.1", 0))
         proxy.target = probe.getsockname()
         probe.close()
-        with connect(proxy) as another, pytest.raises(ConnectionResetError):
+        with pytest.raises(ConnectionResetError), connect(proxy) as another:
             another.recv(1)
 
 
@@ -258,3 +260,11 @@ def test_a_seed_draws_the_same_faults_and_every_kind() -> None:
     assert first == again != other
     assert {fault.kind for fault, _ in first[: len(KINDS)]} == set(KINDS)
     assert {fault.node for fault, _ in first} == {1, 2, 3}
+
+
+def test_a_connection_that_is_cut_while_it_is_being_made_is_cut(proxy: Proxy) -> None:
+    """A cancellation that comes together with the server's answer is not forgotten: ``cut`` returns, each time."""
+    for _ in range(MOMENTS):
+        with socket.create_connection(("127.0.0.1", proxy.port), REPLY_S):
+            proxy.cut()
+    await_until(lambda: proxy.connections == 0, what="no connection is left")
