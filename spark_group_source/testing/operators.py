@@ -11,7 +11,7 @@ from functools import partial
 from spark_group_source.cli import reset
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka import Admin
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.testing.books import Reader
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants
@@ -123,7 +123,13 @@ class Operator:
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
         """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose."""
         held = {} if table.ledger is None else dict(table.ledger.offsets)
-        if self._world.chance(0.5):
+        if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
+            topics = self._admin.existing(tp.topic for tp in held)
+            first = reset.targets(
+                self._admin, reset.partitions_of(self._admin, self._group, topics), StartAt("earliest")
+            )
+            self.by_reset(lambda _: first, tables)
+        elif self._world.chance(0.5):
             self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, [table])
         else:
             self.by_reset(lambda committed: committed, tables)

@@ -121,6 +121,7 @@ class Table:
             seen.notes | {offset.to_json()},
         )
         self._truth.processed_by(run.reader, rows, table=self.name)
+        self._truth.has_already({r.tp: (r.start, r.end) for r in decision.drop}, table=self.name)
         return True
 
     def set_ledger(self, offsets: Mapping[TopicPartition, int], *, topic_ids: Mapping[str, str], epoch: int) -> None:
