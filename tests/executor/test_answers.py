@@ -1,12 +1,15 @@
 """What a task makes of each answer of a broker, with librdkafka itself and brokers that answer as the test says.
 
-Nothing is lost on a client's word. Every test runs over both clients.
+Nothing is lost on a client's word. Every test runs over both clients. Rows of the table wait at the same time, each
+with a cluster of its own.
 """
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +19,18 @@ from kafka_words import await_until
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
-from spark_group_source.executor import doubts, fetch, ranges
+from spark_group_source.executor import doubts, fetch, plain, questions, ranges
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.testing.mock_cluster import Api, MockCluster
 
 TP = TopicPartition("orders", 0)
 COUNT = 20
-GRACE_S = 0.8
+GRACE_S = 0.3
+LONG_S = 300
+"""A grace that no test outlives: what is believed at all then is believed too early."""
+DEADLINE_S = 60
+"""Without any progress, on a machine that is busy."""
 
 
 @pytest.fixture(params=["fast", "plain"])
@@ -35,16 +42,66 @@ def path(request: pytest.FixtureRequest) -> str:
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doubts, "GRACE_S", GRACE_S)
     monkeypatch.setattr(ranges, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.2)
+    monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.1)
+    for module in (questions, plain, ranges):
+        monkeypatch.setattr(module, "ANSWER_S_MAX", 1.0)
 
 
-@pytest.fixture
-def cluster() -> Iterator[MockCluster]:
+@pytest.fixture(autouse=True)
+def no_client_is_kept() -> Iterator[None]:
+    yield
+    fetch._pool.close()
+
+
+@contextmanager
+def orders() -> Iterator[MockCluster]:
     with MockCluster() as made:
         made.create_topic("orders")
         produce(made)
         yield made
+
+
+@pytest.fixture
+def cluster() -> Iterator[MockCluster]:
+    with orders() as made:
+        yield made
         fetch._pool.close()
+
+
+def each(codes: Iterable[int], play: Callable[[MockCluster, int], None]) -> None:
+    """Play all rows at once. What failed says of which."""
+
+    def row(code: int) -> None:
+        with orders() as cluster:
+            play(cluster, code)
+
+    with ThreadPoolExecutor(len(rows := list(codes))) as pool:
+        played = {code: pool.submit(row, code) for code in rows}
+    failed = {code: error for code, one in played.items() if (error := one.exception())}
+    for code, error in failed.items():
+        error.add_note(f"This was the row of {code}.")
+    if failed:
+        raise BaseExceptionGroup(f"the rows of {sorted(failed)}", list(failed.values()))
+
+
+@contextmanager
+def as_soon_as(holds: Callable[[], bool], call: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Something that happens while the block waits; it is over when the block ends."""
+
+    def happen() -> None:
+        await_until(holds, DEADLINE_S, what="the moment for what happens meanwhile")
+        call(*arguments)
+
+    with ThreadPoolExecutor(1) as pool:
+        happening = pool.submit(happen)
+        yield
+        happening.result()
+
+
+def over(wait_s: float) -> Callable[[], bool]:
+    """Whether that time is over."""
+    end_s = time.monotonic() + wait_s
+    return lambda: time.monotonic() >= end_s
 
 
 def produce(cluster: MockCluster, count: int = COUNT) -> None:
@@ -62,38 +119,26 @@ def topic_id(cluster: MockCluster) -> str:
 Read = Callable[..., list[int]]
 
 
+def rows_of(cluster: MockCluster, path: str = "auto", start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
+    """The offsets that were read."""
+    found = fetch.read_ranges(
+        {**servers(cluster), "reconnect.backoff.max.ms": "200"},
+        [OffsetRange(TP, start, end)],
+        path=path,
+        **{"deadline_s": DEADLINE_S, **options},
+    )
+    return [offset for batch in found for offset in batch.column("offset").to_pylist()]
+
+
+def servers(cluster: MockCluster) -> dict[str, str]:
+    return {"bootstrap.servers": cluster.bootstrap_servers}
+
+
 @pytest.fixture
 def read(cluster: MockCluster, path: str) -> Read:
     """``read(start=0, end=COUNT, **options)`` -> the offsets."""
+    return partial(rows_of, cluster, path)
 
-    def rows(start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
-        found = fetch.read_ranges(
-            {"bootstrap.servers": cluster.bootstrap_servers},
-            [OffsetRange(TP, start, end)],
-            path=path,
-            **{"deadline_s": 20, **options},
-        )
-        return [offset for batch in found for offset in batch.column("offset").to_pylist()]
-
-    return rows
-
-
-@pytest.fixture
-def later(cluster: MockCluster) -> Iterator[Callable[..., None]]:
-    """``later(wait_s, call, *arguments)``: something that happens meanwhile. Nothing of it outlives the cluster."""
-    timers: list[threading.Timer] = []
-
-    def start(wait_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        timers.append(threading.Timer(wait_s, call, arguments))
-        timers[-1].start()
-
-    yield start
-    for timer in timers:
-        timer.cancel()
-        timer.join()
-
-
-Later = Callable[..., None]
 
 # --- the table, row by row
 
@@ -104,45 +149,46 @@ OF_FETCH = (1, 2, 70, 71, 106, 109)
 """And a fetch alone; the last two are known to no table."""
 
 
-@pytest.mark.parametrize("code", PASSES + OF_FETCH)
-def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated(cluster: MockCluster, code: int) -> None:
-    assert meaning(Request.FETCH, code) is Meaning.AGAIN
-    cluster.push_partition_errors(TP, Api.FETCH, [code, code])
-    found = fetch.read_ranges(
-        {"bootstrap.servers": cluster.bootstrap_servers}, [OffsetRange(TP, 0, COUNT)], deadline_s=20
-    )
-    assert sum(batch.num_rows for batch in found) == COUNT
-    cluster.clear_request_errors(Api.FETCH)
+def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated(path: str) -> None:
+    def play(cluster: MockCluster, code: int) -> None:
+        assert meaning(Request.FETCH, code) is Meaning.AGAIN
+        cluster.push_partition_errors(TP, Api.FETCH, [code, code])
+        assert rows_of(cluster, path) == list(range(COUNT))
+
+    each(PASSES + OF_FETCH, play)
 
 
-@pytest.mark.parametrize("code", PASSES)
-def test_bounds_that_are_answered_with_a_passing_error_are_asked_again(
-    cluster: MockCluster, later: Later, path: str, code: int
-) -> None:
-    """The range lies beyond the log's end, so that its bounds are asked for; the log grows meanwhile."""
-    cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 4)
-    later(GRACE_S, produce, cluster, 5)
-    found = fetch.read_ranges(
-        {"bootstrap.servers": cluster.bootstrap_servers}, [OffsetRange(TP, 0, COUNT + 5)], path=path, deadline_s=20
-    )
-    assert sum(batch.num_rows for batch in found) == COUNT + 5
+def test_bounds_that_are_answered_with_a_passing_error_are_asked_again(path: str) -> None:
+    """The range lies beyond the log's end, so that its bounds are asked for, beyond the grace; then the log grows."""
+
+    def play(cluster: MockCluster, code: int) -> None:
+        cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 3_000)
+        grace = over(2 * GRACE_S)
+        with as_soon_as(lambda: grace() and len(cluster.requests(Api.LIST_OFFSETS)) >= 4, produce, cluster, 5):
+            assert rows_of(cluster, path, end=COUNT + 5) == list(range(COUNT + 5))
+
+    each(PASSES, play)
 
 
-@pytest.mark.parametrize("code", [29, 30, 31])
-def test_a_refusal_that_passes_is_none(cluster: MockCluster, read: Read, code: int) -> None:
+def test_a_refusal_that_passes_is_none(path: str) -> None:
     """librdkafka stops to fetch at the first 29, and tells it once: a fresh client finds out that it is over."""
-    cluster.push_partition_errors(TP, Api.FETCH, [code])
-    assert read() == list(range(COUNT))
+
+    def play(cluster: MockCluster, code: int) -> None:
+        cluster.push_partition_errors(TP, Api.FETCH, [code])
+        assert rows_of(cluster, path) == list(range(COUNT))
+
+    each([29, 30, 31], play)
 
 
-@pytest.mark.parametrize("code", [29, 30, 31])
-def test_a_refusal_that_stays_ends_the_task_after_a_second_try(cluster: MockCluster, read: Read, code: int) -> None:
-    cluster.push_partition_errors(TP, Api.FETCH, [code] * 3_000)
-    started = time.monotonic()
-    with pytest.raises(AccessDenied, match="orders"):
-        read()
-    assert time.monotonic() - started >= GRACE_S
-    cluster.clear_request_errors(Api.FETCH)
+def test_a_refusal_that_stays_ends_the_task_after_a_second_try(path: str) -> None:
+    def play(cluster: MockCluster, code: int) -> None:
+        cluster.push_partition_errors(TP, Api.FETCH, [code] * 3_000)
+        started = time.monotonic()
+        with pytest.raises(AccessDenied, match="orders"):
+            rows_of(cluster, path)
+        assert time.monotonic() - started >= GRACE_S
+
+    each([29, 30, 31], play)
 
 
 def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read) -> None:
@@ -153,12 +199,14 @@ def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read) -> None:
     assert read() == list(range(COUNT))
 
 
-@pytest.mark.parametrize("code", [29, 31])
-def test_metadata_that_refuses_is_believed_the_second_time(cluster: MockCluster, read: Read, code: int) -> None:
-    planned = {"orders": topic_id(cluster)}
-    cluster.set_topic_error("orders", code)
-    with pytest.raises(AccessDenied):
-        read(topic_ids=planned)
+def test_metadata_that_refuses_is_believed_the_second_time(path: str) -> None:
+    def play(cluster: MockCluster, code: int) -> None:
+        planned = {"orders": topic_id(cluster)}
+        cluster.set_topic_error("orders", code)
+        with pytest.raises(AccessDenied):
+            rows_of(cluster, path, topic_ids=planned)
+
+    each([29, 31], play)
 
 
 @pytest.mark.parametrize("code", [17, 35, 42])
@@ -171,35 +219,39 @@ def test_what_asking_again_cannot_help_ends_the_task(cluster: MockCluster, read:
 # --- gone
 
 
-@pytest.mark.parametrize("code", [3, 100])
-def test_a_topic_is_gone_when_metadata_says_so_over_the_grace(cluster: MockCluster, read: Read, code: int) -> None:
-    planned = {"orders": topic_id(cluster)}
-    cluster.set_topic_error("orders", code)
-    started = time.monotonic()
-    with pytest.raises(TopicMissing) as caught:
-        read(topic_ids=planned)
-    assert time.monotonic() - started >= GRACE_S
-    assert caught.value.fields == {"topics": ["orders"]}
+def test_a_topic_is_gone_when_metadata_says_so_over_the_grace(path: str) -> None:
+    def play(cluster: MockCluster, code: int) -> None:
+        planned = {"orders": topic_id(cluster)}
+        cluster.set_topic_error("orders", code)
+        started = time.monotonic()
+        with pytest.raises(TopicMissing) as caught:
+            rows_of(cluster, path, topic_ids=planned)
+        assert time.monotonic() - started >= GRACE_S
+        assert caught.value.fields == {"topics": ["orders"]}
+
+    each([3, 100], play)
 
 
-@pytest.mark.parametrize("code", [3, 100, 5, 29])
-def test_what_metadata_says_for_a_moment_only_is_waited_out(
-    cluster: MockCluster, later: Later, read: Read, code: int
-) -> None:
-    planned = {"orders": topic_id(cluster)}
-    cluster.set_topic_error("orders", code)
-    later(GRACE_S / 2, cluster.set_topic_error, "orders", 0)
-    assert read(topic_ids=planned) == list(range(COUNT))
+def test_what_metadata_says_for_a_moment_only_is_waited_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubts, "GRACE_S", LONG_S)
+
+    def play(cluster: MockCluster, code: int) -> None:
+        planned = {"orders": topic_id(cluster)}
+        cluster.set_topic_error("orders", code)
+        cluster.forget_requests()
+        with as_soon_as(lambda: len(cluster.requests(Api.METADATA)) >= 6, cluster.set_topic_error, "orders", 0):
+            assert rows_of(cluster, path, topic_ids=planned) == list(range(COUNT))
+
+    each([3, 100, 5, 29], play)
 
 
 def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
-    cluster: MockCluster, later: Later, read: Read, caplog: pytest.LogCaptureFixture
+    cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To librdkafka the partitions of such a broker are unknown (-190), at once."""
     assert read(0, 5) == [0, 1, 2, 3, 4]
     cluster.set_broker_down(1)
-    later(4 * GRACE_S, cluster.set_broker_up, 1)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), as_soon_as(over(4 * GRACE_S), cluster.set_broker_up, 1):
         assert read(fail_on_data_loss=False) == list(range(COUNT))
     assert "data loss" not in caplog.text
 
@@ -220,10 +272,6 @@ def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) 
         cluster.clear_request_errors(Api.LIST_OFFSETS)
     await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT), 10, what="bounds")
     client.close()
-
-
-def servers(cluster: MockCluster) -> dict[str, str]:
-    return {"bootstrap.servers": cluster.bootstrap_servers}
 
 
 # --- another topic of that name, a shorter log
