@@ -13,14 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic
-from rebalance.accounts import Flow, Record, produced, stays
+from rebalance.accounts import Flow, Record, asking, produced, stays
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
@@ -43,7 +44,6 @@ RECOVERED_S = 180
 """Bound of one recovery: a query that needs longer hangs."""
 ASK_S = 5.0
 TOPIC = "soaked"
-T = TypeVar("T")
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Soak:
 
     def _await_whole(self, after: str) -> None:
         """Everything that is produced by now is committed by both groups."""
-        ends = [asked(lambda p=p: self._end(p)) for p in range(PARTITIONS)]  # type: ignore[misc]
+        ends = [asking(partial(self._end, p), RECOVERED_S) for p in range(PARTITIONS)]
 
         def whole() -> bool:
             self._check()
@@ -192,8 +192,13 @@ class Soak:
             raise
 
     def _end(self, partition: int) -> int:
-        found = self._asks[0].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
-        return -1 if found is None else int(found[1])
+        try:
+            found = self._asks[0].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
+        except KafkaException as exc:  # asked again, whatever it is
+            raise TimeoutError("no answer of the cluster") from exc
+        if found is None:
+            raise TimeoutError("no answer of the cluster in time")
+        return int(found[1])
 
     def _committed(self, consumer: Consumer) -> list[int]:
         asked_for = [KafkaPartition(self._topic, p) for p in range(PARTITIONS)]
@@ -218,18 +223,3 @@ class Soak:
         if len(self.account.doubled) <= counted:
             self.account.by_right += len(self.account.doubled)
             self.account.doubled = []
-
-
-def asked(ask: Callable[[], int]) -> int:
-    """An answer, asked for until there is one."""
-    answer: list[int] = []
-
-    def once() -> bool:
-        try:
-            answer.append(ask())
-        except KafkaException:
-            return False
-        return answer[-1] >= 0
-
-    await_until(once, RECOVERED_S, what="an answer of the cluster")
-    return answer[-1]

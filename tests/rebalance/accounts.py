@@ -184,7 +184,7 @@ def stays(holds: Callable[[], object], for_s: float, what: str) -> None:
         pause.wait(POLL_S)
 
 
-def asking(ask: Callable[[], T]) -> T:
+def asking(ask: Callable[[], T], within_s: float = ADMIN_S) -> T:
     """An answer of Kafka's admin API, also while a broker is down: asked again until there is one."""
     answer: list[T] = []
 
@@ -199,7 +199,7 @@ def asking(ask: Callable[[], T]) -> T:
             return False
         return True
 
-    await_until(once, ADMIN_S, what="an answer of Kafka's admin API")
+    await_until(once, within_s, what="an answer of Kafka's admin API")
     return answer[0]
 
 

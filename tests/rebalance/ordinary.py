@@ -5,7 +5,6 @@ Runs in: tests. Deliberately absent: what the member does (``member_process``, t
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from kafka_words import await_until
 
+from rebalance.child import Child
 from spark_group_source.model import TopicPartition
 
 PROGRAM = Path(__file__).with_name("member_process.py")
@@ -45,7 +45,7 @@ def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
     }
 
 
-class OrdinaryConsumer:
+class OrdinaryConsumer(Child):
     """It runs in a child process. Every record it processes, and every commit, is a line in ``file``.
 
     Args:
@@ -67,6 +67,7 @@ class OrdinaryConsumer:
         session_ms: int = 6000,
         **settings: object,
     ) -> None:
+        super().__init__(END_S)
         self.file = file
         self.events: list[dict[str, Any]] = []
         everything = {
@@ -102,9 +103,7 @@ class OrdinaryConsumer:
 
     def tell(self, order: str, **more: object) -> None:
         """Give an order; it is obeyed between two records."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": order, **more}) + "\n")
-        self.process.stdin.flush()
+        self.send(json.dumps({"do": order, **more}))
 
     def do(self, order: str, **more: object) -> None:
         """Give an order and wait until it was obeyed."""
@@ -112,25 +111,14 @@ class OrdinaryConsumer:
         self.tell(order, **more)
         await_until(lambda: len(self._obeyed(order)) > before, HEARD_S, what=f"{order} of the ordinary consumer")
 
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
-        """End it without a word to the group."""
-        self.process.kill()
-        self.process.wait(END_S)
+        super().kill()
         self._reader.join(END_S)
 
     def close(self) -> None:
         """Leave the group and end."""
-        if self.process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):
-                self.tell("close")
-            self.process.wait(END_S)
-            self._reader.join(END_S)
+        self.end(json.dumps({"do": "close"}))
+        self._reader.join(END_S)
 
     def __enter__(self) -> "OrdinaryConsumer":
         return self
@@ -138,10 +126,7 @@ class OrdinaryConsumer:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._log.close()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self.close_pipes()
 
     # --- what it says ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ Runs in: tests, and in a child process of theirs (:class:`RunProcess` starts thi
 frozen. Deliberately absent: judgements; what was produced is asked from Kafka's admin API (``accounts``).
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ if __name__ == "__main__":  # a child process: the modules of the tests are foun
 from kafka_words import await_until
 from streams import Engine
 
+from rebalance.child import Child
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.host import runs as progress
 from spark_group_source.model import TopicPartition
@@ -201,7 +201,7 @@ class Run:
             self.check()
 
 
-class RunProcess:
+class RunProcess(Child):
     """A :class:`Run` in a process of its own. Its sink and checkpoint are one file, which a next one goes on from.
 
     Args:
@@ -209,6 +209,7 @@ class RunProcess:
     """
 
     def __init__(self, options: Mapping[str, str], file: Path, *, held: bool = False) -> None:
+        super().__init__(CLOSE_S)
         self.file = file
         self._group = options["kafka.group.id"]
         self._log = file.with_suffix(".log").open("ab")
@@ -222,9 +223,7 @@ class RunProcess:
         )
 
     def tell(self, order: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(order + "\n")
-        self.process.stdin.flush()
+        self.send(order)
 
     def rest(self) -> None:
         """Stop between two triggers, until it is told to hold: what is produced now is in one batch."""
@@ -246,22 +245,9 @@ class RunProcess:
         """What the run publishes on this host; nothing until it begins."""
         return next((doc for doc in progress.read(self._group) if doc["pid"] == self.process.pid), {})
 
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(CLOSE_S)
-
     def close(self) -> None:
         """End it in order: the batch in flight is finished."""
-        if self.process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):
-                self.tell("close")
-            self.process.wait(CLOSE_S)
+        self.end("close")
 
     @property
     def output(self) -> str:
@@ -288,9 +274,7 @@ class RunProcess:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._log.close()
-        with contextlib.suppress(BrokenPipeError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+        self.close_pipes()
 
 
 STOPPED = os.pipe() if __name__ == "__main__" else (-1, -1)
