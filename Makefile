@@ -23,7 +23,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 unit: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 -m "not jvm and not soak" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not soak" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

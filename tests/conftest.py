@@ -62,12 +62,12 @@ JVM_MARKERS = ("broker", "spark", "crash")
 LANES = {
     "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
     "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
-    "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py", "tests/security/"),
-    "faults": ("tests/faults/",),
     "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
+    "faults": ("tests/faults/",),
+    "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py", "tests/security/"),
 }
-"""Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. A test
-that is missing here works as well; it may start a second Spark."""
+"""Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. The
+longest lane is the first. A test that is missing here works as well; it may start a second Spark."""
 
 NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
 """JAVA_HOME of tests that start no JVM; the error of one that does shows it."""
@@ -80,18 +80,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
             item.add_marker("jvm")
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    lanes = list(LANES)
+    items.sort(
+        key=lambda item: (
+            lanes.index(lane) if (lane := _lane(item.nodeid)) else len(lanes),
+            item.get_closest_marker("slow") is None,
+        )
+    )
+
+
+def _lane(nodeid: str) -> str | None:
+    return next((lane for lane, files in LANES.items() if nodeid.startswith(files)), None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each lane to one worker; the other tests one by one to whichever is free."""
+    """Each lane to one worker; the other tests one by one to whichever is free. Their order is the collection's."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
-            return next((lane for lane, files in LANES.items() if nodeid.startswith(files)), nodeid)
+            return _lane(nodeid) or nodeid
 
+    config.option.loadscopereorder = False  # else the lane with the most tests begins first, however short they are
     return Lanes(config, log)
 
 

@@ -148,6 +148,7 @@ def test_no_package_registry_is_one_line_too(machine: Machine) -> None:
     (machine.bin / "python3").chmod(0o755)
     # nobody listens on the discard port; no local stand-in for a registry may help out either
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+    nowhere["PIP_RETRIES"] = "1"  # of the pip that pip starts, which would ask for a quarter of a minute
     told = machine.refuses("make", "test", **nowhere)
     assert told.startswith("no Python package registry can be reached; check the network or pip's index-url")
     assert not (machine.checkout / ".stamps" / "venv").exists(), "the next run must try again"

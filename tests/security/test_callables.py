@@ -102,6 +102,7 @@ def test_tasks_read_with_the_client_that_can_call_python_and_the_log_says_so() -
     assert not needs_python({"sasl.oauthbearer.method": "oidc"})
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_is_told_with_its_reason_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     """The client itself says only that it has no token."""
     settings: dict[str, Any] = {**options(f"{HERE}:refuses").admin_settings(), "log_level": 0}
