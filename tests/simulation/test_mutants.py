@@ -5,10 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.mutants import FOUND_BY, MUTANTS, Mutant
-from simulation.test_simulation import SEEDS
-
-from spark_group_source.testing.simulation import PROTOCOLS
+from simulation.mutants import FOUND_BY, MUTANTS, Mutant, histories
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MUTANTS_MIN = 30
@@ -25,10 +22,8 @@ def test_there_are_many_and_each_names_its_rule() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_broken_rule_is_found(mutant: Mutant) -> None:
     """First in the history that is known to find it, then in all of the quick run."""
-    known = map(str, FOUND_BY[mutant.name])
-    others = [word for protocol in PROTOCOLS for seed in range(SEEDS) for word in (protocol, str(seed))]
     played = subprocess.run(
-        [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *known, *others],
+        [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *histories(mutant.name)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -10,12 +10,11 @@ import sys
 from collections import Counter
 
 import pytest
+from simulation.mutants import SEEDS
 
 from spark_group_source.testing.books import Cause
 from spark_group_source.testing.simulation import PROTOCOLS, Failed, Outcome, run
 
-SEEDS = 60
-"""Histories of each protocol in the normal run: some seconds each."""
 SOAK_SEEDS = 10_000
 SOAK_CHUNK = 500
 KINDS = {
