@@ -70,6 +70,14 @@ def test_a_reset_of_the_table_settles_it_for_who_knows_of_that_reset() -> None:
     assert rewound.rewound(history, replace(LATER, epoch=1)) is None
 
 
+def test_a_table_that_has_fewer_versions_than_it_had_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    spark: Any = None
+    monkeypatch.setattr(rewound, "_look", lambda spark, table, after: (5, False))
+    assert rewound.refuse(spark, "t", [LATER], after=5) == 5, "nobody has committed since"
+    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+        rewound.refuse(spark, "t", [LATER], after=6)
+
+
 # On a real table
 
 
