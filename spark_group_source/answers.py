@@ -8,6 +8,9 @@ and no fact about it: the library says "unknown partition" of a partition whose 
 code means :attr:`Meaning.GONE`. What a broker says may be a passing state as well (a topic that was just made, a leader
 that just moved), so :attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed when they were said twice.
 
+Of the tokens that a client logs in with (OAUTHBEARER) the library tells by one code, and in texts alone, that none
+came, which is silence, or that their endpoint said "no", which is a refusal. See :func:`lacks_token`.
+
 The codes are those of https://kafka.apache.org/protocol#protocol_error_codes and of librdkafka's ``rdkafka.h``. One
 that is in no table came with a release after this one: it is asked again, within the bound of every question.
 """
@@ -137,9 +140,37 @@ EXCEPTIONS: Final[Mapping[tuple[Request, int], Meaning]] = {
 }
 """Where a code means something else in the answer to one kind of request."""
 
+_NO_TOKEN: Final = ("Failed to acquire SASL OAUTHBEARER token", "there is no token available")
+_REFUSED_TOKEN: Final = (
+    '"invalid_request"',
+    '"invalid_client"',
+    '"invalid_grant"',
+    '"unauthorized_client"',
+    '"unsupported_grant_type"',
+    '"invalid_scope"',
+)
+"""What an endpoint says "no" with (RFC 6749, 5.2), as it stands in the JSON of its answer."""
 
-def meaning(request: Request, code: int) -> Meaning:
-    """What the answer with this code to that request means; a code that nobody knows is asked again."""
+
+def lacks_token(code: int, text: str) -> bool:
+    """Whether a client has no (new) token to log in with, and no endpoint said "no".
+
+    Of an endpoint's answer the library passes on the text, and not the status: a refusal that is not told in the words
+    of OAuth cannot be told from an endpoint, or what stands before it, that is out of order. Nor can a function that
+    raises. Both are asked again.
+    """
+    none = code == CODES["_AUTHENTICATION"] and any(words in text for words in _NO_TOKEN)
+    return none and not any(word in text for word in _REFUSED_TOKEN)
+
+
+def meaning(request: Request, code: int, text: str = "") -> Meaning:
+    """What the answer with this code to that request means; a code that nobody knows is asked again.
+
+    Args:
+        text: the library's, for a failed login.
+    """
+    if lacks_token(code, text):
+        return Meaning.AGAIN
     return EXCEPTIONS.get((request, code)) or ANSWERS.get(code, Meaning.AGAIN)
 
 

@@ -12,8 +12,9 @@ Two tiers:
   each record in the table once.
 - **writer-options** (Spark Connect; platforms with Delta classes of their own): one commit holds the rows, the
   ``SetTransaction`` and the offset JSON. It protects from a killed driver, a replay and a zombie *of the same
-  checkpoint*. It does not protect from a deleted checkpoint, a second query of the group, or an operator's rewind:
-  there the records between Kafka's committed offset and the table are written twice.
+  checkpoint*, and refuses to go on behind a ``RESTORE`` that took rows of the same checkpoint away. It does not protect
+  from a deleted checkpoint, a second query of the group, or an operator's rewind: there the records between Kafka's
+  committed offset and the table are written twice.
 """
 
 import json
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import deltalog, history, kept, ledger, turns
+from spark_group_source.delta import deltalog, history, kept, ledger, rewound, turns
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
 from spark_group_source.delta.ledger import Mixed, Recorded, Refused, Retired, Unaware, Write
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -47,6 +48,9 @@ _NO_TABLE = {
 }
 """The conditions under which ``DESCRIBE DETAIL`` says that there is no table."""
 
+_NOT_THERE = {*_NO_TABLE, "DELTA_TABLE_ONLY_OPERATION"}
+"""The same for ``DESCRIBE HISTORY``."""
+
 ROW_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
 """The columns by which rows that are in the table already are left out."""
 
@@ -60,7 +64,8 @@ class DeltaSink:
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
     The ledger knows what was written, not what is there: after ``REPLACE`` or ``DELETE``, rows come back only if Kafka
     and the ledger are moved back together, by ``spark-group reset`` with ``--table``. After a ``RESTORE`` that took
-    rows of the group away, the next batch is refused until that is done.
+    rows of the group away, the next batch is refused until that is done; with writer options, which keep no ledger,
+    until the query has a new checkpoint.
 
     A batch of a query goes into a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
     Several queries may write one table, and share a sink that has no ``checkpoint``.
@@ -105,6 +110,7 @@ class DeltaSink:
         self._told: set[str] = set()
         self._table_id = ""  # once the table is there
         self._looked_to: dict[str, int] = {}  # for each group the version that nobody restored the table before
+        self._looked_back_to = -1  # the same with writer options, for all groups
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, tier={self.tier!r})"
@@ -167,6 +173,11 @@ class DeltaSink:
 
     def _append(self, df: "DataFrame", planned: PlannedBatch) -> tuple[StreamOffset, ...]:
         note = planned.user_metadata()
+        try:
+            at = rewound.refuse(df.sparkSession, self.table, planned.offsets, after=self._looked_back_to)
+        except PySparkException as exc:
+            raise rewound.deleted(self.table) if exc.getCondition() in _NOT_THERE else exc from exc
+        self._looked_back_to = at
         writer = (
             self._transformed(df)
             .write.format("delta")
@@ -240,11 +251,7 @@ class _Attempt:
         sink, planned = self.sink, self.planned
         txn = self.target.begin()
         if txn.snapshot.version < 0:
-            raise LedgerConflict(
-                f"table {sink.table} was deleted while the query runs, with its ledger. Nothing was written. Start the "
-                "query again to create the table anew; it goes on at the group's position in Kafka",
-                table=sink.table,
-            )
+            raise rewound.deleted(sink.table)
         self._check_retention(txn.snapshot)
         decision = ledger.decide(
             planned.offsets,

@@ -14,11 +14,14 @@ import atexit
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.executor import native, rdkafka
 from spark_group_source.executor.client import Client
 from spark_group_source.executor.doubts import Losses
@@ -32,6 +35,9 @@ from spark_group_source.options.client import principal
 __all__ = ["arrow_schema", "read_ranges", "spark_ddl"]
 
 log = logging.getLogger(__name__)
+
+MAKE_PAUSE_S = 1.0
+"""Between two tries to make a client that got no token. The library has waited ten seconds for that in each."""
 
 _FORCED = {
     "enable.auto.commit": "false",
@@ -87,12 +93,13 @@ def read_ranges(
         TopicMissing: the topic or partition does not exist any more.
         AccessDenied: credentials or permissions were refused; fix them, a retry alone cannot help.
         ReadTimeout: see ``deadline_s``; the message names the ranges left, and the last error of the connection.
+        BrokerUnavailable: the function for tokens gave none, for as long.
         OptionError: librdkafka refuses a setting; the message has its name, never its value.
     """
     rounds = _rounds(ranges)
     if not rounds:
         return
-    lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path))
+    lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path), deadline_s)
     losses = Losses()
     clean = False
     try:
@@ -186,15 +193,27 @@ class _Pool:
 
 
 class _Lease:
-    """The client of one reader, from the pool and back to it."""
+    """The client of one reader, from the pool and back to it. ``deadline_s``: of tries to make one, which a function
+    for tokens can make fail."""
 
-    def __init__(self, key: _ClientKey) -> None:
-        self._key = key
-        self.client = _pool.take(key)
+    def __init__(self, key: _ClientKey, deadline_s: float) -> None:
+        self._key, self._deadline_s = key, deadline_s
+        self.client = self._made(lambda: _pool.take(key))
 
     def renew(self) -> None:
         self.client.close()
-        self.client = _open(self._key)
+        self.client = self._made(lambda: _open(self._key))
+
+    def _made(self, make: Callable[[], Client]) -> Client:
+        until = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return make()
+            except BrokerUnavailable as exc:
+                if time.monotonic() >= until:
+                    raise
+                log.info("%s; trying again", exc)
+                threading.Event().wait(MAKE_PAUSE_S)
 
     def give_back(self, *, clean: bool) -> None:
         _pool.give_back(self._key, self.client, clean=clean)

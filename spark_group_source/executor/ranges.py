@@ -279,13 +279,15 @@ class RangeReader:
             AccessDenied: we were refused, and were again after a grace.
             GroupError: asking again would not help.
         """
-        verdict = meaning(request, event.code)
+        verdict = meaning(request, event.code, event.text)
         self._last_error = event.text
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
             now = time.monotonic()
             self._refused_s = self._refused_s or now
-            if self._doubts.hear((request, topic), now):
+            known = self._doubts.hear((request, topic), now)
+            # A login is tried by a fresh client first: the token of this one may have run out before another one came.
+            if known and (topic is not None or self._renewed):
                 raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"

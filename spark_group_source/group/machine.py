@@ -206,7 +206,9 @@ class GroupMachine:
         ranges = {} if replay else offset.ranges
         self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={})  # the batch itself did not read these
         self.positions.remember(adopted(offset, replay=replay), as_of=seq, ranges=ranges, planned=replay)
-        self._slots.join_all(self.stream, topics, static=self.static)
+        former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
+        before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
+        self._slots.join_all(self.stream, topics, before=before, static=self.static)
 
     def _replay(self, event: ev.Replay) -> None:
         if self.phase is not Phase.NEW:

@@ -35,6 +35,8 @@ class Slot:
     failing_since_ms: int | None = None
     failures: int = 0
     generation: int = -1
+    told: tuple[str, ...] = ()
+    """The topics that its member was told to subscribe to."""
 
 
 class Slots:
@@ -61,6 +63,8 @@ class Slots:
         self._stream = ""
         self._static = True
         self._topics: tuple[str, ...] = ()
+        self._before: tuple[str, ...] = ()
+        self._told_at: dict[int, int] = {}  # generations in which slots that came back were told the topics of now
         self.all = [Slot(number) for number in range(rules.slots)]
         self._holding: set[int] = set()  # in state REVOKING: thousands of others need not be looked at
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or asks again whether it was replaced
@@ -68,9 +72,16 @@ class Slots:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def join_all(self, stream: str, topics: tuple[str, ...], *, static: bool) -> None:
-        """The stream has a name: every slot's member joins."""
+    def join_all(self, stream: str, topics: tuple[str, ...], *, before: tuple[str, ...] = (), static: bool) -> None:
+        """The stream has a name: every slot's member joins.
+
+        Args:
+            before: the topics as a former run of the stream knew them, if they were others. Who comes back to a place
+                is given what that had, and of another subscription the broker takes no notice before the next
+                rebalance (classic). A member that changes it causes one. So it is told the former topics first.
+        """
         self._stream, self._topics, self._static = stream, topics, static
+        self._before = before if before != topics and static else ()
         for slot in self.all:
             self._join(slot)
 
@@ -147,8 +158,8 @@ class Slots:
         self._out.say(f"the subscription now stands for {len(topics)} topics: {', '.join(topics[:10])}")
         self._topics = topics
         for slot in self.all:
-            if slot.state is not SlotState.OUT:
-                self._out.order(ev.Subscribe(slot=slot.number, topics=topics))
+            if slot.state is not SlotState.OUT and not self._comes_back(slot):
+                self._tell(slot)
 
     def tick(self, *, seq: int) -> None:
         now_ms = self._out.now_ms
@@ -184,8 +195,8 @@ class Slots:
 
     @property
     def all_assigned(self) -> bool:
-        """Every slot has an assignment, maybe an empty one, and is not asked for any of it."""
-        return self._assigned_count == len(self.all)
+        """Every slot has an assignment of its subscription, maybe an empty one, and is not asked for any of it."""
+        return self._assigned_count == len(self.all) and not self._told_at
 
     def leaving(self) -> Iterator[TopicPartition]:
         """Partitions that are asked for and were not let go yet."""
@@ -217,14 +228,24 @@ class Slots:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
+    def _comes_back(self, slot: Slot) -> bool:
+        """Whether its members have had no assignment as yet, and are to be told the former topics until then."""
+        return slot.generation < 0 and bool(self._before)
+
+    def _tell(self, slot: Slot) -> None:
+        slot.told = self._topics
+        self._out.order(ev.Subscribe(slot=slot.number, topics=self._topics))
+
     def _join(self, slot: Slot) -> None:
         slot.client += 1
+        slot.told = self._before if self._comes_back(slot) else self._topics
+        self._told_at.pop(slot.number, None)
         self._move(slot, ev.Join)
         self._out.order(
             ev.Join(
                 slot=slot.number,
                 client=slot.client,
-                topics=self._topics,
+                topics=slot.told,
                 client_id=names.client_id(self._stream, slot.number),
                 instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self._static else None,
             )
@@ -246,6 +267,11 @@ class Slots:
             slot.held.add(tp)
         if new:
             self._counters.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
+        if slot.told != self._topics:
+            self._tell(slot)
+            self._told_at[slot.number] = event.generation
+        elif event.generation > self._told_at.get(slot.number, -1):
+            self._told_at.pop(slot.number, None)
 
     def _is_past(self, tp: TopicPartition, generation: int) -> bool:
         """Whether another slot of ours was given the partition later: a member whose thread was busy for long, as with

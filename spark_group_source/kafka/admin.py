@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import admin as kafka_admin
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.runtime import Runtime
@@ -117,6 +117,7 @@ class Admin:
         self._retry_interval_s = retry_interval_s
         self._settings = {**settings, "error_cb": self._on_error}
         self._refused: KafkaError | None = None
+        self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms = 0
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
@@ -358,9 +359,12 @@ class Admin:
         def once() -> T:
             try:
                 return ask()
-            except KafkaException:
+            except KafkaException as exc:
+                self._client.poll(0)  # runs the error callback
+                passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN
+                told = self._tokenless if passes else None
                 self._renew()
-                raise
+                raise exc if told is None else KafkaException(told) from exc
 
         answer = until_answered(
             request,
@@ -372,11 +376,13 @@ class Admin:
             retries=self._retries,
             retry_interval_s=self._retry_interval_s,
         )
-        self._refused = None  # whatever was refused meanwhile, it worked
+        self._refused = self._tokenless = None  # whatever was refused meanwhile, it worked
         return answer
 
     def _on_error(self, error: KafkaError) -> None:
         self._refused = refusal_of_connection(error) or self._refused
+        if lacks_token(error.code(), error.str()):
+            self._tokenless = error
 
     def _renew(self) -> None:
         """The next question is asked by another client, which knows nothing yet.
@@ -384,7 +390,7 @@ class Admin:
         One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
-        self._refused = None
+        self._refused = self._tokenless = None
         self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
         self._client = self._runtime.admin(self._settings)

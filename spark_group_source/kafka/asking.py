@@ -60,7 +60,7 @@ def until_answered(
             name = exc.args[1] if len(exc.args) > 1 else ""
             failure = translate(error, request=request, op=op, asker=asker, name=name, waited_s=waited_s)
             tries += 1
-            what = meaning(request, error.code())
+            what = meaning(request, error.code(), error.str())
             refused = refused + 1 if what is Meaning.REFUSED else 0
             again = tries <= retries and waited_s < ASK_S_MAX
             if not (refused == 1 or (what is Meaning.AGAIN and again)):

@@ -189,7 +189,8 @@ class OffsetCommitter:
         of_member = stale(error, request=Request.TRANSACTION, share=share)
         self._note_fenced(error)
         self._clean_up(error)
-        if self._fenced is not None or meaning(Request.TRANSACTION, error.code()) is Meaning.REFUSED:
+        refused = meaning(Request.TRANSACTION, error.code(), error.str()) is Meaning.REFUSED
+        if self._fenced is not None or (refused and not self._asker.may_be_late(error)):
             op = "committing offsets"
             topic = next((tp.topic for tp in offsets if f"{tp.topic}(" in error.str()), "")  # the library names them
             return translate(self._fenced or error, request=Request.TRANSACTION, op=op, asker=self._asker, name=topic)

@@ -108,7 +108,8 @@ class MemberConsumer:
             return
         if error.code() == KafkaError._FATAL or error.fatal():
             raise self._fatal(error)
-        if meaning(Request.JOIN, error.code()) is Meaning.REFUSED:
+        refused = meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED
+        if refused and not self._asker.may_be_late(error):
             self._refusals += 1
             if self._refusals >= REFUSALS_BELIEVED:
                 name = message.topic() or ""
@@ -152,7 +153,8 @@ class MemberConsumer:
                     raise KafkaException(done.error)
         except KafkaException as exc:
             error = exc.args[0]
-            if meaning(Request.COMMIT, error.code()) is Meaning.REFUSED:
+            refused = meaning(Request.COMMIT, error.code(), error.str()) is Meaning.REFUSED
+            if refused and not self._asker.may_be_late(error):
                 op = "committing offsets as a member"
                 raise translate(error, request=Request.COMMIT, op=op, asker=self._asker) from exc
             failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())

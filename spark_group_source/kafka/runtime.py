@@ -129,7 +129,11 @@ def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> 
     given = {"logger": LibraryLog(), **imported(settings)}
     try:
         return make(given)
-    except KafkaException as exc:
+    except (KafkaException, SystemError) as failed:
+        # A line of the log that comes while the package raises trips it: what it raised is the cause then.
+        exc = failed if isinstance(failed, KafkaException) else failed.__cause__
+        if not isinstance(exc, KafkaException):
+            raise
         if TOKEN_CALLABLE in given and exc.args[0].code() == KafkaError.SASL_AUTHENTICATION_FAILED:
             function = given[TOKEN_CALLABLE]
             raise BrokerUnavailable(
@@ -137,7 +141,7 @@ def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> 
                 "must return (token, seconds since the epoch when it expires)",
                 op="asking for a token",
             ) from None
-        raise
+        raise exc from None
 
 
 class _Thread:

@@ -10,7 +10,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
@@ -54,6 +54,7 @@ class Asker:
     user: str = "the user"
     group: str = ""
     transactional_id: str = ""
+    by_token: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, group: str = "") -> "Asker":
@@ -63,7 +64,14 @@ class Asker:
             principal(settings),
             group or settings.get("group.id", ""),
             settings.get("transactional.id", ""),
+            settings.get("sasl.mechanism", "").strip().upper() == "OAUTHBEARER",
         )
+
+    def may_be_late(self, error: KafkaError) -> bool:
+        """Whether a refused login may be that of a token which ran out before another one came: a client goes on with
+        the one that it has. What a new client is told, tells; :class:`Admin` makes one for each question that failed.
+        """
+        return self.by_token and error.code() in (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
 
     def needs(self, request: Request, code: int, name: str = "") -> str:
         """The permission that was missing where the broker said that one was; else an empty text.
@@ -98,7 +106,7 @@ def refusal_of_connection(error: KafkaError) -> KafkaError | None:
     With TLS 1.3 a broker refuses a certificate when the client thinks the connection made: the library calls that a
     lost connection, and the broker's word stands in the text alone.
     """
-    if meaning(Request.TOPICS, error.code()) is Meaning.REFUSED:
+    if meaning(Request.TOPICS, error.code(), error.str()) is Meaning.REFUSED:
         return error
     return KafkaError(KafkaError._SSL, error.str()) if _ALERT in error.str() else None
 
@@ -117,7 +125,7 @@ def translate(
     """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value but the
     user's name."""
     text, servers = error.str(), asker.servers
-    match meaning(request, error.code()):
+    match meaning(request, error.code(), text):
         case Meaning.REFUSED if needed := asker.needs(request, error.code(), name):
             return AccessDenied(
                 f"{op} was refused by {servers}: {text}. {asker.user} needs {needed}. Once that is granted, the query "
@@ -135,6 +143,14 @@ def translate(
             return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
         case Meaning.ENDS:
             return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
+    if lacks_token(error.code(), text):
+        return BrokerUnavailable(
+            f"{op} could not be asked of {servers} for {waited_s:.0f} s: {text}. Check that the endpoint or function "
+            "for tokens can be reached, and what it says: kafka.sasl.oauthbearer.* or kafka.oauth_cb",
+            op=op,
+            servers=servers,
+            waited_ms=int(waited_s * 1000),
+        )
     return BrokerUnavailable(
         f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers, that the "
         "brokers run and can be reached from the driver, and kafka.security.protocol",

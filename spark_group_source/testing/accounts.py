@@ -143,8 +143,9 @@ class Accounts:
             self.books[tp].void = max(self.books[tp].void, end)
 
     def whole(self, tp: TopicPartition) -> int:
-        """The end of what was processed. OPEN: where others wrote over all notes of a reset, a stream that does not
-        know of it may have one batch left out; nobody hears of that if another stream goes on behind it."""
+        """The end of what was processed. Where others committed over all notes of a reset, a stream that does not know
+        of it may have one batch left out, which the log tells; another stream may go on behind it. Kafka has no other
+        place for such a note (``Scene._go_on``), and a table cannot tell that batch from one of before the reset."""
         book = self.books[tp]
         notes = [parse_note(other.commits[-1][1].note) for other in self.books.values() if other.commits]
         told = any(note.epoch >= self._reset for note in notes)

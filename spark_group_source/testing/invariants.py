@@ -163,7 +163,7 @@ class Invariants(Accounts):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
             if offset.epoch < self._reset:
-                # OPEN: others wrote over all notes of the reset, and when it hears of it, this is void.
+                # Others committed over all notes of the reset (see whole); when it hears of it, this is void.
                 book.undone.add(start)
                 book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
             mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]
@@ -270,7 +270,8 @@ class Invariants(Accounts):
             return
         if old is None and self._may_skip(tp, writer):
             self._nobodys(tp, min(new.offset, book.end))
-        # It takes the topic for the former one as yet. OPEN: or it did when it ordered this, and has begun anew since.
+        # It takes the topic for the former one as yet; or it did when it ordered this, and has begun anew since: a
+        # commit names a topic, not its id (OffsetCommit up to version 9, the newest that librdkafka sends).
         anew = book.again and (writer not in book.begun or writer in book.back)
         if new.offset > whole_behind(book, book.void) and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")

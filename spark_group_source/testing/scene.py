@@ -294,17 +294,21 @@ class Scene:
                 process.thaw()
 
     def _own_all(self) -> None:
-        """OPEN: partitions that no member has, in a classic group that is stable, wait for the next rebalance, here as
-        in a real Kafka. A static member that was replaced between "this partition moves" and its own rejoin never gives
-        it back (cooperative); one that comes back to its place with another subscription is given what it had."""
+        """Partitions that no member has, in a classic group that is stable, wait for the next rebalance, as in Kafka: a
+        broker that replaces a static member in a stable group compares the name of the assignor alone
+        (``GroupMetadataManager.updateStaticMemberThenRebalanceOrCompleteJoin``, 4.2.1) and hands out what the place
+        had. So a partition that was taken from a member which was replaced before it joined again comes to nobody
+        (cooperative), nor does a topic that a member subscribes to anew. Members of ours tell the broker of that."""
         if self.protocol != "consumer" and self.group.unowned():
             self.world.note("somebody makes the group rebalance: a partition has no owner")
             self.group.on_topics_changed()
         self.world.at(UNOWNED_EVERY_MS, self._own_all)
 
     def _go_on(self) -> None:
-        """OPEN: of a batch that a table left out silently, because its stream does not know of a reset, nobody hears
-        before the next batch. So records go on to come where some are missing."""
+        """Of a batch that a table left out because its stream does not know of a reset, the log tells, and an error
+        with the next batch: that is one too many for a plan of before the reset. So records go on to come where some
+        are missing. A stream cannot know where others committed over all notes of the reset: Kafka keeps texts of ours
+        beside offsets only, and who commits an offset replaces the text."""
         for tp in self.truth.left_in_the_middle():
             self.cluster.produce(tp, 1)
             self.truth.produce(tp, 1)

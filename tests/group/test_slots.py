@@ -1,11 +1,14 @@
 """Members that fail, come back or are replaced; and subscriptions that change."""
 
+from collections.abc import Mapping
+
 from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import Phase
 from spark_group_source.model import EARLIEST
-from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, only, tps
+from spark_group_source.testing.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -202,6 +205,44 @@ def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: Grou
     group.failed()
     assert group.feed(ev.TopicsSeen(topics=("orders", "payments"))) == []
     assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
+
+
+def came_back(*topics: str, known: Mapping[str, int], slots: int = 1) -> tuple[GroupHarness, Commands]:
+    """A run that goes on with a stream whose former run knew these topics."""
+    group = GroupHarness(slots=slots)
+    offset = StreamOffset(group=GROUP, stream=STREAM, seq=7, known=known, ranges={A: (0, 5)})
+    return group, group.feed(ev.Durable(offset=offset, topics=topics))
+
+
+def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_rebalance() -> None:
+    """A classic broker gives it what it had and takes no notice of the other topics; a member that changes what it
+    subscribed to does make it rebalance."""
+    both = ("orders", "payments")
+    group, commands = came_back(*both, known={"orders": 4}, slots=2)
+    assert commands[:2] == [group.join(slot, topics=("orders",)) for slot in (0, 1)]
+    assert group.assigned(A)[0] == ev.Subscribe(slot=0, topics=both)
+    assert group.assigned(slot=1) == [ev.Subscribe(slot=1, topics=both)]
+    group.committed({A: None})
+    group.resolved({A: 0})
+    assert not group.gathered(), "the group has not answered to the new subscription as yet"
+    assert not only(ev.Subscribe, group.assigned(generation=2) + group.assigned(slot=1, generation=2)), "once"
+    assert group.gathered()
+    group.failed()
+    assert group.tick(ms=100) == [group.join(client=2, topics=both)]
+
+
+def test_a_place_that_is_taken_again_with_the_same_subscription_disturbs_nobody() -> None:
+    group, commands = came_back("orders", known={"orders": 4, "a former topic": 1})
+    assert commands[:1] == [group.join(topics=("orders",))]
+    assert not only(ev.Subscribe, group.assigned(A))
+
+
+def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_former_subscription_first() -> None:
+    group, _ = came_back("payments", known={"orders": 4})
+    group.failed()
+    assert group.feed(ev.TopicsSeen(topics=("payments", "refunds"))) == []
+    assert group.tick(ms=100) == [group.join(client=2, topics=("orders",))]
+    assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
 
 
 def test_a_topic_that_left_the_subscription_is_finished_first(group: GroupHarness) -> None:

@@ -97,6 +97,41 @@ def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_to
     assert len(runtime.admins) == 4
 
 
+NO_TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        NO_TOKEN + "Failed to connect to idp port 443: Connection refused",
+        NO_TOKEN + "Operation timed out after 20001 milliseconds with 0 bytes received",
+        NO_TOKEN + "Server did not provide an error string",
+        NO_TOKEN + "<html><h1>503 Service Unavailable</h1></html>",
+        NO_TOKEN + '{"error":"temporarily_unavailable"}',
+        NO_TOKEN + "OAuth callback raised exception",
+        "OAUTHBEARER cannot log in because there is no token available; last error: (not available)",
+    ],
+)
+def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(runtime: HandRuntime, text: str) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    silent = _Slow(KafkaError(KafkaError._AUTHENTICATION, text), admin, refusal(KafkaError._TIMED_OUT))
+    runtime.will("list_offsets", *[{A0: silent}] * 2)
+    with pytest.raises(BrokerUnavailable, match="could not be asked") as failure:
+        admin.latest([A0])
+    assert text in str(failure.value) and "kafka.oauth_cb" in str(failure.value)
+    runtime.will("list_offsets", {A0: silent}, {A0: _info(5)})
+    assert admin.latest([A0]) == {A0: 5}
+
+
+@pytest.mark.parametrize("text", ['{"error": "invalid_client"}', '{"error_description":"x","error":"invalid_scope"}'])
+def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(runtime: HandRuntime, text: str) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
+    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    with pytest.raises(AccessDenied, match="invalid_"):
+        admin.latest([A0])
+
+
 def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
@@ -129,15 +164,17 @@ def test_committed_offsets_are_refused_when_they_were_refused_twice(runtime: Han
 class _Slow:
     """An answer that is waited for; meanwhile the library may tell that it was refused."""
 
-    def __init__(self, error: KafkaError | None, admin: Admin) -> None:
-        self._error, self._admin, self._looks = error, admin, 0
+    def __init__(self, error: KafkaError | None, admin: Admin, end: Exception | None = None) -> None:
+        self._error, self._admin, self._end, self._looks = error, admin, end, 0
 
     def result(self, timeout: float) -> object:
         self._looks += 1
-        if self._looks == 1:
+        if self._looks % 2:
             if self._error is not None:
                 self._admin._on_error(self._error)
             raise TimeoutError
+        if self._end is not None:
+            raise self._end
         return _info(6)
 
 

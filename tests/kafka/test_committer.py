@@ -138,6 +138,14 @@ def test_transactions_that_are_not_allowed_are_told_apart(runtime: HandRuntime, 
         committer.prepare()
 
 
+def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transactions(runtime: HandRuntime) -> None:
+    by_token = {"bootstrap.servers": "b", "sasl.mechanism": "OAUTHBEARER"}
+    committer = OffsetCommitter(by_token, group="g", transactional_id="g.s", runtime=runtime)
+    runtime.will("init_transactions", refusal(KafkaError._AUTHENTICATION))
+    with pytest.raises(CommitFailed):
+        committer.prepare()
+
+
 def test_a_probe_takes_nothing_over(runtime: HandRuntime, committer: OffsetCommitter) -> None:
     assert committer.probe(A0) is False
     assert runtime.calls == []

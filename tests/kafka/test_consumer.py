@@ -3,10 +3,10 @@
 from collections import deque
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 from hand_made import A0, A1, HandConsumer, HandRuntime, metadata
 
-from spark_group_source.errors import GroupError
+from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka import MemberConsumer
 
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
@@ -17,9 +17,9 @@ def runtime() -> HandRuntime:
     return HandRuntime()
 
 
-def joined(runtime: HandRuntime) -> tuple[MemberConsumer, HandConsumer]:
+def joined(runtime: HandRuntime, **more: str) -> tuple[MemberConsumer, HandConsumer]:
     consumer = MemberConsumer(
-        COOPERATIVE,
+        {**COOPERATIVE, **more},
         known_as=deque(),
         runtime=runtime,
         on_assigned=lambda partitions, generation: None,
@@ -51,3 +51,35 @@ def test_a_place_that_is_still_taken_is_told_apart_by_the_librarys_words(runtime
     text = "Fatal error: Broker: The instance ID is still used by another member in the consumer group"
     failure = consumer._fatal(KafkaError(KafkaError._FATAL, text))
     assert failure.fields == {"unreleased": True}
+
+
+class _Told:
+    """What the library tells of a connection."""
+
+    def error(self) -> KafkaError:
+        return KafkaError(KafkaError._AUTHENTICATION, "SaslAuthenticateRequest failed: invalid_token")
+
+    def topic(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "OAUTHBEARER"])
+def test_a_login_that_stays_refused_ends_a_member_unless_its_token_may_have_run_out(
+    runtime: HandRuntime, mechanism: str
+) -> None:
+    """A client goes on with the token that it has where no other one comes. Questions have new clients, and tell."""
+    consumer, _ = joined(runtime, **{"sasl.mechanism": mechanism})
+    runtime.will("poll", *[_Told()] * 4)
+    runtime.script.extend([lambda: None] * 4)
+    runtime.will("commit", KafkaException(_Told().error()))
+    if mechanism == "OAUTHBEARER":
+        for _ in range(4):
+            consumer.poll(0)
+        with pytest.raises(CommitFailed):
+            consumer.commit({A0: 5}, {A0: "note"})
+        return
+    consumer.poll(0)
+    with pytest.raises(AccessDenied):
+        consumer.poll(0)
+    with pytest.raises(AccessDenied):
+        consumer.commit({A0: 5}, {A0: "note"})

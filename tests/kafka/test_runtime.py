@@ -5,8 +5,11 @@ import threading
 from typing import NoReturn
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
+from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Runtime
+from spark_group_source.kafka.runtime import made
 
 JOIN_S = 10.0
 
@@ -57,3 +60,19 @@ def test_ids_are_short_and_differ() -> None:
     runtime = Runtime()
     assert len(runtime.new_id()) == 12
     assert runtime.new_id() != runtime.new_id()
+
+
+@pytest.mark.parametrize("tripped", [False, True])
+def test_a_function_that_gives_no_token_is_silence_also_when_the_package_trips_over_its_own_log(tripped: bool) -> None:
+    """It raises SystemError where a line of the log comes while it raises, with the reason as its cause."""
+    no_token = KafkaException(KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, "OAuth token not set within 10 s"))
+
+    def make(settings: object) -> NoReturn:
+        if tripped:
+            raise SystemError("<class 'logging.LogRecord'> returned a result with an exception set") from no_token
+        raise no_token
+
+    with pytest.raises(BrokerUnavailable, match="json:loads gave no token"):
+        made(make, {"oauth_cb": "json:loads"})
+    with pytest.raises(KafkaException):
+        made(make, {})

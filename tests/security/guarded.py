@@ -69,9 +69,18 @@ class TokenEndpoint:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._handler = Handler
+        self._server = self._serving(0)
         self.url = f"http://127.0.0.1:{self._server.server_port}/token"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _serving(self, port: int) -> ThreadingHTTPServer:
+        server = ThreadingHTTPServer(("127.0.0.1", port), self._handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    def start_again(self) -> None:
+        """After :meth:`close`, at the same place."""
+        self._server = self._serving(self._server.server_port)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,7 +1,9 @@
 """Each way to say who one is, for every kind of client: members, questions, commits, and the tasks' own."""
 
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from kafka_words import await_until, committed_of
@@ -9,6 +11,7 @@ from streams import Engine, numbered, texts, values_of
 
 from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
+from spark_group_source.errors import BrokerUnavailable, ReadTimeout
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.kafka import Admin
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -78,3 +81,82 @@ def test_a_run_outlives_its_tokens(
         assert {m.member_id for m in Admin(engine.options.admin_settings()).group(group_id).members} == member
     assert read(10) == 10
     assert committed_of(guarded.admin, group_id) == {TopicPartition(topic, 0): 10}
+
+
+AWAY_S = 2.5 * SHORT_S
+"""How long nobody gives tokens: connections end with the token that they have, and sessions with them."""
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
+def test_tokens_that_do_not_come_for_longer_than_one_lives_are_waited_for(
+    kind: str,
+    guarded: Guarded,
+    group_id: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is an outage and no refusal: the query goes on with every record once, also a task that waited in it."""
+    away = tmp_path / "away"
+    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
+    monkeypatch.setenv(token_function.AWAY_ENV, str(away))
+    topic = guarded.topic(f"away-{kind.replace(' ', '-')}", 1)
+    guarded.produce(topic, numbered(0, 4))
+    given = query(KINDS[kind](guarded), group_id, topic)
+
+    def tokens_are_back() -> None:
+        guarded.produce(topic, numbered(5, 9))
+        away.unlink()
+        guarded.tokens.start_again()
+
+    with Engine(given) as engine:
+        engine.run()
+        assert values_of(engine.rows) == texts(0, 4)
+        guarded.tokens.close()
+        away.touch()
+        back = threading.Timer(AWAY_S, tokens_are_back)
+        back.start()
+        try:
+            await_until(lambda: engine.step() is not None, 6 * SHORT_S, what="records after the outage")
+        finally:
+            back.join()
+        engine.run()
+        assert values_of(engine.rows) == texts(0, 9)
+        expected = {TopicPartition(topic, 0): 10}
+        await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
+    assert "the brokers do not answer" in caplog.text, "the outage was long enough to be said"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
+def test_a_task_without_a_token_says_so_and_is_not_refused(
+    kind: str, guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = tmp_path / "away"
+    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
+    monkeypatch.setenv(token_function.AWAY_ENV, str(away))
+    topic = guarded.topic(f"task-{kind.replace(' ', '-')}", 1)
+    guarded.produce(topic, numbered(0, 4))
+    options = Options.parse(query(KINDS[kind](guarded), "any", topic))
+
+    def read() -> int:
+        wanted = [OffsetRange(TopicPartition(topic, 0), 0, 5)]
+        return sum(batch.num_rows for batch in read_ranges(options.consumer_settings(), wanted, deadline_s=12))
+
+    assert read() == 5
+    guarded.tokens.close()
+    away.touch()
+    try:
+        until = time.monotonic() + 1.2 * SHORT_S
+        await_until(lambda: time.monotonic() > until, 2 * SHORT_S, what="the end of the token")
+        with pytest.raises((ReadTimeout, BrokerUnavailable), match=r"(?i)token"):
+            read()
+    finally:
+        away.unlink()
+        guarded.tokens.start_again()
+    assert read() == 5

@@ -282,6 +282,26 @@ def test_leaveOnStop_never_keeps_the_places_of_a_bounded_run(scene: Scene) -> No
     assert len(describe(scene.admin, scene.group).members) == 1
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_run_that_comes_back_to_its_place_with_more_topics_reads_them_at_once(bounded: bool, scene: Scene) -> None:
+    """The broker gives a static member that is replaced what its place had, and no more until a rebalance."""
+    first = scene.topic(2)
+    second = scene.topic(2, name=f"{first}-more")
+    for name in (first, second):
+        scene.produce(name, numbered(0, 3, 2))
+    with Engine(patient(scene, subscribe=first)) as before:
+        before.run()
+    with Engine(patient(scene, subscribe=f"{first},{second}"), before.log) as after:
+        if bounded:
+            after.coordinator.prepare_available_now()
+            after.run()
+        else:
+            await_until(lambda: after.step() is not None, what="records of the topic that came in addition")
+            after.run()
+        assert {row.topic for row in after.rows} == {second}
+        assert values_of(after.rows) == texts(0, 3)
+
+
 # --- old drivers ----------------------------------------------------------------------------------------------------
 
 
