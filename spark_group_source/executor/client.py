@@ -7,7 +7,7 @@ Runs in: executor workers. Deliberately absent: the clients themselves (``native
 from collections.abc import Sequence
 from typing import Protocol
 
-from spark_group_source.executor.records import Chunk, Event, Told
+from spark_group_source.executor.records import Bounds, Chunk, Event, Told
 from spark_group_source.model import TopicPartition
 
 METADATA_TIMEOUT_S = 1.0
@@ -38,8 +38,8 @@ class Client(Protocol):
     def topics_told(self, wait_s: float) -> Told | Event | None:
         """Its answer; an event if there is none; None if it is not here yet."""
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        """Ask the partition's leader for (first offset, next offset to be written), open transactions included."""
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
+        """Ask the partition's leader."""
 
     def clear(self) -> None: ...
     def close(self) -> None: ...

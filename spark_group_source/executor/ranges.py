@@ -15,26 +15,19 @@ on a client's word: see ``answers``.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.answers import CODES, Meaning, Request, meaning
+from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, meaning
 from spark_group_source.errors import GroupError
 from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
+from spark_group_source.executor.histories import Histories
+from spark_group_source.executor.progress import Progress, RecordSize
 from spark_group_source.executor.questions import ANSWER_S_MAX
-from spark_group_source.executor.records import (
-    BATCH_BYTES_MAX,
-    BATCH_ROWS_MAX,
-    Chunk,
-    Cut,
-    Event,
-    TopicTold,
-    bounded,
-)
+from spark_group_source.executor.records import Chunk, Cut, Event, TopicTold, bounded
 from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -48,8 +41,6 @@ makes it anew and fills it to the planned offsets, and librdkafka has not found 
 wait behind a fetch at the log's end, and a small task would take twice as long for it."""
 ASK_PAUSE_S = 0.2
 """Between two questions about topics that rows wait for."""
-ASSUMED_RECORD_BYTES = 16 * 1024
-"""Size taken for a record until the first ones were seen; it bounds the first poll to 1,024 records."""
 
 EOF = CODES["_PARTITION_EOF"]
 """Not an error: the end of what can be read of a partition."""
@@ -60,26 +51,13 @@ _pause = threading.Event()
 """Never set: waiting for it lets time pass."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    position: int
-    end: int
-    looked_s: float
-    """When it last moved, or was asked about."""
-    stopped: bool = False
-    """The client gave it up: it needs a new start."""
-    at_eof: bool = False
-    """What can be read of the log ends here."""
-    held: bool = False
-    """And the log itself covers the plan: a transaction is open."""
-
-
 class RangeReader:
     """Reads one round: ranges of different partitions, all at once.
 
     Args:
         lease: the client.
         topic_ids: of the topics as they were planned; one that is missing is not compared.
+        leader_epochs: of the leaders that told the ends of the ranges; the same.
         losses: where skipped offsets go, when loss is no failure.
         deadline_s: without any progress for so long: ReadTimeout.
     """
@@ -92,6 +70,7 @@ class RangeReader:
         *,
         user: str,
         topic_ids: Mapping[str, str],
+        leader_epochs: Mapping[TopicPartition, int],
         losses: Losses,
         fail_on_data_loss: bool,
         deadline_s: float,
@@ -102,13 +81,14 @@ class RangeReader:
         self._fail_on_data_loss = fail_on_data_loss
         self._deadline_s = deadline_s
         self._ranges = ranges
-        self._left: dict[TopicPartition, _Progress] = {}
+        self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
-        self._record_bytes = float(ASSUMED_RECORD_BYTES)
+        self._record_size = RecordSize()
         self._last_error = ""
         self._progress_s = 0.0
         self._doubts = Doubts()
         self._topics = Topics(topic_ids)
+        self._histories = Histories(leader_epochs)
         self._read: set[str] = set()
         """Topics of which rows were handed over."""
         self._began_s = self._came_s = 0.0
@@ -121,12 +101,13 @@ class RangeReader:
 
     def batches(self, include_headers: bool) -> Iterator[pa.RecordBatch]:
         now = self._began_s = self._progress_s = time.monotonic()
-        self._left = {r.tp: _Progress(r.start, r.end, now) for r in self._ranges}
+        self._left = {r.tp: Progress(r.start, r.end, now) for r in self._ranges}
         if names := self._topics.compared({tp.topic for tp in self._left}):
             self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
         self._client.assign([(r.tp, r.start) for r in self._ranges])
         while self._left:
-            chunk = self._client.poll(self._rows_max(), min(LINGER_S, self._deadline_s))
+            left = sum(p.end - p.position for p in self._left.values())
+            chunk = self._client.poll(self._record_size.rows_max(left), min(LINGER_S, self._deadline_s))
             try:
                 self._compare(chunk)
                 cuts = self._accept(chunk)
@@ -134,7 +115,7 @@ class RangeReader:
                     self._topics.ask(self._client, names, time.monotonic())  # the answer is here after the hand-over
                 if cuts and include_headers:
                     chunk.count_headers()
-                self._size(chunk)
+                self._record_size.see(chunk.sizes)
                 for group in bounded(cuts, chunk.sizes):
                     yield chunk.batch(group, include_headers)
                 events = list(chunk.events)
@@ -146,16 +127,10 @@ class RangeReader:
                 self._on_event(event)
             if not cuts:
                 self._look_around()
+            for tp in [tp for tp in self._histories.strangers if tp in self._left]:
+                self._judge_stranger(tp, self._left[tp])
             self._drop_finished()
         self._confirm()
-
-    def _rows_max(self) -> int:
-        left = sum(p.end - p.position for p in self._left.values())
-        return max(1, min(left, BATCH_ROWS_MAX, int(BATCH_BYTES_MAX / self._record_bytes)))
-
-    def _size(self, chunk: Chunk) -> None:
-        if len(chunk.sizes):
-            self._record_bytes = max(1.0, float(chunk.sizes.mean()))
 
     def _accept(self, chunk: Chunk) -> list[Cut]:
         """Cut each run to its plan and note how far it came. A record at or above the end proves the range read."""
@@ -163,16 +138,18 @@ class RangeReader:
         now = time.monotonic()
         for run in chunk.runs:
             progress = self._left.get(run.tp)
-            if progress is None:
-                continue  # fetched ahead of a range that is finished
+            if progress is None or run.tp in self._histories.strangers:
+                continue  # fetched ahead of a range that is finished, or of records that were not planned
             first, last = np.searchsorted(run.offsets, (progress.position, progress.end)).tolist()
-            if first < last:
-                cuts.append(Cut(run.tp, run.first + first, run.first + last))
+            planned = self._histories.planned(chunk, run, first, last)
+            if first < planned:
+                cuts.append(Cut(run.tp, run.first + first, run.first + planned))
                 self._read.add(run.tp.topic)
-            self._advance(run.tp, progress, int(run.offsets[-1]) + 1, now)
+            reached = run.offsets[-1] + 1 if planned == last else run.offsets[planned]
+            self._advance(run.tp, progress, int(reached), now)
         return cuts
 
-    def _advance(self, tp: TopicPartition, progress: _Progress, position: int, now: float) -> None:
+    def _advance(self, tp: TopicPartition, progress: Progress, position: int, now: float) -> None:
         if position > progress.position:
             progress.position, progress.looked_s = position, now
             progress.stopped = progress.at_eof = progress.held = False
@@ -279,7 +256,8 @@ class RangeReader:
             AccessDenied: we were refused, and were again after a grace.
             GroupError: asking again would not help.
         """
-        verdict = meaning(request, event.code, event.text)
+        alert = TLS_ALERT in event.text
+        verdict = Meaning.REFUSED if alert else meaning(request, event.code, event.text)
         self._last_error = event.text
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
@@ -293,7 +271,7 @@ class RangeReader:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}: {event.text}", op=request.value)
 
-    def _on_eof(self, tp: TopicPartition, progress: _Progress, offset: int) -> None:
+    def _on_eof(self, tp: TopicPartition, progress: Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""
         self._advance(tp, progress, offset, time.monotonic())
         if tp in self._left:
@@ -305,7 +283,7 @@ class RangeReader:
         now = time.monotonic()
         for tp, position in self._client.positions(list(self._left)).items():
             progress = self._left[tp]
-            if position > progress.position:
+            if position > progress.position and tp not in self._histories.strangers:
                 self._progress_s = now
                 self._advance(tp, progress, position, now)
         if not self._left:
@@ -333,7 +311,7 @@ class RangeReader:
 
     # --- is the range still there?
 
-    def _triage(self, tp: TopicPartition, progress: _Progress) -> None:
+    def _triage(self, tp: TopicPartition, progress: Progress) -> None:
         """Compare a range with what brokers say of it: wait, go on elsewhere, or count records as lost."""
         self._inquire(tp, progress)
         if tp in self._left:
@@ -342,7 +320,7 @@ class RangeReader:
                 progress.stopped = False
                 self._client.move(tp, progress.position)
 
-    def _inquire(self, tp: TopicPartition, progress: _Progress) -> None:
+    def _inquire(self, tp: TopicPartition, progress: Progress) -> None:
         asked_s = time.monotonic()
         left_s = max(0.1, min(ANSWER_S_MAX, self._deadline_s - (asked_s - self._progress_s)))
         self._topics.ask(self._client, {tp.topic}, asked_s)
@@ -354,7 +332,7 @@ class RangeReader:
             self._failed(Request.OFFSETS, bounds)
             return
         self._doubts.forget((Request.OFFSETS, tp.topic))
-        low, high = bounds
+        low, high, _ = bounds
         progress.held = progress.at_eof and high >= progress.end
         if low > progress.position:
             self._lost(tp, progress, low, high)
@@ -363,6 +341,23 @@ class RangeReader:
             self._doubts.forget(("short", tp))
         elif self._doubts.hear(("short", tp), time.monotonic()):
             self._lost(tp, progress, low, high)
+
+    def _judge_stranger(self, tp: TopicPartition, progress: Progress) -> None:
+        """A record of a later leader than the plan's: its leader must be that late as well, else they say nothing."""
+        stranger = self._histories.strangers.pop(tp)
+        bounds = self._client.log_bounds(tp, max(0.1, min(ANSWER_S_MAX, self._deadline_s)))
+        if isinstance(bounds, Event):
+            self._failed(Request.OFFSETS, bounds)
+            self._mind_the_deadline()
+        elif bounds.leader_epoch < stranger.epoch:
+            self._histories.distrust(tp)
+        elif self._fail_on_data_loss:
+            epochs = stranger.epoch, bounds.leader_epoch
+            raise verdicts.cut_off(self._rest(tp), stranger.offset, epochs, bounds[:2])
+        else:
+            self._skip(tp, progress.end, f"the log was cut at {stranger.offset} or before it: later records follow")
+            return
+        self._client.move(tp, progress.position)
 
     def _rest(self, tp: TopicPartition) -> OffsetRange:
         return OffsetRange(tp, self._left[tp].position, self._left[tp].end)
@@ -383,7 +378,7 @@ class RangeReader:
         for tp in [tp for tp in self._left if tp.topic == name]:
             self._skip(tp, self._left[tp].end, "the topic was deleted and made anew")
 
-    def _lost(self, tp: TopicPartition, progress: _Progress, low: int, high: int) -> None:
+    def _lost(self, tp: TopicPartition, progress: Progress, low: int, high: int) -> None:
         """Records in the range are gone. Never moves below the planned start: what is there is another log's."""
         if self._fail_on_data_loss:
             raise verdicts.records_lost(self._rest(tp), low, high)

@@ -225,6 +225,7 @@ class Steps:
             self.machine,
             self.lookout.ends,
             self.lookout.topic_ids,
+            self.lookout.leader_epochs,
             first=self._is_first,
             unlimited=self._unlimited,
             now_ms=self._now_ms,
@@ -232,6 +233,7 @@ class Steps:
         self._idle = planned is None
         if planned is not None:
             self._unsettled_since_ms = None
+            self.lookout.heights.remember(planned)
             self._machine(ev.Planned(offset=planned))
             self._move(ev.Planned)
         else:

@@ -6,12 +6,13 @@ with a cluster of its own.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -19,7 +20,7 @@ from kafka_words import await_until
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
-from spark_group_source.executor import doubts, fetch, plain, questions, ranges
+from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.testing.mock_cluster import Api, MockCluster
@@ -265,12 +266,12 @@ def test_a_broker_that_stays_away_is_a_timeout_also_when_loss_is_no_failure(clus
 def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:
     """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
     client = fetch._open(fetch._ClientKey({**fetch._DEFAULTS, **fetch._FORCED, **servers(cluster)}, path))
-    assert client.log_bounds(TP, 5) == (0, COUNT)
+    assert client.log_bounds(TP, 5) == (0, COUNT, -1)
     for _ in range(4):
         cluster.push_request_errors(Api.LIST_OFFSETS, [6])
         assert isinstance(client.log_bounds(TP, 5), Event)
         cluster.clear_request_errors(Api.LIST_OFFSETS)
-    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT), 10, what="bounds")
+    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT, -1), 10, what="bounds")
     client.close()
 
 
@@ -306,7 +307,7 @@ def test_a_topic_made_anew_is_skipped_in_full_and_counted(
 def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
     cluster: MockCluster, path: str, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 5)
     monkeypatch.setattr(ranges, "PROOF_S", 0)
     planned = {"orders": topic_id(cluster)}
     found = fetch.read_ranges(
@@ -385,3 +386,34 @@ def test_losses_are_joined_where_they_touch() -> None:
         ("orders-1[10,12)", 2),
     ]
     assert lost.offsets == 10
+
+
+# --- leader epochs
+
+
+def test_epochs_that_leader_and_records_count_in_different_ways_conclude_nothing(
+    cluster: MockCluster, read: Read
+) -> None:
+    """The mock's answers have no leader epoch, its records have one: others that speak Kafka's protocol may, too."""
+    assert read(0, COUNT, leader_epochs={TP: -1}) == list(range(COUNT))
+
+
+class Epochs:
+    """A chunk of which only the leader epochs are looked at."""
+
+    def __init__(self, *epochs: int) -> None:
+        self._epochs = epochs
+
+    def leader_epoch(self, row: int) -> int:
+        return self._epochs[row]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "planned"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)]
+)
+def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], planned: int) -> None:
+    found = histories.Histories({TP: 2})
+    chunk: Any = Epochs(*epochs)
+    assert found.planned(chunk, records.Run(TP, 0, np.arange(10, 14)), 0, 4) == planned
+    stranger = None if planned == 4 else histories.Stranger(10 + planned, 3)
+    assert found.strangers.get(TP) == stranger

@@ -510,8 +510,8 @@ class Silent:
     def topics_told(self, wait_s: float) -> records.Told:
         return {"t": records.TopicTold(0, "", "", 1)}
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int]:
-        return 0, 100
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> records.Bounds:
+        return records.Bounds(0, 100)
 
 
 @dataclass
@@ -531,6 +531,7 @@ def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
         "",
         user="the user",
         topic_ids={},
+        leader_epochs={},
         losses=doubts.Losses(),
         fail_on_data_loss=True,
         deadline_s=2.0,
