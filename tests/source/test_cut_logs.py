@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stubs do not say so
 from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
 from cut_logs import cut_log
 from streams import Engine, Seen, options_of, texts
@@ -126,3 +126,34 @@ def test_the_librarys_words_are_those_that_the_answer_is_read_from(alone: Broker
     assert ends.ask({tp: 0}) == {tp: 5}
     assert ends.ask({tp: 7}) == {tp: None}, "an epoch that never was"
     assert ends.ask({}) == {}
+
+
+@pytest.mark.soak
+def test_an_unclean_election(request: pytest.FixtureRequest, jvm: None) -> None:
+    """The same by the brokers' own doing: the follower that becomes leader was down while the last records came."""
+    name = request.node.name
+    with Broker(nodes=3) as brokers:
+        admin = AdminClient({"bootstrap.servers": brokers.bootstrap_servers})
+        wanted = NewTopic(name, replica_assignment=[[1, 2]], config={"unclean.leader.election.enable": "true"})
+        admin.create_topics([wanted])[name].result(30)
+        producer = Producer({"bootstrap.servers": brokers.bootstrap_servers, "acks": 1, "message.timeout.ms": 60_000})
+        options = options_of(brokers.bootstrap_servers, f"g-{name}", subscribe=name, brokerTimeoutMs=120_000)
+        produce_to(producer, name, texts(0, 9), partition=0)
+        with Engine(options) as engine:
+            engine.run()
+            brokers.stop_node(2)
+            produce_to(producer, name, texts(10, 19), partition=0)
+            engine.run()
+            assert engine.rows == rows_of(name, range(20), 0)
+        brokers.kill(1)
+        brokers.start_node(2)
+        produce_to(producer, name, texts(100, 129), partition=0)
+        with (
+            Engine(options, engine.log) as failing,
+            pytest.raises(DataLoss, match="was cut at 10, below the position 20"),
+        ):
+            await_batch(failing)
+        with Engine({**options, "failOnDataLoss": "false"}, engine.log) as going_on:
+            await_batch(going_on)
+            assert going_on.rows == rows_of(name, range(10, 40), 100)
+        brokers.start_node(1)
