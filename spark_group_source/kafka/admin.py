@@ -46,6 +46,7 @@ _BOUND = {"request_timeout": REQUEST_TIMEOUT_S}
 _COORDINATOR_BOUND = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
+Offsets = dict[TopicPartition, int]
 
 # The library's stubs do not know the types of OffsetSpec.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
@@ -171,9 +172,7 @@ class Admin:
             )
         return found
 
-    def latest(
-        self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True
-    ) -> dict[TopicPartition, int]:
+    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True) -> Offsets:
         """Where each log ends. Partitions that a broker says are not there are left out.
 
         Args:
@@ -182,9 +181,7 @@ class Admin:
         """
         return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
 
-    def ends(
-        self, tps: Iterable[TopicPartition], *, committed: bool
-    ) -> tuple[dict[TopicPartition, int], dict[TopicPartition, int]]:
+    def ends(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
         """:meth:`latest` of those that were answered, and the leader epochs, where leaders told theirs."""
         found = self._told(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=False)
         epochs = {tp: epoch for tp, told in found.items() if (epoch := told.leader_epoch) is not None and epoch >= 0}
@@ -284,9 +281,7 @@ class Admin:
         self._runtime.pause(wait_s)
         self._client.poll(0)
 
-    def _offsets(
-        self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool
-    ) -> dict[TopicPartition, int]:
+    def _offsets(self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool) -> Offsets:
         found = self._told(dict.fromkeys(tps, spec), committed=committed, whole=whole)
         return {tp: told.offset for tp, told in found.items()}
 
@@ -299,8 +294,7 @@ class Admin:
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
         op = "listing offsets"
         answers = self._asked(Request.OFFSETS, op, lambda: self._list_offsets(request, level, whole, least))
-        found = ((TopicPartition(p.topic, p.partition), told) for p, told in answers.items())
-        return {tp: told for tp, told in found if not isinstance(told, Missing)}
+        return {TopicPartition(p.topic, p.partition): end for p, end in answers.items() if not isinstance(end, Missing)}
 
     def _list_offsets(
         self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int
