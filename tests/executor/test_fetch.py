@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, native, plain, ranges, rdkafka, records
+from spark_group_source.executor import doubts, fetch, native, plain, progress, ranges, rdkafka, records
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -572,7 +572,7 @@ def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
 def test_B34_two_readers_in_one_process_each_get_their_range(
     topic: TopicFactory, produce: Produce, broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
     produce(name, [str(i) for i in range(100)], partition=0)
     servers = {"bootstrap.servers": broker.bootstrap_servers}
@@ -700,7 +700,7 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)
     name = topic()
     produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
     reading = fetch.read_ranges(
