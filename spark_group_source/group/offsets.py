@@ -12,7 +12,8 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
 ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Six optional members:
-``leaders`` of a topic has the leader epochs under which the ends of its ranges were planned (:mod:`cuts`); ``cut`` has,
+``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
+(:mod:`cuts`), -1 where they were not told; ``cut`` has,
 for partitions that go back to where their log was cut, the position that they had before; ``epoch`` counts the resets
 of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose start *followed* a commit that
 no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next offset of partitions that were
@@ -32,6 +33,8 @@ from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import OffsetRange, TopicPartition
 
 VERSION = 1
+NOT_TOLD = -1
+"""In ``leaders``: nobody told the leader epoch of this partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,12 @@ class StreamOffset:
     def to_json_dict(self) -> dict[str, Any]:
         """The canonical form, with its keys in sorted order so that plain ``json.dumps`` keeps it."""
         by_topic: dict[str, dict[str, tuple[int, int]]] = {}
+        leaders: dict[str, dict[str, int]] = {}
         for tp, bounds in self.ranges.items():
-            by_topic.setdefault(tp.topic, {})[str(tp.partition)] = bounds
+            partition = str(tp.partition)
+            by_topic.setdefault(tp.topic, {})[partition] = bounds
+            if (epoch := self.leader_epochs.get(tp)) is not None:
+                leaders.setdefault(tp.topic, {})[partition] = epoch
         moved: dict[str, list[int]] = {}
         for tp in sorted(self.followed):
             moved.setdefault(tp.topic, []).append(tp.partition)
@@ -89,16 +96,14 @@ class StreamOffset:
             doc["owed"] = _nested(self.owed)
         doc["seq"] = self.seq
         doc["stream"] = self.stream
-        leaders = _nested(self.leader_epochs)
-        doc["topics"] = {
-            topic: {
-                "id": self.topic_ids.get(topic, ""),
-                "known": self.known.get(topic, 0),
-                **({"leaders": leaders[topic]} if topic in leaders else {}),
-                "ranges": dict(sorted(by_topic.get(topic, {}).items())),
-            }
-            for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys())
-        }
+        doc["topics"] = {}
+        for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
+            entry: dict[str, Any] = {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
+            ranges = dict(sorted(by_topic.get(topic, {}).items()))
+            if topic in leaders:
+                entry["leaders"] = [leaders[topic].get(partition, NOT_TOLD) for partition in ranges]
+            entry["ranges"] = ranges
+            doc["topics"][topic] = entry
         if self.turn is not None:
             doc["turn"] = list(self.turn)
         doc["v"] = VERSION
@@ -143,12 +148,15 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
     ranges: dict[TopicPartition, tuple[int, int]] = {}
     ids: dict[str, str] = {}
     known: dict[str, int] = {}
-    leaders: dict[str, Any] = {}
+    leaders: dict[TopicPartition, int] = {}
     for topic, entry in doc["topics"].items():
         if entry["id"]:  # empty for a topic that was known before any of its partitions was held
             ids[topic] = str(entry["id"])
         known[topic] = int(entry["known"])
-        leaders[topic] = entry.get("leaders", {})
+        if "leaders" in entry:
+            for partition, epoch in zip(sorted(entry["ranges"]), entry["leaders"], strict=True):
+                if epoch != NOT_TOLD:
+                    leaders[TopicPartition(topic, int(partition))] = int(epoch)
         for partition, pair in entry["ranges"].items():
             a, b = pair
             if type(a) is not int or type(b) is not int or not 0 <= a <= b:
@@ -170,7 +178,7 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         ranges=ranges,
         epoch=epoch,
         followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
-        leader_epochs=_flat(leaders),
+        leader_epochs=leaders,
         cut=_flat(doc.get("cut", {})),
         owed=_flat(doc.get("owed", {})),
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),

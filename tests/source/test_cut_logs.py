@@ -68,7 +68,7 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
         engine.run()
         assert engine.rows == rows_of(name, range(10), 0)
     log = engine.log
-    assert json.loads(log[-1])["topics"][name]["leaders"] == {"0": 0}
+    assert json.loads(log[-1])["topics"][name]["leaders"] == [0]
     cut_log(alone, data, tp, 6)
     write(name, 100, 111)  # up to 18: an end alone tells of nothing
 
