@@ -134,7 +134,7 @@ def test_an_unclean_election(request: pytest.FixtureRequest, jvm: None) -> None:
     name = request.node.name
     with Broker(nodes=3) as brokers:
         admin = AdminClient({"bootstrap.servers": brokers.bootstrap_servers})
-        wanted = NewTopic(name, replica_assignment=[[1, 2]], config={"unclean.leader.election.enable": "true"})
+        wanted = NewTopic(name, 1, replica_assignment=[[1, 2]], config={"unclean.leader.election.enable": "true"})
         admin.create_topics([wanted])[name].result(30)
         producer = Producer({"bootstrap.servers": brokers.bootstrap_servers, "acks": 1, "message.timeout.ms": 60_000})
         options = options_of(brokers.bootstrap_servers, f"g-{name}", subscribe=name, brokerTimeoutMs=120_000)
