@@ -143,7 +143,7 @@ def test_an_unclean_election(request: pytest.FixtureRequest, jvm: None) -> None:
             engine.run()
             brokers.stop_node(2)
             produce_to(producer, name, texts(10, 19), partition=0)
-            engine.run()
+            await_batch(engine)
             assert engine.rows == rows_of(name, range(20), 0)
         brokers.kill(1)
         brokers.start_node(2)
