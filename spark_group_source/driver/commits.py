@@ -217,10 +217,8 @@ class Commits:
 
     def _of_members(self, shares: Sequence[Share], left: dict[int, str]) -> list[Share]:
         for share in shares:
-            if share.identity is None:
-                left.setdefault(share.member.slot, "the member is not in the group at the moment")
-            elif share.identity != share.member.identity:
-                left.setdefault(share.member.slot, "the member has joined again since")
+            if (why := share.outdated) is not None:
+                left.setdefault(share.member.slot, why)
         return [share for share in shares if share.member.slot not in left]
 
     def _leave_out(self, share: Share, exc: MemberStale, left: dict[int, str]) -> None:
