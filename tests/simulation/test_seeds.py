@@ -28,3 +28,7 @@ def test_G3_a_commit_that_waited_while_its_partitions_were_given_up_is_left_out_
 
 def test_a_batch_that_another_run_of_its_stream_has_written_is_in_nobodys_hands_seed_6021() -> None:
     run(6021, protocol="consumer")  # testing/invariants.py: processed_by, book.written
+
+
+def test_a_run_may_wait_in_vain_for_what_an_older_run_of_its_stream_keeps_seed_6398() -> None:
+    run(6398, protocol="consumer")  # testing/scene.py: _judge_timeout
