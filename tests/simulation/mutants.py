@@ -90,7 +90,13 @@ MUTANTS = [
         "pass",
         "a batch that became durable while its partition was away is not read again",
     ),
-    Mutant("believes-a-late-echo", P, "at = max(at, ours)", "pass", "our own position wins over a late echo"),
+    Mutant(
+        "believes-a-late-echo",
+        P,
+        "at = max(at, ours) if partition.cut is None else ours",
+        "pass",
+        "our own position wins over a late echo",
+    ),
     Mutant(
         "undoes-a-rewind",
         P,
@@ -101,8 +107,8 @@ MUTANTS = [
     Mutant(
         "never-takes",
         P,
-        "partition.committed, partition.theirs = at, True",
-        "partition.committed, partition.theirs = at, False",
+        "partition.committed, partition.theirs, partition.cut = at, True, None",
+        "partition.committed, partition.theirs, partition.cut = at, False, None",
         "what others committed is committed under our name before it is read",
     ),
     Mutant(
