@@ -25,6 +25,7 @@ from spark_group_source.errors import GroupError
 from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
+from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.questions import ANSWER_S_MAX
 from spark_group_source.executor.records import (
     BATCH_BYTES_MAX,
@@ -32,6 +33,7 @@ from spark_group_source.executor.records import (
     Chunk,
     Cut,
     Event,
+    Told,
     TopicTold,
     bounded,
 )
@@ -56,8 +58,7 @@ EOF = CODES["_PARTITION_EOF"]
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
 _FATAL = CODES["_FATAL"]
-_pause = threading.Event()
-"""Never set: waiting for it lets time pass."""
+_pause = threading.Event()  # never set: waiting for it lets time pass
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class RangeReader:
         lease: the client.
         topic_ids: of the topics as they were planned; one that is missing is not compared.
         losses: where skipped offsets go, when loss is no failure.
-        deadline_s: without any progress for so long: ReadTimeout.
+        deadline_s, silence_s: without any progress for so long, while brokers answer and while not: ReadTimeout.
     """
 
     def __init__(
@@ -95,22 +96,21 @@ class RangeReader:
         losses: Losses,
         fail_on_data_loss: bool,
         deadline_s: float,
+        silence_s: float,
     ) -> None:
         self._lease = lease
         self._servers, self._user = servers, user
-        self._losses = losses
-        self._fail_on_data_loss = fail_on_data_loss
+        self._losses, self._fail_on_data_loss = losses, fail_on_data_loss
         self._deadline_s = deadline_s
+        self._patience = Patience(deadline_s, silence_s)
         self._ranges = ranges
         self._left: dict[TopicPartition, _Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_bytes = float(ASSUMED_RECORD_BYTES)
         self._last_error = ""
-        self._progress_s = 0.0
         self._doubts = Doubts()
         self._topics = Topics(topic_ids)
-        self._read: set[str] = set()
-        """Topics of which rows were handed over."""
+        self._read: set[str] = set()  # topics of which rows were handed over
         self._began_s = self._came_s = 0.0
         self._refused_s: float | None = None
         self._renewed = False
@@ -120,7 +120,8 @@ class RangeReader:
         return self._lease.client
 
     def batches(self, include_headers: bool) -> Iterator[pa.RecordBatch]:
-        now = self._began_s = self._progress_s = time.monotonic()
+        now = self._began_s = time.monotonic()
+        self._patience.progress(now)
         self._left = {r.tp: _Progress(r.start, r.end, now) for r in self._ranges}
         if names := self._topics.compared({tp.topic for tp in self._left}):
             self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
@@ -141,7 +142,7 @@ class RangeReader:
             finally:
                 chunk.free()
             if cuts:
-                self._progress_s = time.monotonic()
+                self._patience.progress(time.monotonic())
             for event in events:
                 self._on_event(event)
             if not cuts:
@@ -150,8 +151,8 @@ class RangeReader:
         self._confirm()
 
     def _rows_max(self) -> int:
-        left = sum(p.end - p.position for p in self._left.values())
-        return max(1, min(left, BATCH_ROWS_MAX, int(BATCH_BYTES_MAX / self._record_bytes)))
+        fit = min(BATCH_ROWS_MAX, int(BATCH_BYTES_MAX / self._record_bytes))
+        return max(1, min(fit, sum(p.end - p.position for p in self._left.values())))
 
     def _size(self, chunk: Chunk) -> None:
         if len(chunk.sizes):
@@ -180,7 +181,7 @@ class RangeReader:
             self._refused_s, self._renewed = None, False
         if progress.position >= progress.end and self._left.pop(tp, None) is not None:
             self._finished.append(tp)
-            self._progress_s = now
+            self._patience.progress(now)
 
     def _drop_finished(self) -> None:
         """Stop fetching past the ends, unless all is read: the client is then cleared as a whole."""
@@ -190,7 +191,7 @@ class RangeReader:
 
     # --- are the topics the planned ones?
 
-    def _await_answer(self, wait_s: float) -> None:
+    def _await_answer(self, wait_s: float) -> Told | Event | None:
         """Take in what was told of topics, if it comes in time."""
         told = self._topics.take(self._client, wait_s)
         if isinstance(told, Event):
@@ -199,6 +200,7 @@ class RangeReader:
             self._doubts.forget((Request.FETCH, None), (Request.TOPICS, None))
             for name, topic in told.items():
                 self._judge(name, topic)
+        return told
 
     def _judge(self, name: str, topic: TopicTold) -> None:
         """What metadata says of a topic, against the ranges that are left of it."""
@@ -252,7 +254,8 @@ class RangeReader:
             if pause:
                 _pause.wait(ASK_PAUSE_S)
             self._topics.ask(self._client, names, time.monotonic())
-        self._await_answer(ASK_PAUSE_S)
+        if (told := self._await_answer(ASK_PAUSE_S)) is not None:
+            self._patience.asked(time.monotonic(), answered=not isinstance(told, Event))
         self._mind_the_deadline()
 
     # --- what is not a record
@@ -306,7 +309,7 @@ class RangeReader:
         for tp, position in self._client.positions(list(self._left)).items():
             progress = self._left[tp]
             if position > progress.position:
-                self._progress_s = now
+                self._patience.progress(now)
                 self._advance(tp, progress, position, now)
         if not self._left:
             return
@@ -325,11 +328,11 @@ class RangeReader:
         self._client.assign([(tp, progress.position) for tp, progress in self._left.items()])
 
     def _mind_the_deadline(self) -> None:
-        waited_s = time.monotonic() - self._progress_s
-        if waited_s >= self._deadline_s:
+        now = time.monotonic()
+        if self._patience.left_s(now) <= 0:
             left = [self._rest(tp) for tp in sorted(self._left)]
             held = [rest.tp for rest in left if self._left[rest.tp].held]
-            raise verdicts.timed_out(self._servers, left, waited_s, self._last_error, held)
+            raise verdicts.timed_out(self._servers, left, self._patience.waited_s(now), self._last_error, held)
 
     # --- is the range still there?
 
@@ -344,12 +347,15 @@ class RangeReader:
 
     def _inquire(self, tp: TopicPartition, progress: _Progress) -> None:
         asked_s = time.monotonic()
-        left_s = max(0.1, min(ANSWER_S_MAX, self._deadline_s - (asked_s - self._progress_s)))
+        left_s = max(0.1, min(ANSWER_S_MAX, self._patience.left_s(asked_s)))
         self._topics.ask(self._client, {tp.topic}, asked_s)
         self._await_answer(left_s)
-        if tp not in self._left or self._doubted(tp) or self._topics.last(tp.topic, asked_s) is None:
+        told = self._topics.last(tp.topic, asked_s) is not None
+        if tp not in self._left or self._doubted(tp) or not told:
+            self._patience.asked(time.monotonic(), answered=told)
             return
         bounds = self._client.log_bounds(tp, left_s)
+        self._patience.asked(time.monotonic(), answered=not isinstance(bounds, Event))
         if isinstance(bounds, Event):
             self._failed(Request.OFFSETS, bounds)
             return

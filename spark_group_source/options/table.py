@@ -113,10 +113,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="Whether records of aborted and open transactions are left out. Spark's own connector reads them by "
                "default."),
     Option("kafkaConsumer.pollTimeoutMs", "poll_timeout_ms", whole(1, DAY_MS), "ms", default=120_000,
-           doc="How long a task waits for records that should be there before it fails."),
+           doc="How long a task waits for records that should be there, of brokers that answer, before it fails."),
     Option("brokerTimeoutMs", "broker_timeout_ms", whole(0), "ms", default=600_000,
-           doc="How long a running query waits for brokers that do not answer before it fails; 0 is for ever. A query "
-               "that starts waits 20 s. Tasks have kafkaConsumer.pollTimeoutMs."),
+           doc="How long a running query, or a task, waits for brokers that do not answer before it fails; 0 is for "
+               "ever. A query that starts waits 20 s."),
     Option("fetchOffset.numRetries", "fetch_offset_retries", whole(0, 1_000), "retries", default=3,
            doc="How often a question to the broker about offsets is repeated at once; brokerTimeoutMs says how long it "
                "is repeated in all."),

@@ -534,6 +534,7 @@ def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
         losses=doubts.Losses(),
         fail_on_data_loss=True,
         deadline_s=2.0,
+        silence_s=2.0,
     )
 
 
