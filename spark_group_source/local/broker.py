@@ -12,6 +12,7 @@ replicas on other machines), and topics or records: use Kafka's clients.
 
 import contextlib
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -149,6 +150,17 @@ class Broker:
     def pids(self) -> dict[int, int]:
         """Process id of every node that runs (a paused one does)."""
         return {node: process.pid for node, process in self._processes.items() if process.running}
+
+    @property
+    def controller(self) -> int:
+        """The node that leads the controllers, by what the nodes wrote down of the last election; 0: none does."""
+        found = []
+        for node in self.nodes:
+            with contextlib.suppress(OSError, ValueError):  # written anew at this moment
+                state = self._home / f"node-{node}" / "data" / "__cluster_metadata-0" / "quorum-state"
+                told = json.loads(state.read_text())
+                found.append((int(told["leaderEpoch"]), int(told["leaderId"])))
+        return max([0, *(leader for epoch, leader in found if epoch == max(found)[0])])
 
     @property
     def log_dir(self) -> Path:

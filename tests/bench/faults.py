@@ -1,6 +1,7 @@
 """What faults cost: random ones against two queries and an ordinary consumer, and how long everything needs afterwards.
 
 ``python -m tests.bench faults [--seed N] [--seconds N] [--kinds refuse kill ...]``
+``python -m tests.bench faults --deaths N [--seed N]``: leader, coordinator and controller are killed in turn
 
 Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
 the account: nothing may be lost or doubled. The same seed draws the same faults; what they meet differs.
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.source import KafkaGroupDataSource
@@ -20,7 +22,11 @@ from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
 
-from faults.soak import SETTINGS, Soak
+from faults.deaths import Deaths
+from faults.soak import SETTINGS, Account, Soak
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 SEEDS = 2**32
 
@@ -30,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(SEEDS))
     parser.add_argument("--seconds", type=float, default=120.0, help="how long new faults begin")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--deaths", type=int, default=0, help="kill so many nodes, instead of random faults")
     given = parser.parse_args(arguments)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
@@ -43,10 +50,16 @@ def main(arguments: Sequence[str]) -> int:
         spark.dataSource.register(KafkaGroupDataSource)
         try:
             with FaultyCluster(nodes=3, settings=SETTINGS) as cluster:
-                soak = Soak(
-                    spark, cluster, Path(scratch), seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds
-                )
-                account = soak.run()
+                account = _run(spark, cluster, Path(scratch), given)
         finally:
             spark.stop()
     return int(bool(account.lost or account.doubled))
+
+
+def _run(spark: "SparkSession", cluster: FaultyCluster, folder: Path, given: argparse.Namespace) -> Account:
+    if given.deaths:
+        deaths = Deaths(spark, cluster, folder, seed=given.seed, count=given.deaths, say=print)
+        account = deaths.run()
+        print(deaths.table())
+        return account
+    return Soak(spark, cluster, folder, seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds).run()
