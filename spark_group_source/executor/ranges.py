@@ -15,7 +15,6 @@ on a client's word: see ``answers``.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,7 @@ from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
 from spark_group_source.executor.patience import Patience
+from spark_group_source.executor.progress import Progress
 from spark_group_source.executor.questions import ANSWER_S_MAX
 from spark_group_source.executor.records import (
     BATCH_BYTES_MAX,
@@ -55,24 +55,12 @@ ASSUMED_RECORD_BYTES = 16 * 1024
 
 EOF = CODES["_PARTITION_EOF"]
 """Not an error: the end of what can be read of a partition."""
+DAMAGED = CODES["_BAD_MSG"]
+"""A batch of records whose checksum is wrong. librdkafka leaves it out and goes on behind it."""
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
 _FATAL = CODES["_FATAL"]
 _pause = threading.Event()  # never set: waiting for it lets time pass
-
-
-@dataclass(slots=True)
-class _Progress:
-    position: int
-    end: int
-    looked_s: float
-    """When it last moved, or was asked about."""
-    stopped: bool = False
-    """The client gave it up: it needs a new start."""
-    at_eof: bool = False
-    """What can be read of the log ends here."""
-    held: bool = False
-    """And the log itself covers the plan: a transaction is open."""
 
 
 class RangeReader:
@@ -104,7 +92,7 @@ class RangeReader:
         self._deadline_s = deadline_s
         self._patience = Patience(deadline_s, silence_s)
         self._ranges = ranges
-        self._left: dict[TopicPartition, _Progress] = {}
+        self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_bytes = float(ASSUMED_RECORD_BYTES)
         self._last_error = ""
@@ -122,13 +110,14 @@ class RangeReader:
     def batches(self, include_headers: bool) -> Iterator[pa.RecordBatch]:
         now = self._began_s = time.monotonic()
         self._patience.progress(now)
-        self._left = {r.tp: _Progress(r.start, r.end, now) for r in self._ranges}
+        self._left = {r.tp: Progress(r.start, r.end, now) for r in self._ranges}
         if names := self._topics.compared({tp.topic for tp in self._left}):
             self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
         self._client.assign([(r.tp, r.start) for r in self._ranges])
         while self._left:
             chunk = self._client.poll(self._rows_max(), min(LINGER_S, self._deadline_s))
             try:
+                self._tear(chunk)
                 self._compare(chunk)
                 cuts = self._accept(chunk)
                 if not self._left and (names := self._unconfirmed()):
@@ -158,14 +147,20 @@ class RangeReader:
         if len(chunk.sizes):
             self._record_bytes = max(1.0, float(chunk.sizes.mean()))
 
+    def _tear(self, chunk: Chunk) -> None:
+        """Nothing is taken of a partition any more until what came damaged is fetched again."""
+        for event in chunk.events:
+            if event.code == DAMAGED and event.tp in self._left:
+                self._left[event.tp].torn = True
+
     def _accept(self, chunk: Chunk) -> list[Cut]:
         """Cut each run to its plan and note how far it came. A record at or above the end proves the range read."""
         cuts: list[Cut] = []
         now = time.monotonic()
         for run in chunk.runs:
             progress = self._left.get(run.tp)
-            if progress is None:
-                continue  # fetched ahead of a range that is finished
+            if progress is None or progress.torn:
+                continue  # fetched ahead of a range that is finished, or behind what is fetched again
             first, last = np.searchsorted(run.offsets, (progress.position, progress.end)).tolist()
             if first < last:
                 cuts.append(Cut(run.tp, run.first + first, run.first + last))
@@ -173,7 +168,7 @@ class RangeReader:
             self._advance(run.tp, progress, int(run.offsets[-1]) + 1, now)
         return cuts
 
-    def _advance(self, tp: TopicPartition, progress: _Progress, position: int, now: float) -> None:
+    def _advance(self, tp: TopicPartition, progress: Progress, position: int, now: float) -> None:
         if position > progress.position:
             progress.position, progress.looked_s = position, now
             progress.stopped = progress.at_eof = progress.held = False
@@ -264,7 +259,7 @@ class RangeReader:
         tp = event.tp
         progress = self._left.get(tp) if tp else None
         if event.code == EOF:
-            if tp and progress:
+            if tp and progress and not progress.torn:
                 self._on_eof(tp, progress, event.offset)
             return
         self._failed(Request.FETCH, event)
@@ -296,7 +291,7 @@ class RangeReader:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}: {event.text}", op=request.value)
 
-    def _on_eof(self, tp: TopicPartition, progress: _Progress, offset: int) -> None:
+    def _on_eof(self, tp: TopicPartition, progress: Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""
         self._advance(tp, progress, offset, time.monotonic())
         if tp in self._left:
@@ -308,7 +303,7 @@ class RangeReader:
         now = time.monotonic()
         for tp, position in self._client.positions(list(self._left)).items():
             progress = self._left[tp]
-            if position > progress.position:
+            if position > progress.position and not progress.torn:
                 self._patience.progress(now)
                 self._advance(tp, progress, position, now)
         if not self._left:
@@ -336,16 +331,16 @@ class RangeReader:
 
     # --- is the range still there?
 
-    def _triage(self, tp: TopicPartition, progress: _Progress) -> None:
+    def _triage(self, tp: TopicPartition, progress: Progress) -> None:
         """Compare a range with what brokers say of it: wait, go on elsewhere, or count records as lost."""
         self._inquire(tp, progress)
         if tp in self._left:
             progress.looked_s = time.monotonic()
             if progress.stopped:
-                progress.stopped = False
+                progress.stopped = progress.torn = False
                 self._client.move(tp, progress.position)
 
-    def _inquire(self, tp: TopicPartition, progress: _Progress) -> None:
+    def _inquire(self, tp: TopicPartition, progress: Progress) -> None:
         asked_s = time.monotonic()
         left_s = max(0.1, min(ANSWER_S_MAX, self._patience.left_s(asked_s)))
         self._topics.ask(self._client, {tp.topic}, asked_s)
@@ -389,7 +384,7 @@ class RangeReader:
         for tp in [tp for tp in self._left if tp.topic == name]:
             self._skip(tp, self._left[tp].end, "the topic was deleted and made anew")
 
-    def _lost(self, tp: TopicPartition, progress: _Progress, low: int, high: int) -> None:
+    def _lost(self, tp: TopicPartition, progress: Progress, low: int, high: int) -> None:
         """Records in the range are gone. Never moves below the planned start: what is there is another log's."""
         if self._fail_on_data_loss:
             raise verdicts.records_lost(self._rest(tp), low, high)

@@ -246,7 +246,7 @@ class Options:
 
         Nothing is committed, stored or reset by the client itself: a position that is out of range is an error.
         """
-        return dict(self.settings) | {
+        return self._common() | {
             "bootstrap.servers": self.bootstrap_servers,
             "group.id": self.group_id,
             "group.protocol": self.group_protocol,
@@ -258,12 +258,18 @@ class Options:
 
     def admin_settings(self) -> dict[str, str]:
         """Settings of an admin client: connection, security and what every client has."""
-        common = {name: value for name, value in self.settings if name not in client_settings.CONSUMER_ONLY}
-        return common | {"bootstrap.servers": self.bootstrap_servers}
+        common = self._common()
+        return {name: common[name] for name in common if name not in client_settings.CONSUMER_ONLY} | {
+            "bootstrap.servers": self.bootstrap_servers
+        }
 
     def producer_settings(self) -> dict[str, str]:
         """Settings of the producer that commits offsets; without transactional.id, which belongs to the stream."""
         return self.admin_settings()
+
+    def _common(self) -> dict[str, str]:
+        own = dict(self.settings)
+        return own if any(name.startswith("reconnect.") for name in own) else {**own, **client_settings.RECONNECT}
 
     def describe(self) -> dict[str, str]:
         """Every option that is set, secrets masked: safe in a log."""
