@@ -2,12 +2,14 @@
 
 ``python -m tests.bench faults [--seed N] [--seconds N] [--kinds refuse kill ...]``
 ``python -m tests.bench faults --deaths N [--seed N]``: leader, coordinator and controller are killed in turn
+``python -m tests.bench faults --outage S [S ...]``: so many seconds, of one broker of three and of all
 
 Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
 the account: nothing may be lost or doubled. The same seed draws the same faults; what they meet differs.
 """
 
 import argparse
+import itertools
 import os
 import secrets
 import sys
@@ -23,7 +25,8 @@ from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
 
 from faults.deaths import Deaths
-from faults.soak import SETTINGS, Account, Soak
+from faults.outages import Outage
+from faults.soak import SETTINGS, Soak
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long new faults begin")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--deaths", type=int, default=0, help="kill so many nodes, instead of random faults")
+    parser.add_argument("--outage", type=float, nargs="+", default=[], help="outages of so many seconds, instead")
     given = parser.parse_args(arguments)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
@@ -50,16 +54,23 @@ def main(arguments: Sequence[str]) -> int:
         spark.dataSource.register(KafkaGroupDataSource)
         try:
             with FaultyCluster(nodes=3, settings=SETTINGS) as cluster:
-                account = _run(spark, cluster, Path(scratch), given)
+                return _run(spark, cluster, Path(scratch), given)
         finally:
             spark.stop()
-    return int(bool(account.lost or account.doubled))
 
 
-def _run(spark: "SparkSession", cluster: FaultyCluster, folder: Path, given: argparse.Namespace) -> Account:
+def _run(spark: "SparkSession", cluster: FaultyCluster, folder: Path, given: argparse.Namespace) -> int:
+    """Returns whether anything was lost or doubled."""
+    if given.outage:
+        wrong = 0
+        for lasts_s, nodes in itertools.product(given.outage, ([1], list(cluster.broker.nodes))):
+            home = folder / f"{lasts_s:.0f}-{len(nodes)}"
+            wrong += Outage(spark, cluster, home, nodes=nodes, lasts_s=lasts_s, say=print).run()
+        return int(wrong > 0)
     if given.deaths:
         deaths = Deaths(spark, cluster, folder, seed=given.seed, count=given.deaths, say=print)
         account = deaths.run()
         print(deaths.table())
-        return account
-    return Soak(spark, cluster, folder, seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds).run()
+    else:
+        account = Soak(spark, cluster, folder, seed=given.seed, for_s=given.seconds, say=print, kinds=given.kinds).run()
+    return int(bool(account.lost or account.doubled))

@@ -22,9 +22,9 @@ from kafka_words import await_until
 from rebalance.accounts import Flow, asking, describe, stays
 
 from faults.queries import Query
-from faults.soak import ASK_S, CALM_S, PARTITIONS, RECOVERED_S, Soak
+from faults.soak import ASK_S, CALM_S, PARTITIONS, RECOVERED_S, Soak, Struck
 from spark_group_source.local.broker import START_S
-from spark_group_source.testing.faulty_cluster import FaultyCluster
+from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -100,6 +100,8 @@ class Deaths(Soak):
             self.deaths.append(death)
             self._say(f"{number:4} {death}")
             self._await_whole(f"death {number} ({death.role})")
+            killed = Fault("kill", death.node)
+            self.account.struck.append(Struck(killed, death.down_s, death.all_s, death.rebalanced))
             await_until(self._in_sync, RECOVERED_S, what="all replicas in sync")
             stays(self._check, CALM_S, "the queries")
 
