@@ -2,6 +2,7 @@
 
 ``python -m tests.bench faults [--seed N] [--seconds N] [--kinds refuse kill ...]``
 ``python -m tests.bench faults --deaths N [--seed N]``: leader, coordinator and controller are killed in turn
+``python -m tests.bench faults --restarts S``: every broker in turn in order, and then all of them for so many seconds
 ``python -m tests.bench faults --outage S [S ...]``: so many seconds, of one broker of three and of all
 
 Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
@@ -24,7 +25,7 @@ from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
 
-from faults.deaths import Deaths
+from faults.deaths import Deaths, Restarts
 from faults.outages import Outage
 from faults.soak import SETTINGS, Soak
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long new faults begin")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--deaths", type=int, default=0, help="kill so many nodes, instead of random faults")
+    parser.add_argument("--restarts", type=float, default=0.0, help="stop all for so many seconds, after each in turn")
     parser.add_argument("--outage", type=float, nargs="+", default=[], help="outages of so many seconds, instead")
     given = parser.parse_args(arguments)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="spark-group-faults-") as scratch:
         builder = SparkSession.builder.master("local[2]").appName("faults")
-        for key, value in local_spark_settings(scratch).items():
+        patient = {"spark.python.authenticate.socketTimeout": "120s"}  # of Spark for processes that it starts
+        for key, value in (local_spark_settings(scratch) | patient).items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
         spark.sparkContext.setLogLevel("ERROR")
@@ -67,7 +70,9 @@ def _run(spark: "SparkSession", cluster: FaultyCluster, folder: Path, given: arg
             home = folder / f"{lasts_s:.0f}-{len(nodes)}"
             wrong += Outage(spark, cluster, home, nodes=nodes, lasts_s=lasts_s, say=print).run()
         return int(wrong > 0)
-    if given.deaths:
+    if given.restarts:
+        account = Restarts(spark, cluster, folder, seed=given.seed, down_s=given.restarts, say=print).run()
+    elif given.deaths:
         deaths = Deaths(spark, cluster, folder, seed=given.seed, count=given.deaths, say=print)
         account = deaths.run()
         print(deaths.table())

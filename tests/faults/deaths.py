@@ -1,10 +1,10 @@
 """Nodes that are killed in turn: the leader of a partition, a group's coordinator, the controller; and how long no rows
-come.
+come. And nodes that are stopped in order.
 
-Runs in: ``tests.bench faults --deaths N`` and a test. The queries are those of ``soak``. A node dies by SIGKILL and is
-started again after 1 to 30 s. Three times are told of each death: when Kafka itself took a record of each partition
-again (by the acknowledgements of a producer that waits for all replicas), when each query had rows that were produced
-after the death, and when it had them of each of its partitions. Deliberately absent: pytest.
+Runs in: ``tests.bench faults --deaths N`` and ``--restarts S``. The queries are those of ``soak``. A node dies by
+SIGKILL and is started again after 1 to 30 s. Three times are told of each death: when Kafka itself took a record of
+each partition again (by the acknowledgements of a producer that waits for all replicas), when each query had rows that
+were produced after the death, and when it had them of each of its partitions. Deliberately absent: pytest.
 """
 
 import random
@@ -102,7 +102,7 @@ class Deaths(Soak):
             self._await_whole(f"death {number} ({death.role})")
             killed = Fault("kill", death.node)
             self.account.struck.append(Struck(killed, death.down_s, death.all_s, death.rebalanced))
-            await_until(self._in_sync, RECOVERED_S, what="all replicas in sync")
+            self._await_in_sync()
             stays(self._check, CALM_S, "the queries")
 
     def _one(self, role: Role) -> Death:
@@ -154,12 +154,6 @@ class Deaths(Soak):
                 found = asking(lambda: judge.list_topics(self._topic, timeout=ASK_S))
                 return int(found.topics[self._topic].partitions[turn % PARTITIONS].leader)
 
-    def _in_sync(self) -> bool:
-        self._check()
-        judge = AdminClient({"bootstrap.servers": self._cluster.direct_servers, "log_level": 0})
-        topics = asking(lambda: judge.list_topics(timeout=ASK_S)).topics.values()
-        return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
-
     def table(self) -> str:
         """Median and worst of each role, and of all."""
         rows = ["death of       deaths  Kafka takes all     first rows   every partition   (seconds, median and worst)"]
@@ -170,3 +164,42 @@ class Deaths(Soak):
                 shown = "".join(f"{statistics.median(f):9.1f} {max(f):6.1f}" for f in figures)
                 rows.append(f"{role:12} {len(these):8}{shown}")
         return "\n".join(rows)
+
+
+class Restarts(Soak):
+    """Nodes that are stopped in order and started again: one after the other, and then all at once for ``down_s``.
+
+    Args as of :class:`Soak`.
+    """
+
+    def __init__(
+        self,
+        spark: "SparkSession",
+        cluster: FaultyCluster,
+        folder: Path,
+        *,
+        seed: int,
+        down_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(spark, cluster, folder, seed=seed, for_s=0.0, say=say)
+        self._down_s = down_s
+
+    def _strike(self) -> None:
+        for node in self._cluster.broker.nodes:
+            self._one(f"node {node} restarted", [node], 0.0)
+        self._one(f"all nodes stopped for {self._down_s:.0f} s", list(self._cluster.broker.nodes), self._down_s)
+
+    def _one(self, what: str, nodes: list[int], down_s: float) -> None:
+        before = self._generations()
+        self._cluster.broker.stop_node(*nodes)
+        for node in nodes:
+            self._cluster.proxies[node].refuse()
+        stays(self._check, down_s, "the queries")
+        self._cluster.heal()
+        started_s = time.monotonic()
+        self._await_whole(what)
+        struck = Struck(what, down_s, time.monotonic() - started_s, self._generations() != before)
+        self.account.struck.append(struck)
+        self._say(f"{what}: whole {struck.recovered_s:.1f} s after it answers{', REBALANCED' if struck.moved else ''}")
+        self._await_in_sync()

@@ -176,9 +176,8 @@ class Outage:
     def run(self) -> int:
         """Raises if a query ended or hangs. Returns how many records were lost or doubled."""
         try:
-            for subject in self._subjects:
+            for subject in self._subjects:  # one by one: each start is several processes
                 subject.query.start()
-            for subject in self._subjects:
                 subject.query.await_(partial(getattr, subject.query, "records"), f"{subject.kind}: rows", BEGIN_S)
             self._begin()
             stays(self._alive, self._lasts_s, "the queries")

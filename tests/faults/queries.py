@@ -73,6 +73,11 @@ class Query:
             raise AssertionError(f"the query ended: {error}") from error
         assert self._query.isActive
 
+    def ended_with(self) -> str:
+        """The error that the query ended with; empty as long as it runs."""
+        assert self._query is not None, "never started"
+        return str(self._query.exception() or "")
+
     @property
     def records(self) -> list[Record]:
         """Every row of the table, by the files that its log names."""

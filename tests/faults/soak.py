@@ -50,7 +50,7 @@ TOPIC = "soaked"
 class Struck:
     """One fault, how long it lasted, and how long after its end everything was whole."""
 
-    fault: Fault
+    fault: Fault | str
     lasted_s: float
     recovered_s: float
     moved: bool = False
@@ -205,6 +205,17 @@ class Soak:
             at = [self._committed(group) for group in self._asks]
             exc.add_note(f"after {after}, seed {self.account.seed}: the logs end at {ends}, committed {at}")
             raise
+
+    def _await_in_sync(self) -> None:
+        """Every node has what the others have: the next one may go."""
+
+        def in_sync() -> bool:
+            self._check()
+            judge = AdminClient({"bootstrap.servers": self._cluster.direct_servers, "log_level": 0})
+            topics = asking(lambda: judge.list_topics(timeout=ASK_S)).topics.values()
+            return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
+
+        await_until(in_sync, RECOVERED_S, what="all replicas in sync")
 
     def _end(self, partition: int) -> int:
         group = self._groups["alone"]
