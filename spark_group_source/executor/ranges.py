@@ -55,8 +55,9 @@ ASSUMED_RECORD_BYTES = 16 * 1024
 
 EOF = CODES["_PARTITION_EOF"]
 """Not an error: the end of what can be read of a partition."""
-DAMAGED = CODES["_BAD_MSG"]
-"""A batch of records whose checksum is wrong. librdkafka leaves it out and goes on behind it."""
+DAMAGED = frozenset({CODES["_BAD_MSG"], CODES["_NOT_IMPLEMENTED"]})
+"""A batch of records whose checksum is wrong. librdkafka leaves it out and goes on behind it, or in its middle, and
+there it finds a format that it does not know."""
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
 _FATAL = CODES["_FATAL"]
@@ -150,7 +151,7 @@ class RangeReader:
     def _tear(self, chunk: Chunk) -> None:
         """Nothing is taken of a partition any more until what came damaged is fetched again."""
         for event in chunk.events:
-            if event.code == DAMAGED and event.tp in self._left:
+            if event.code in DAMAGED and event.tp in self._left:
                 self._left[event.tp].torn = True
 
     def _accept(self, chunk: Chunk) -> list[Cut]:
@@ -262,6 +263,9 @@ class RangeReader:
             if tp and progress and not progress.torn:
                 self._on_eof(tp, progress, event.offset)
             return
+        if progress and progress.torn:
+            self._last_error, progress.stopped = event.text, True
+            return
         self._failed(Request.FETCH, event)
         if tp and progress:
             if event.code in OUT_OF_RANGE or meaning(Request.TOPICS, event.code) is Meaning.GONE or event.code < -1:
@@ -289,7 +293,7 @@ class RangeReader:
                 raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
-            raise GroupError(f"{what}: {event.text}", op=request.value)
+            raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
 
     def _on_eof(self, tp: TopicPartition, progress: Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""

@@ -584,11 +584,8 @@ class Torn(Silent):
     def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
         self.polls += 1
         at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
-        events = (
-            [records.Event(ranges.DAMAGED, "failed CRC32C check", TopicPartition("t", 0), 3)] if self.polls == 2 else []
-        )
-        if self.polls == 4:
-            events = [records.Event(ranges.EOF, "", TopicPartition("t", 0), 9)]
+        codes = {2: min(ranges.DAMAGED), 4: ranges.EOF}
+        events = [records.Event(codes[n], "", TopicPartition("t", 0), 9) for n in codes if n == self.polls]
         return plain.PlainChunk.of([Plainly(offset) for offset in at], events)
 
 
