@@ -31,8 +31,11 @@ MISSING_PAUSE_S = 1.0
 """How often, and how long apart, brokers are asked again for a topic that they say is not there."""
 FORMER_MAX = 3
 """Clients that were given up and are kept for a while, because other threads may wait for their answers."""
-RENEW_EVERY_S = 10.0
-"""How often another client is made while the leader of some partitions is away, and the others are answered."""
+AWAY_TIMEOUT_S = 1.5
+"""One question about many partitions after one that some leaders did not answer: the library gives no part of an answer
+before it gives up all the rest, and rows of the others must not wait so long each time."""
+RENEW_EVERY_S = 2.0
+"""How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
 NO_MATCH = -1
 """The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
 broker answered it in time."""
@@ -119,6 +122,7 @@ class Admin:
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms = 0
+        self._away = False
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -303,7 +307,9 @@ class Admin:
         which has a leader that it knows, so the broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
-        for partition, future in self._client.list_offsets(request, isolation_level=level, **_BOUND).items():
+        bound_s = AWAY_TIMEOUT_S if self._away and not whole else REQUEST_TIMEOUT_S
+        futures = self._client.list_offsets(request, isolation_level=level, request_timeout=bound_s)
+        for partition, future in futures.items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
                 if not isinstance(answer, Missing) and answer.offset < least:
@@ -313,14 +319,14 @@ class Admin:
                 if self._refused is not None:
                     raise
                 failed[partition] = exc
-        if failed and answers and not whole:
+        self._away = bool(failed and answers)
+        if self._away and not whole:
             if self._runtime.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
             return answers
         if not failed:
             return answers
-        first = next(iter(failed.values()))
-        if first.args[0].code() != KafkaError._NOENT or self._any_exists(request):
+        if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(request):
             raise first
         return {}
 
