@@ -7,24 +7,31 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import create_topic, end_offsets_of, produce_to
-from rebalance.accounts import measured
+from rebalance.accounts import Flow, measured, stays
+from rebalance.conftest import make_options
 
 from faults import spoiled_process
+from faults.queries import Query
 from spark_group_source.testing.faulty_cluster import FaultyCluster
 from spark_group_source.testing.proxy import Direction, Line
 from spark_group_source.testing.spoil import Harm, Spoil
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 TOPIC = "spoiled"
 PARTITIONS, RECORDS = 2, 2_000
 SECONDS = 6.0
-SOAK_S = 120.0
+SOAK_S = 60.0
+QUERY_S = 30.0
 END_S = 60.0
 SEED = 5
 SEEDS = 2**32
@@ -103,3 +110,30 @@ def test_wrong_answers_for_a_long_time(path: str, share: float, faulty: FaultyCl
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
     spoil = Spoil(seed, ("length", "garbage", "flip"), share)
     assert_harmless(suffered(faulty, ends, spoil, path=path, seconds=SOAK_S))
+
+
+@pytest.mark.soak
+@pytest.mark.spark
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_a_query_that_gets_wrong_answers_goes_on_or_ends_with_the_brokers_named(
+    strategy: str, spark: "SparkSession", faulty: FaultyCluster, judge: AdminClient, group_id: str, tmp_path: Path
+) -> None:
+    topic = create_topic(judge, f"t-{group_id}", PARTITIONS)
+    seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
+    spoil = Spoil(seed, ("length", "garbage"), 0.03)
+    options = make_options(
+        faulty.bootstrap_servers, group_id, topic, strategy, session_ms=45_000, fetchOffset__retryIntervalMs=1000
+    )
+    query = Query(spark, options, tmp_path)
+    with Flow(faulty.direct_servers, topic, PARTITIONS) as flow, query.running():
+        query.await_(lambda: query.records, "the first rows")
+        faulty.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
+        stays(lambda: True, QUERY_S, "the spoiling")
+        faulty.heal()
+        told = query.ended_with()
+        measured(f"{spoil}: {spoil.harmed} answers harmed; the query {'ended: ' + told[:300] if told else 'went on'}")
+        if told:
+            assert faulty.bootstrap_servers in told, told
+            query.start()
+        flow.stop()
+        query.assert_every_row_once(judge, topic)
