@@ -227,11 +227,13 @@ class HandAdmin:
         self.runtime = runtime
         self.bounds_s: list[float] = []
         """Of each question about offsets."""
+        self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
         """Nothing to serve."""
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
+        self.topic_bounds_s.append(bounds["request_timeout"])
         return self._done(self.runtime.answer("describe_topics", None, {}))
 
     def list_offsets(self, request: Mapping[Any, Any], **how: Any) -> dict[Any, "Future[Any]"]:

@@ -32,8 +32,8 @@ MISSING_PAUSE_S = 1.0
 FORMER_MAX = 3
 """Clients that were given up and are kept for a while, because other threads may wait for their answers."""
 AWAY_TIMEOUT_S = 1.5
-"""One question about many partitions after one that some leaders did not answer: the library gives no part of an answer
-before it gives up all the rest, and rows of the others must not wait so long each time."""
+"""One question after one that was not answered, or not by all leaders: the next client may know better whom to ask, and
+the library gives no part of an answer before it gives up the rest. If that was too short: the whole time again."""
 RENEW_EVERY_S = 2.0
 """How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
 NO_MATCH = -1
@@ -122,7 +122,7 @@ class Admin:
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms = 0
-        self._away = False
+        self._hasty = False
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -139,7 +139,8 @@ class Admin:
         if not names:
             return {}
         topics = TopicCollection(names)
-        answers = self._ask(Request.TOPICS, "describing topics", lambda: self._client.describe_topics(topics, **_BOUND))
+        op = "describing topics"
+        answers = self._ask(Request.TOPICS, op, lambda: self._client.describe_topics(topics, **self._bound))
         return {
             name: Topic(str(found.topic_id), len(found.partitions))
             for name, found in answers.items()
@@ -184,11 +185,11 @@ class Admin:
             committed: at its last stable offset.
             whole: False leaves out those that were not answered, too, if any was: their leader moves, or is away.
         """
-        return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
+        return self._offsets_of(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=whole)
 
     def earliest(self, tps: Iterable[TopicPartition], *, whole: bool = True) -> dict[TopicPartition, int]:
         """Where each log begins; who is left out: as in :meth:`latest`."""
-        return self._offsets(tps, _OffsetSpec.earliest(), whole=whole)
+        return self._offsets_of(dict.fromkeys(tps, _OffsetSpec.earliest()), whole=whole)
 
     def at_time(self, times: Mapping[TopicPartition, int], *, whole: bool = True) -> dict[TopicPartition, int | None]:
         """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
@@ -280,11 +281,6 @@ class Admin:
         self._runtime.pause(wait_s)
         self._client.poll(0)
 
-    def _offsets(
-        self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool
-    ) -> dict[TopicPartition, int]:
-        return self._offsets_of(dict.fromkeys(tps, spec), committed=committed, whole=whole)
-
     def _offsets_of(
         self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool, least: int = 0
     ) -> dict[TopicPartition, int]:
@@ -307,9 +303,8 @@ class Admin:
         which has a leader that it knows, so the broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
-        bound_s = AWAY_TIMEOUT_S if self._away and not whole else REQUEST_TIMEOUT_S
-        futures = self._client.list_offsets(request, isolation_level=level, request_timeout=bound_s)
-        for partition, future in futures.items():
+        bound = _BOUND if whole else self._bound
+        for partition, future in self._client.list_offsets(request, isolation_level=level, **bound).items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
                 if not isinstance(answer, Missing) and answer.offset < least:
@@ -319,12 +314,13 @@ class Admin:
                 if self._refused is not None:
                     raise
                 failed[partition] = exc
-        self._away = bool(failed and answers)
-        if self._away and not whole:
+        if failed and answers and not whole:
             if self._runtime.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
+            self._hasty = True
             return answers
         if not failed:
+            self._hasty = False
             return answers
         if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(request):
             raise first
@@ -361,6 +357,10 @@ class Admin:
                 if self._runtime.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
+    @property
+    def _bound(self) -> dict[str, float]:
+        return {"request_timeout": AWAY_TIMEOUT_S} if self._hasty else _BOUND
+
     def _asked(self, request: Request, op: str, ask: Callable[[], T]) -> T:
         def once() -> T:
             try:
@@ -396,7 +396,7 @@ class Admin:
         One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
-        self._refused = self._tokenless = None
+        self._refused, self._tokenless, self._hasty = None, None, not self._hasty
         self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
         self._client = self._runtime.admin(self._settings)

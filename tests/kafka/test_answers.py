@@ -144,6 +144,16 @@ def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_aw
     assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
+def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(runtime: HandRuntime) -> None:
+    """It goes to one broker, which each client is told by the cluster: it may be the one that is away."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=3)
+    gone = refusal(KafkaError._TIMED_OUT)
+    runtime.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
+    admin.describe(["a"])
+    asked = [bound_s for client in runtime.admins for bound_s in client.topic_bounds_s]
+    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S]
+
+
 def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
     nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
