@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
 
 FAULT_S = 6.0
-LONG_S = 60.0
+LONG_S = 25.0
 RESETS, RESET_PAUSE_S = 20, 0.4
 NODE_DOWN_S = 12.0
 PARTITIONS = 4
