@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -65,12 +66,17 @@ class Death:
     kafka_s: float
     first_s: float
     all_s: float
+    planning_s: float
+    """The longest call that planned a batch meanwhile."""
+    batch_s: float
+    """The longest reading and writing of one."""
     rebalanced: bool
 
     def __str__(self) -> str:
         return (
             f"{self.role} (node {self.node}) down for {self.down_s:.0f} s: Kafka takes all again after "
             f"{self.kafka_s:.1f} s, first rows {self.first_s:.1f} s, rows of every partition {self.all_s:.1f} s"
+            f" (longest planning {self.planning_s:.1f} s, batch {self.batch_s:.1f} s)"
             f"{', REBALANCED' if self.rebalanced else ''}"
         )
 
@@ -111,7 +117,7 @@ class Deaths(Soak):
         self._cluster.kill(node)
         assert isinstance(self._flow, TimedFlow)
         self._flow.mark()
-        died_s = time.monotonic()
+        died_s, died_at = time.monotonic(), datetime.now(UTC)
         back.start()
         try:
             first_s, all_s = self._watch(self._flow, died_s)
@@ -119,7 +125,9 @@ class Deaths(Soak):
             back.join(down_s + START_S)
             self._cluster.heal()
         kafka_s = max(at_s for _, at_s in self._flow.taken.values()) - died_s
-        return Death(role, node, down_s, kafka_s, first_s, all_s, self._generations() != before)
+        longest = [query.longest_s(died_at) for query in self._queries]
+        planning_s, batch_s = (max(one[step] for one in longest) for step in ("latestOffset", "addBatch"))
+        return Death(role, node, down_s, kafka_s, first_s, all_s, planning_s, batch_s, self._generations() != before)
 
     def _watch(self, flow: TimedFlow, died_s: float) -> tuple[float, float]:
         """Until both queries have rows of all of their partitions that were produced after the death."""

@@ -6,6 +6,7 @@ Runs in: tests and the soak. Deliberately absent: faults (``FaultyCluster``) and
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,17 @@ class Query:
             return {}
         plan = parse((self._checkpoint / "offsets" / str(max(done))).read_text().splitlines()[-1])
         return {tp: end for tp, (_, end) in plan.ranges.items()}
+
+    def longest_s(self, since: datetime) -> dict[str, float]:
+        """Of the batches that ended since then: the longest planning, and the longest reading and writing."""
+        assert self._query is not None, "never started"
+        found = {"latestOffset": 0.0, "addBatch": 0.0}
+        for told in self._query.recentProgress:
+            took_ms = told["durationMs"]
+            began = datetime.fromisoformat(told["timestamp"])
+            if began + timedelta(milliseconds=took_ms.get("triggerExecution", 0)) >= since:
+                found = {step: max(longest, took_ms.get(step, 0) / 1000) for step, longest in found.items()}
+        return found
 
     def await_(self, holds: Callable[[], object], what: str, deadline_s: float = SPARK_S) -> None:
         def look() -> bool:
