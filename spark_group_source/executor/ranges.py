@@ -189,7 +189,7 @@ class RangeReader:
 
     def _await_answer(self, wait_s: float) -> Told | Event | None:
         """Take in what was told of topics, if it comes in time."""
-        told = self._topics.take(self._client, wait_s)
+        told = self._topics.take(self._client, wait_s, time.monotonic())
         if isinstance(told, Event):
             self._failed(Request.TOPICS, told)
         elif told is not None:

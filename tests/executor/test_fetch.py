@@ -507,6 +507,7 @@ class Silent:
         return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
 
     def ask_topics(self, names: Sequence[str]) -> None: ...
+    def look_for_brokers(self) -> None: ...
     def topics_told(self, wait_s: float) -> records.Told:
         return {"t": records.TopicTold(0, "", "", 1)}
 
