@@ -3,10 +3,12 @@
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
@@ -31,9 +33,9 @@ MISSING_PAUSE_S = 1.0
 """How often, and how long apart, brokers are asked again for a topic that they say is not there."""
 FORMER_MAX = 3
 """Clients that were given up and are kept for a while, because other threads may wait for their answers."""
-AWAY_TIMEOUT_S = 1.5
-"""One question after one that was not answered, or not by all leaders: the next client may know better whom to ask, and
-the library gives no part of an answer before it gives up the rest. If that was too short: the whole time again."""
+AWAY_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
+"""One question, so long after one that was not answered, or not by all leaders: another client may know better whom to
+ask, and no part of an answer is given before the rest is given up. If that was too short: the whole time again."""
 RENEW_EVERY_S = 2.0
 """How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
 NO_MATCH = -1
@@ -45,8 +47,9 @@ COORDINATOR_TIMEOUT_S = 3_600.0
 be the one that gives up: a coordinator that comes back after that makes it abort the whole process (librdkafka 2.16).
 We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
 
-_BOUND = {"request_timeout": REQUEST_TIMEOUT_S}
-_COORDINATOR_BOUND = {"request_timeout": COORDINATOR_TIMEOUT_S}
+Bound = Mapping[str, float]
+_BOUND: Bound = {"request_timeout": REQUEST_TIMEOUT_S}
+_COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
 
@@ -121,8 +124,7 @@ class Admin:
         self._settings = {**settings, "error_cb": self._on_error}
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
-        self._renewed_ms = 0
-        self._hasty = False
+        self._renewed_ms: float = -math.inf
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -130,7 +132,7 @@ class Admin:
     def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
         """Every topic that ``wants`` says yes to, with its id and partition count."""
         op = "listing topics"
-        listed = self._asked(Request.TOPICS, op, lambda: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
+        listed = self._asked(Request.TOPICS, op, lambda _: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
         return self.describe([name for name in listed.topics if wants(name)])
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
@@ -140,7 +142,7 @@ class Admin:
             return {}
         topics = TopicCollection(names)
         op = "describing topics"
-        answers = self._ask(Request.TOPICS, op, lambda: self._client.describe_topics(topics, **self._bound))
+        answers = self._ask(Request.TOPICS, op, lambda bound: self._client.describe_topics(topics, **bound))
         return {
             name: Topic(str(found.topic_id), len(found.partitions))
             for name, found in answers.items()
@@ -219,7 +221,7 @@ class Admin:
         answer = self._ask(
             Request.COMMITTED,
             "reading committed offsets",
-            lambda: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
+            lambda _: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
         )[group]
         if isinstance(answer, Missing):
             return {}
@@ -234,7 +236,7 @@ class Admin:
         found = self._ask(
             Request.GROUP,
             "describing the group",
-            lambda: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
+            lambda _: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
         )[group]
         if isinstance(found, Missing):
             return GroupDescription("dead", "", "", ())
@@ -288,8 +290,8 @@ class Admin:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        op = "listing offsets"
-        answers = self._asked(Request.OFFSETS, op, lambda: self._list_offsets(request, level, whole, least))
+        ask = partial(self._list_offsets, request, level, whole, least)
+        answers = self._asked(Request.OFFSETS, "listing offsets", ask)
         return {
             TopicPartition(p.topic, p.partition): found.offset
             for p, found in answers.items()
@@ -297,13 +299,12 @@ class Admin:
         }
 
     def _list_offsets(
-        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int
+        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int, bound: Bound
     ) -> dict[Any, Any]:
         """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
         which has a leader that it knows, so the broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
-        bound = _BOUND if whole else self._bound
         for partition, future in self._client.list_offsets(request, isolation_level=level, **bound).items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
@@ -317,10 +318,8 @@ class Admin:
         if failed and answers and not whole:
             if self._runtime.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
-            self._hasty = True
             return answers
         if not failed:
-            self._hasty = False
             return answers
         if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(request):
             raise first
@@ -333,9 +332,9 @@ class Admin:
         counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
         return any(p.partition < counts.get(p.topic, 0) for p in partitions)
 
-    def _ask(self, request: Request, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
+    def _ask(self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
-        return self._asked(request, op, lambda: self._answers(request, send()))
+        return self._asked(request, op, lambda bound: self._answers(request, send(bound)))
 
     def _answers(self, request: Request, futures: Mapping[Any, "Future[Any]"]) -> dict[Any, Any]:
         return {name: self._answer(request, future, name) for name, future in futures.items()}
@@ -357,14 +356,15 @@ class Admin:
                 if self._runtime.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
-    @property
-    def _bound(self) -> dict[str, float]:
-        return {"request_timeout": AWAY_TIMEOUT_S} if self._hasty else _BOUND
+    def _asked(self, request: Request, op: str, ask: Callable[[Bound], T]) -> T:
+        short = False
 
-    def _asked(self, request: Request, op: str, ask: Callable[[], T]) -> T:
         def once() -> T:
+            nonlocal short
+            troubled = self._runtime.now_ms() < self._renewed_ms + TROUBLED_S * 1000
+            short = troubled and not short and self._retries > 0
             try:
-                return ask()
+                return ask({"request_timeout": AWAY_TIMEOUT_S} if short else _BOUND)
             except KafkaException as exc:
                 self._client.poll(0)  # runs the error callback
                 passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN
@@ -396,7 +396,7 @@ class Admin:
         One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
-        self._refused, self._tokenless, self._hasty = None, None, not self._hasty
+        self._refused = self._tokenless = None
         self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
         self._client = self._runtime.admin(self._settings)
