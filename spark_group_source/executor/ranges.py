@@ -87,12 +87,11 @@ class RangeReader:
         deadline_s: float,
         silence_s: float,
     ) -> None:
-        self._lease = lease
-        self._servers, self._user = servers, user
-        self._losses, self._fail_on_data_loss = losses, fail_on_data_loss
+        self._lease, self._ranges = lease, ranges
+        self._servers, self._user, self._losses = servers, user, losses
+        self._fail_on_data_loss = fail_on_data_loss
         self._deadline_s = deadline_s
         self._patience = Patience(deadline_s, silence_s)
-        self._ranges = ranges
         self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_bytes = float(ASSUMED_RECORD_BYTES)

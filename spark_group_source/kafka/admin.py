@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
 from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
@@ -55,43 +55,6 @@ T = TypeVar("T")
 
 # The library's stubs do not know the types of OffsetSpec.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Topic:
-    """A topic as the cluster describes it now; the id changes when it is deleted and made again (KIP-516)."""
-
-    id: str
-    partitions: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedOffset:
-    """A group's offset of one partition, with the text that its committer left beside it."""
-
-    offset: int
-    metadata: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMember:
-    """One member as the cluster describes it."""
-
-    member_id: str
-    client_id: str
-    instance_id: str
-    host: str
-    partitions: tuple[TopicPartition, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDescription:
-    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead."""
-
-    state: str
-    protocol: str
-    assignor: str
-    members: tuple[GroupMember, ...]
 
 
 class Missing(Exception):
