@@ -122,6 +122,10 @@ ANSWERS: Final[Mapping[int, Meaning]] = {
 }
 """Every code, whatever was asked."""
 
+TLS_ALERT: Final = "SSL alert number"
+"""With TLS 1.3 a broker refuses a certificate when the client thinks the connection made. librdkafka calls that a lost
+connection; the broker's word, an alert, stands in the text alone."""
+
 _NOT_THERE: Final = ("UNKNOWN_TOPIC_OR_PART", "UNKNOWN_TOPIC_ID")
 _STALE: Final = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "STALE_MEMBER_EPOCH", "FENCED_MEMBER_EPOCH")
 

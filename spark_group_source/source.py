@@ -22,7 +22,7 @@ from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.executor.records import spark_ddl
 from spark_group_source.group.admission import pack
 from spark_group_source.group.offsets import StreamOffset, parse
-from spark_group_source.model import OffsetRange
+from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
@@ -38,11 +38,18 @@ LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
 class RangesPartition(InputPartition):
     """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time."""
 
-    def __init__(self, ranges: Sequence[OffsetRange], topic_ids: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        ranges: Sequence[OffsetRange],
+        topic_ids: Mapping[str, str],
+        leader_epochs: Mapping[TopicPartition, int],
+    ) -> None:
         super().__init__(None)
         self.ranges = tuple(ranges)
         self.topic_ids = {topic: topic_ids[topic] for topic in {r.tp.topic for r in ranges} & topic_ids.keys()}
         """The topics as they were planned: one that is deleted and made anew has another id."""
+        self.leader_epochs = {tp: leader_epochs[tp] for tp in {r.tp for r in ranges} & leader_epochs.keys()}
+        """The leaders as they were: a log that was cut goes on with records of a later one."""
 
 
 class KafkaGroupDataSource(DataSource):
@@ -125,7 +132,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             min_partitions=self._options.min_partitions,
             max_records=self._options.max_records_per_partition,
         )
-        return [RangesPartition(ranges, parsed.topic_ids) for ranges in tasks]
+        return [RangesPartition(ranges, parsed.topic_ids, parsed.leader_epochs) for ranges in tasks]
 
     def commit(self, end: dict[str, Any]) -> None:
         self._started().commit(self._parse(end))
@@ -167,6 +174,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._options.consumer_settings(),
             partition.ranges,
             topic_ids=partition.topic_ids,
+            leader_epochs=partition.leader_epochs,
             include_headers=self._options.include_headers,
             fail_on_data_loss=self._options.fail_on_data_loss,
             deadline_s=self._options.poll_timeout_ms / 1000,

@@ -9,8 +9,9 @@ that a test can say which rows a table must have.
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
@@ -33,6 +34,7 @@ def offset(
     group: str = "etl",
     stream: str = "s1",
     followed: Sequence[tuple[str, int]] = (),
+    cut: Mapping[tuple[str, int], int] = MappingProxyType({}),
     topic_id: str = "id-1",
     epoch: int = 0,
 ) -> StreamOffset:
@@ -46,6 +48,7 @@ def offset(
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
         epoch=epoch,
         followed=frozenset(TopicPartition(*tp) for tp in followed),
+        cut={TopicPartition(*tp): at for tp, at in cut.items()},
     )
 
 

@@ -223,6 +223,7 @@ class Engine:
             self.options.consumer_settings(),
             end.batch(),
             topic_ids=end.topic_ids,
+            leader_epochs=end.leader_epochs,
             fail_on_data_loss=self.options.fail_on_data_loss,
             deadline_s=20,
         )

@@ -57,13 +57,15 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
       that it does not know it takes where the batch begins, so that going back to it loses nothing.
     - L unknown, or from == L: the records are new.
     - from > L: another member of the group had [L, from) in between.
+    - from < L and the batch says that the log was cut there, and stood at L before: the records are new, too. An
+      unclean election took away those that the table has of these offsets; others have their numbers now.
     - from < L and the position came from a commit that no stream of ours made: refused. An operator's rewind must move
       Kafka and the ledger together, or the table would get records twice.
     - from < L otherwise: the echo to Kafka had not arrived when a checkpoint was lost, or another query of the group
       wrote first. [from, min(L, until)) is in the table; the rest is new.
 
     L is that of the topic with the id that the batch was planned under: the ledger keeps former ones. The resulting
-    ledger never stands below the given one.
+    ledger never stands below the given one, but where a log was cut.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
@@ -85,7 +87,7 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     for tp, (start, end) in sorted(batch.ranges.items()):
         entry = offsets[tp.topic]
         recorded = entry.get(tp.partition)
-        if recorded is None or start >= recorded:
+        if recorded is None or start >= recorded or batch.cut.get(tp) == recorded:
             if recorded is not None and start > recorded:
                 skipped.append(OffsetRange(tp, recorded, start))
             entry[tp.partition] = end

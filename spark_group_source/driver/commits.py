@@ -217,10 +217,8 @@ class Commits:
 
     def _of_members(self, shares: Sequence[Share], left: dict[int, str]) -> list[Share]:
         for share in shares:
-            if share.identity is None:
-                left.setdefault(share.member.slot, "the member is not in the group at the moment")
-            elif share.identity != share.member.identity:
-                left.setdefault(share.member.slot, "the member has joined again since")
+            if (why := share.outdated) is not None:
+                left.setdefault(share.member.slot, why)
         return [share for share in shares if share.member.slot not in left]
 
     def _leave_out(self, share: Share, exc: MemberStale, left: dict[int, str]) -> None:
@@ -234,6 +232,9 @@ class Commits:
         asked_ms = self._runtime.now_ms()
         if not self._committer.barred and asked_ms >= self._denied_until_ms:
             try:
+                self._committer.prepare()
+                self._committer.settle()
+                _check(shares)  # those two may have taken their time
                 self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
             except AccessDenied as exc:
                 self._refused(exc)
@@ -269,6 +270,13 @@ class Commits:
         if now_ms - self._barred_ms >= BARRED_MS:
             raise exc
         raise CommitFailed(f"{exc}; it is tried once more") from exc
+
+
+def _check(shares: Sequence[Share]) -> None:
+    """Raises MemberStale for the first that may not be committed any more."""
+    for at, share in enumerate(shares):
+        if (why := share.outdated) is not None:
+            raise MemberStale(why, share=at)
 
 
 def _commit_by_member(at: int, share: Share, notes: Mapping[TopicPartition, str]) -> None:

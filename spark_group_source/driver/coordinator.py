@@ -25,7 +25,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.run import Run
 from spark_group_source.host import runs
-from spark_group_source.kafka import Admin, Runtime
+from spark_group_source.kafka import Admin, EpochEnds, Runtime
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -60,7 +60,8 @@ class Coordinator:
             retries=options.fetch_offset_retries,
             retry_interval_s=options.fetch_offset_retry_interval_ms / 1000,
         )
-        self._questions = Questions(options, self._admin, self._runtime.now_ms)
+        epoch_ends = EpochEnds(options.admin_settings(), runtime=self._runtime)
+        self._questions = Questions(options, self._admin, epoch_ends, self._runtime.now_ms)
         self._run = Run(rules_of(options))
         self._changed = self._runtime.condition()
         self._publishing = self._runtime.condition()

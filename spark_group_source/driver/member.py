@@ -38,6 +38,21 @@ class Share:
     identity: Identity | None
     offsets: Mapping[TopicPartition, int]
 
+    @property
+    def outdated(self) -> str | None:
+        """Why it may not be committed any more. Any thread.
+
+        What was given back without a commit may be another member's by now, and brokers do not ask whose partitions
+        are committed: a KIP-848 member that has to give back more at once keeps its epoch.
+        """
+        if self.identity is None:
+            return "the member is not in the group at the moment"
+        if self.identity != self.member.identity:
+            return "the member has joined again since"
+        if not self.offsets.keys() <= set(self.member.held):
+            return "the member has given partitions back since"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
@@ -85,7 +100,8 @@ class Member:
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
         self._assigned = False
-        self._given: tuple[TopicPartition, ...] = ()  # by the last assignment, if this member is eager
+        self.held: tuple[TopicPartition, ...] = ()
+        """Its partitions: from when it was given them to when it gave them back."""
         self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._ran_ms = 0
         self._thread: Thread | None = None
@@ -197,8 +213,8 @@ class Member:
         assert self._consumer is not None
         try:
             self._consumer.identify()
-            if self._consumer.identity != order.share.identity:
-                raise MemberStale(f"slot {self.slot} has joined again since")
+            if (why := order.share.outdated) is not None:
+                raise MemberStale(f"slot {self.slot}: {why}")
             self._consumer.commit(order.share.offsets, order.notes)
             order.done.set_result(None)
         except GroupError as exc:
@@ -223,9 +239,10 @@ class Member:
         if self._consumer is not None and not self._consumer.incremental:
             # Rebalances that the library went through while this thread was busy are told as assignments alone: what it
             # had before may have been another member's since, and may not be its own any more.
-            if self._given:
-                self._report(ev.Lost(**self._me(), partitions=self._given))
-            self._given = partitions
+            if self.held:
+                self._report(ev.Lost(**self._me(), partitions=self.held))
+            self.held = ()
+        self.held += partitions
         self._report(ev.Assigned(**self._me(), partitions=partitions, generation=generation))
 
     def _on_revoked(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
@@ -234,7 +251,6 @@ class Member:
             return None
         eager = self._consumer is not None and not self._consumer.incremental
         self._assigned = not eager
-        self._given = ()
         self._report(ev.Revoking(**self._me(), partitions=partitions, eager=eager))
         why: GroupError | None = self._stood_still()
         while why is None and self._leaving is None:
@@ -252,6 +268,8 @@ class Member:
                 why = GroupError("thrown out of the group while it held a revocation")
             else:
                 self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
+        gone = set(partitions)
+        self.held = tuple(tp for tp in self.held if tp not in gone)
         return why
 
     def _is_out(self) -> bool:
@@ -262,7 +280,7 @@ class Member:
         return self._consumer.identity is None
 
     def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
-        self._assigned, self._given = False, ()
+        self._assigned, self.held = False, ()
         self._report(ev.Lost(**self._me(), partitions=partitions))
         return self._why_not_again()
 

@@ -7,7 +7,7 @@ offsets (``worker``).
 from collections.abc import Callable
 
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Admin
+from spark_group_source.kafka import Admin, EpochEnds
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -17,13 +17,14 @@ class Questions:
 
     Args:
         options: which topics, and how far a partition may be read.
-        admin: the questions to the cluster.
+        admin, epoch_ends: the questions to the cluster.
         now_ms: a clock for durations.
     """
 
-    def __init__(self, options: Options, admin: Admin, now_ms: Callable[[], int]) -> None:
+    def __init__(self, options: Options, admin: Admin, epoch_ends: EpochEnds, now_ms: Callable[[], int]) -> None:
         self._options = options
         self._admin = admin
+        self._epoch_ends = epoch_ends
         self._now_ms = now_ms
         self._committed = options.isolation_level == "read_committed"
 
@@ -47,12 +48,15 @@ class Questions:
     def look(self, question: ev.Look) -> ev.Looked:
         """Ask what is asked, in the order of its fields."""
         began_ms = self._now_ms()
-        ends = self._admin.latest(question.ends, committed=self._committed, whole=False)
+        ends, leader_epochs = self._admin.ends(question.ends, committed=self._committed)
+        epoch_ends = self._epoch_ends.ask(question.epoch_ends)
         topics = self._admin.describe(question.topics)
         firsts = self._admin.earliest(question.firsts, whole=False)
         log_ends = self._admin.latest(question.log_ends, committed=False, whole=False)
         return ev.Looked(
             ends=ends,
+            leader_epochs=leader_epochs,
+            epoch_ends=epoch_ends,
             firsts=firsts,
             log_ends=log_ends,
             topic_ids={name: topic.id for name, topic in topics.items()},

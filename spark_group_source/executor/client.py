@@ -7,7 +7,7 @@ Runs in: executor workers. Deliberately absent: the clients themselves (``native
 from collections.abc import Sequence
 from typing import Protocol
 
-from spark_group_source.executor.records import Chunk, Event, Told
+from spark_group_source.executor.records import Bounds, Chunk, Event, Told
 from spark_group_source.model import TopicPartition
 
 METADATA_TIMEOUT_S = 1.0
@@ -42,8 +42,8 @@ class Client(Protocol):
         """Ask whichever broker answers who the others are. A question that waits for one that is dead goes on with it.
         Takes :data:`METADATA_TIMEOUT_S` at most."""
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        """Ask the partition's leader for (first offset, next offset to be written), open transactions included."""
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
+        """Ask the partition's leader."""
 
     def clear(self) -> None: ...
     def close(self) -> None: ...

@@ -69,6 +69,7 @@ def read_ranges(
     ranges: Sequence[OffsetRange],
     *,
     topic_ids: Mapping[str, str] | None = None,
+    leader_epochs: Mapping[TopicPartition, int] | None = None,
     include_headers: bool = False,
     fail_on_data_loss: bool = True,
     deadline_s: float = 120.0,
@@ -86,6 +87,8 @@ def read_ranges(
         ranges: [start, end) each, in any order; several of one partition are read one after the other.
         topic_ids: which topics of these names were planned (KIP-516). A topic that was made anew since is not read: all
             that is left of its ranges is lost.
+        leader_epochs: of the leaders that told the ends of the ranges (KIP-320). Records of later leaders below these
+            ends are not the planned ones, and not read: the log was cut before them.
         fail_on_data_loss: False turns lost records into a warning and goes on with those that are left.
         deadline_s: seconds without any progress (a record, a position that moves) after which ReadTimeout is raised.
             Time that the consumer of the batches takes does not count.
@@ -115,6 +118,7 @@ def read_ranges(
                 settings.get("bootstrap.servers", ""),
                 user=principal(settings),
                 topic_ids=topic_ids or {},
+                leader_epochs=leader_epochs or {},
                 losses=losses,
                 fail_on_data_loss=fail_on_data_loss,
                 deadline_s=deadline_s,

@@ -23,6 +23,7 @@ from spark_group_source.executor.client import METADATA_TIMEOUT_S
 from spark_group_source.executor.questions import Questions
 from spark_group_source.executor.rdkafka import Words
 from spark_group_source.executor.records import (
+    Bounds,
     Cut,
     Event,
     HeaderRow,
@@ -99,6 +100,9 @@ class NativeChunk:
         text = c.string_at(int(row[_PAYLOAD]), int(row[_LEN])) if row[_PAYLOAD] else self._lib.err2str(code)
         tp = TopicPartition(topic, partition) if topic and partition >= 0 else None
         return Event(code, text.decode(errors="replace"), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
+
+    def leader_epoch(self, row: int) -> int:
+        return int(self._lib.message_leader_epoch(int(self._addresses[row])))
 
     def count_headers(self) -> None:
         self._header_rows = self._headers()
@@ -276,7 +280,7 @@ class NativeClient:
     def topics_told(self, wait_s: float) -> Told | Event | None:
         return self._questions.topics_told(wait_s)
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
         return self._questions.log_bounds(tp, timeout_s)
 
     def clear(self) -> None:

@@ -18,6 +18,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.executor.client import METADATA_TIMEOUT_S
 from spark_group_source.executor.questions import ANSWER_S_MAX, NO_ANSWER, NO_ID
 from spark_group_source.executor.records import (
+    Bounds,
     Chunk,
     Cut,
     Event,
@@ -75,6 +76,10 @@ class PlainChunk:
             stamps[:, 0].astype(np.int32),
             header_column([m.headers() or () for m in rows]) if include_headers else None,
         )
+
+    def leader_epoch(self, row: int) -> int:
+        epoch = self.messages[row].leader_epoch()
+        return -1 if epoch is None else int(epoch)
 
     def count_headers(self) -> None:
         self.sizes = self.sizes + header_bytes([m.headers() or () for m in self.messages])
@@ -164,12 +169,12 @@ class PlainClient:
         with contextlib.suppress(self._kafka.KafkaException):
             self._admin().list_topics(timeout=METADATA_TIMEOUT_S)
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
         from confluent_kafka import admin
 
         spec: Any = admin.OffsetSpec  # type: ignore[attr-defined]  # the stubs do not know its kinds
         partition = self._tps([(tp, -1001)])[0]
-        bounds = []
+        bounds, epoch = [], -1
         for wanted in (spec.earliest(), spec.latest()):
             future = self._admin().list_offsets(
                 {partition: wanted},
@@ -177,14 +182,16 @@ class PlainClient:
                 request_timeout=timeout_s,
             )[partition]
             try:
-                bounds.append(int(future.result(timeout_s + 1).offset))
+                told = future.result(timeout_s + 1)
             except self._kafka.KafkaException as exc:
                 return Event(exc.args[0].code(), exc.args[0].str(), tp, -1)
             except TimeoutError:
                 return Event(NO_ANSWER, "no answer in time", tp, -1)
+            bounds.append(int(told.offset))
+            epoch = -1 if told.leader_epoch is None else int(told.leader_epoch)
         if min(bounds) < 0:
             return Event(NO_ANSWER, "an answer without an offset", tp, -1)
-        return bounds[0], bounds[1]
+        return Bounds(bounds[0], bounds[1], epoch)
 
     def _admin(self) -> Any:  # Any: see above
         """An admin client of its own: the package makes none from a consumer. Only who has a question pays for it."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spark_group_source.executor import rdkafka
-from spark_group_source.executor.records import Event, Told, TopicTold
+from spark_group_source.executor.records import Bounds, Event, Told, TopicTold
 from spark_group_source.model import TopicPartition
 
 ANSWER_S_MAX = 5.0
@@ -81,15 +81,15 @@ class Questions:
 
     # --- logs
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int] | Event:
-        """(first offset, next offset to be written) as the partition's leader has them, open transactions included."""
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
+        """What the partition's leader has."""
         until_s = time.monotonic() + timeout_s
         numbers = [self._ask_offset(tp, spec, timeout_s) for spec in (_EARLIEST, _LATEST)]
         low, high = (self._offset(number, tp, until_s) for number in numbers)
         self._give_up(*numbers)
         if isinstance(low, Event):
             return low
-        return high if isinstance(high, Event) else (low, high)
+        return high if isinstance(high, Event) else Bounds(low[0], *high)
 
     def _ask_offset(self, tp: TopicPartition, spec: int, timeout_s: float) -> int:
         lib = self._lib
@@ -104,7 +104,8 @@ class Questions:
         lib.topic_partition_list_destroy(partitions)
         return number
 
-    def _offset(self, number: int, tp: TopicPartition, until_s: float) -> int | Event:
+    def _offset(self, number: int, tp: TopicPartition, until_s: float) -> tuple[int, int] | Event:
+        """(offset, leader epoch)"""
         found = self._answer(number, until_s)
         if found is None:
             return Event(NO_ANSWER, "no answer in time", tp, -1)
@@ -114,17 +115,18 @@ class Questions:
         finally:
             self._lib.event_destroy(found)
 
-    def _first_offset(self, event: int, tp: TopicPartition) -> int | Event:
+    def _first_offset(self, event: int, tp: TopicPartition) -> tuple[int, int] | Event:
         lib, count = self._lib, c.c_size_t()
         found = lib.ListOffsets_result_infos(lib.event_ListOffsets_result(event), c.byref(count))
         if count.value != 1:
             return Event(NO_ANSWER, "an answer without the partition", tp, -1)
-        partition = lib.ListOffsetsResultInfo_topic_partition(found[0]).contents
+        told = lib.ListOffsetsResultInfo_topic_partition(found[0])
+        partition = told.contents
         if partition.err:
             return Event(partition.err, lib.err2str(partition.err).decode(), tp, -1)
         if partition.offset < 0:  # what librdkafka puts there before it asks
             return Event(NO_ANSWER, "an answer without an offset", tp, -1)
-        return int(partition.offset)
+        return int(partition.offset), int(lib.topic_partition_get_leader_epoch(told))
 
     # --- both
 

@@ -19,24 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.answers import CODES, Meaning, Request, meaning
+from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, meaning
 from spark_group_source.errors import GroupError
 from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
+from spark_group_source.executor.histories import Histories
 from spark_group_source.executor.patience import Patience
-from spark_group_source.executor.progress import Progress
+from spark_group_source.executor.progress import Progress, RecordSize, tear
 from spark_group_source.executor.questions import ANSWER_S_MAX
-from spark_group_source.executor.records import (
-    BATCH_BYTES_MAX,
-    BATCH_ROWS_MAX,
-    Chunk,
-    Cut,
-    Event,
-    Told,
-    TopicTold,
-    bounded,
-)
+from spark_group_source.executor.records import Chunk, Cut, Event, Told, TopicTold, bounded
 from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -50,14 +42,9 @@ makes it anew and fills it to the planned offsets, and librdkafka has not found 
 wait behind a fetch at the log's end, and a small task would take twice as long for it."""
 ASK_PAUSE_S = 0.2
 """Between two questions about topics that rows wait for."""
-ASSUMED_RECORD_BYTES = 16 * 1024
-"""Size taken for a record until the first ones were seen; it bounds the first poll to 1,024 records."""
 
 EOF = CODES["_PARTITION_EOF"]
 """Not an error: the end of what can be read of a partition."""
-DAMAGED = frozenset({CODES["_BAD_MSG"], CODES["_NOT_IMPLEMENTED"]})
-"""A batch of records whose checksum is wrong. librdkafka leaves it out and goes on behind it, or in its middle, and
-there it finds a format that it does not know."""
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
 _FATAL = CODES["_FATAL"]
@@ -70,6 +57,7 @@ class RangeReader:
     Args:
         lease: the client.
         topic_ids: of the topics as they were planned; one that is missing is not compared.
+        leader_epochs: of the leaders that told the ends of the ranges; the same.
         losses: where skipped offsets go, when loss is no failure.
         deadline_s, silence_s: without any progress for so long, while brokers answer and while not: ReadTimeout.
     """
@@ -82,6 +70,7 @@ class RangeReader:
         *,
         user: str,
         topic_ids: Mapping[str, str],
+        leader_epochs: Mapping[TopicPartition, int],
         losses: Losses,
         fail_on_data_loss: bool,
         deadline_s: float,
@@ -94,10 +83,11 @@ class RangeReader:
         self._patience = Patience(deadline_s, silence_s)
         self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
-        self._record_bytes = float(ASSUMED_RECORD_BYTES)
+        self._record_size = RecordSize()
         self._last_error = ""
         self._doubts = Doubts()
         self._topics = Topics(topic_ids)
+        self._histories = Histories(leader_epochs)
         self._read: set[str] = set()  # topics of which rows were handed over
         self._began_s = self._came_s = 0.0
         self._refused_s: float | None = None
@@ -115,16 +105,17 @@ class RangeReader:
             self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
         self._client.assign([(r.tp, r.start) for r in self._ranges])
         while self._left:
-            chunk = self._client.poll(self._rows_max(), min(LINGER_S, self._deadline_s))
+            left = sum(p.end - p.position for p in self._left.values())
+            chunk = self._client.poll(self._record_size.rows_max(left), min(LINGER_S, self._deadline_s))
             try:
-                self._tear(chunk)
+                tear(self._left, chunk.events)
                 self._compare(chunk)
                 cuts = self._accept(chunk)
                 if not self._left and (names := self._unconfirmed()):
                     self._topics.ask(self._client, names, time.monotonic())  # the answer is here after the hand-over
                 if cuts and include_headers:
                     chunk.count_headers()
-                self._size(chunk)
+                self._record_size.see(chunk.sizes)
                 for group in bounded(cuts, chunk.sizes):
                     yield chunk.batch(group, include_headers)
                 events = list(chunk.events)
@@ -136,22 +127,10 @@ class RangeReader:
                 self._on_event(event)
             if not cuts:
                 self._look_around()
+            for tp in [tp for tp in self._histories.strangers if tp in self._left]:
+                self._judge_stranger(tp, self._left[tp])
             self._drop_finished()
         self._confirm()
-
-    def _rows_max(self) -> int:
-        fit = min(BATCH_ROWS_MAX, int(BATCH_BYTES_MAX / self._record_bytes))
-        return max(1, min(fit, sum(p.end - p.position for p in self._left.values())))
-
-    def _size(self, chunk: Chunk) -> None:
-        if len(chunk.sizes):
-            self._record_bytes = max(1.0, float(chunk.sizes.mean()))
-
-    def _tear(self, chunk: Chunk) -> None:
-        """Nothing is taken of a partition any more until what came damaged is fetched again."""
-        for event in chunk.events:
-            if event.code in DAMAGED and event.tp in self._left:
-                self._left[event.tp].torn = True
 
     def _accept(self, chunk: Chunk) -> list[Cut]:
         """Cut each run to its plan and note how far it came. A record at or above the end proves the range read."""
@@ -159,13 +138,15 @@ class RangeReader:
         now = time.monotonic()
         for run in chunk.runs:
             progress = self._left.get(run.tp)
-            if progress is None or progress.torn:
-                continue  # fetched ahead of a range that is finished, or behind what is fetched again
+            if progress is None or progress.torn or run.tp in self._histories.strangers:
+                continue  # ahead of a range that is finished, behind what is fetched again, or not what was planned
             first, last = np.searchsorted(run.offsets, (progress.position, progress.end)).tolist()
-            if first < last:
-                cuts.append(Cut(run.tp, run.first + first, run.first + last))
+            planned = self._histories.planned(chunk, run, first, last)
+            if first < planned:
+                cuts.append(Cut(run.tp, run.first + first, run.first + planned))
                 self._read.add(run.tp.topic)
-            self._advance(run.tp, progress, int(run.offsets[-1]) + 1, now)
+            reached = run.offsets[-1] + 1 if planned == last else run.offsets[planned]
+            self._advance(run.tp, progress, int(reached), now)
         return cuts
 
     def _advance(self, tp: TopicPartition, progress: Progress, position: int, now: float) -> None:
@@ -280,7 +261,8 @@ class RangeReader:
             AccessDenied: we were refused, and were again after a grace.
             GroupError: asking again would not help.
         """
-        verdict = meaning(request, event.code, event.text)
+        alert = TLS_ALERT in event.text
+        verdict = Meaning.REFUSED if alert else meaning(request, event.code, event.text)
         self._last_error = event.text
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
@@ -306,7 +288,7 @@ class RangeReader:
         now = time.monotonic()
         for tp, position in self._client.positions(list(self._left)).items():
             progress = self._left[tp]
-            if position > progress.position and not progress.torn:
+            if position > progress.position and not progress.torn and tp not in self._histories.strangers:
                 self._patience.progress(now)
                 self._advance(tp, progress, position, now)
         if not self._left:
@@ -358,7 +340,7 @@ class RangeReader:
             self._failed(Request.OFFSETS, bounds)
             return
         self._doubts.forget((Request.OFFSETS, tp.topic))
-        low, high = bounds
+        low, high, _ = bounds
         progress.held = progress.at_eof and high >= progress.end
         if low > progress.position:
             self._lost(tp, progress, low, high)
@@ -367,6 +349,23 @@ class RangeReader:
             self._doubts.forget(("short", tp))
         elif self._doubts.hear(("short", tp), time.monotonic()):
             self._lost(tp, progress, low, high)
+
+    def _judge_stranger(self, tp: TopicPartition, progress: Progress) -> None:
+        """A record of a later leader than the plan's: its leader must be that late as well, else they say nothing."""
+        stranger = self._histories.strangers.pop(tp)
+        bounds = self._client.log_bounds(tp, max(0.1, min(ANSWER_S_MAX, self._deadline_s)))
+        if isinstance(bounds, Event):
+            self._failed(Request.OFFSETS, bounds)
+            self._mind_the_deadline()
+        elif bounds.leader_epoch < stranger.epoch:
+            self._histories.distrust(tp)
+        elif self._fail_on_data_loss:
+            epochs = stranger.epoch, bounds.leader_epoch
+            raise verdicts.cut_off(self._rest(tp), stranger.offset, epochs, bounds[:2])
+        else:
+            self._skip(tp, progress.end, f"the log was cut at {stranger.offset} or before it: later records follow")
+            return
+        self._client.move(tp, progress.position)
 
     def _rest(self, tp: TopicPartition) -> OffsetRange:
         return OffsetRange(tp, self._left[tp].position, self._left[tp].end)

@@ -79,6 +79,17 @@ class TopicTold(NamedTuple):
 Told = dict[str, TopicTold]
 
 
+class Bounds(NamedTuple):
+    """What a leader tells of its log."""
+
+    low: int
+    """The first offset that is left."""
+    high: int
+    """The next to be written, open transactions included."""
+    leader_epoch: int = -1
+    """Of that leader; -1 if it did not tell."""
+
+
 class Run(NamedTuple):
     """Neighbouring rows of one chunk that are of one partition; offsets ascend."""
 
@@ -105,6 +116,9 @@ class Chunk(Protocol):
     @property
     def sizes(self) -> Ints:
         """Key and value bytes of each row, and header bytes once they are counted."""
+
+    def leader_epoch(self, row: int) -> int:
+        """Of the leader that wrote it; -1 if that is not known."""
 
     def count_headers(self) -> None: ...
     def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch: ...

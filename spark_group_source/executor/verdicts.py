@@ -72,3 +72,16 @@ def records_lost(rest: OffsetRange, low: int, high: int) -> DataLoss:
         expected=rest.start,
         available=(low, high),
     )
+
+
+def cut_off(rest: OffsetRange, offset: int, epochs: tuple[int, int], log: tuple[int, int]) -> DataLoss:
+    """``epochs``: of the record that is there, and of its log's leader."""
+    return DataLoss(
+        f"{rest} was planned, but its log was cut at {offset} or before it: a leader was elected that did not have the "
+        f"planned records. What stands there now was written after the plan, in leader epoch {epochs[0]}: the log has "
+        f"[{log[0]},{log[1]}) in epoch {epochs[1]}. Set failOnDataLoss=false to go on with what it holds",
+        topic=rest.tp.topic,
+        partition=rest.tp.partition,
+        expected=rest.start,
+        available=log,
+    )

@@ -278,10 +278,13 @@ class GroupSeen:
 class Looked:
     """What the brokers said to :class:`Look`. Who is missing in it was not answered, or is not there.
 
-    ``topic_ids``: of the topics that were described; ``took_ms``: how long the questions took together.
+    ``leader_epochs``: of the leaders that told the ends. ``epoch_ends``: None where a leader cannot say. ``topic_ids``:
+    of the topics that were described; ``took_ms``: how long the questions took together.
     """
 
     ends: Mapping[TopicPartition, int] = field(default_factory=dict)
+    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
+    epoch_ends: Mapping[TopicPartition, int | None] = field(default_factory=dict)
     firsts: Mapping[TopicPartition, int] = field(default_factory=dict)
     log_ends: Mapping[TopicPartition, int] = field(default_factory=dict)
     topic_ids: Mapping[str, str] = field(default_factory=dict)
@@ -308,11 +311,13 @@ class RecordsGone:
     """Positions that had to change because their records, or their whole topic, are gone.
 
     ``topics``: those that were made again; what is remembered of their other partitions is of the former ones.
+    ``cut``: those of the partitions that go back to where their log was cut.
     """
 
     offsets: Mapping[TopicPartition, int]
     reason: str
     topics: tuple[str, ...] = ()
+    cut: frozenset[TopicPartition] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,10 +549,12 @@ class Look:
     are read after the ends say that the ends are of that very topic.
 
     ``ends``: how far they may be read (the last stable offset under read_committed). ``log_ends``: where the log itself
-    ends. ``firsts``: the first record that is left.
+    ends. ``firsts``: the first record that is left. ``epoch_ends``: where the records end that leaders of these epochs,
+    or earlier ones, wrote.
     """
 
     ends: tuple[TopicPartition, ...] = ()
+    epoch_ends: Mapping[TopicPartition, int] = field(default_factory=dict)
     topics: tuple[str, ...] = ()
     firsts: tuple[TopicPartition, ...] = ()
     log_ends: tuple[TopicPartition, ...] = ()

@@ -4,11 +4,11 @@ Runs in: the stream reader, tests. Deliberately absent: asking (the shell answer
 records while a task reads them (``executor``).
 
 A look has up to three rounds: how far the partitions can be read; then, where something changed or came, the topics'
-ids, the first records of those that came, and the ends of the logs behind positions that lie beyond them; then where a
-topic begins that was made again. What is missing from an answer, and an end that went back, is a *suspicion*: a broker
-that just started, or a new leader, says the same for a moment. It counts when it was heard again after
-:data:`GRACE_MS`. A topic is asked for that long also when its partitions have left us: the members of a group give up
-those of a deleted topic.
+ids, the first records of those that came, the ends of the logs behind positions that lie beyond them, and what new
+leaders have of what was read (:mod:`cuts`); then where a topic begins that was made again. What is missing from an
+answer, and an end that went back, is a *suspicion*: a broker that just started, or a new leader, says the same for a
+moment. It counts when it was heard again after :data:`GRACE_MS`. A topic is asked for that long also when its
+partitions have left us: the members of a group give up those of a deleted topic.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
+from spark_group_source.group.cuts import Heights
 from spark_group_source.model import TopicPartition
 
 GRACE_MS = 2_000
@@ -39,11 +40,13 @@ class Lookout:
         """Offsets that were still to be read and are gone, as far as planning met them."""
         self.warnings: list[str] = []
         """What to say of the last look."""
+        self.heights = Heights()
         self._positions: Mapping[TopicPartition, int] = {}
         self._former_ends: Mapping[TopicPartition, int] = {}  # of the look before
         self._checked: set[TopicPartition] = set()
         self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
         self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
+        self._cut_ms: dict[TopicPartition, int] = {}  # partitions whose log was cut below what was read, and since when
         self._silent_ms: dict[TopicPartition, int] = {}  # partitions whose end is not told, and since when
         self._silence_said = False
         self._said: set[str] = set()
@@ -54,16 +57,21 @@ class Lookout:
         self._renewed: set[str] = set()  # those whose beginnings were told
         self._error: GroupError | None = None
         self._gone: dict[TopicPartition, int] = {}
+        self._cut: set[TopicPartition] = set()  # those of them whose log was cut
         self._reason = ""
+        self._told: Mapping[TopicPartition, int] = {}  # the leader epochs of this look
+        self._doubtful: dict[TopicPartition, int] = {}
+        self._seen: Mapping[TopicPartition, int] = {}  # the last ends that leaders of known epochs told
 
     def begin(self, positions: Mapping[TopicPartition, int], now_ms: int) -> ev.Look:
         """Start a look at these partitions. Returns the first question."""
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
         self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []
-        self._renewed = set()
+        self._renewed, self._cut = set(), set()
         self._checked.intersection_update(positions)  # what comes back is looked at like what comes
         self._short_ms = {tp: since_ms for tp, since_ms in self._short_ms.items() if tp in positions}
+        self._cut_ms = {tp: since_ms for tp, since_ms in self._cut_ms.items() if tp in positions}
         return ev.Look(ends=tuple(positions))
 
     def take(self, answer: ev.Looked) -> ev.Look | None:
@@ -71,7 +79,10 @@ class Lookout:
         self._took_ms += answer.took_ms
         self._round += 1
         if self._round == 2:
-            self._former_ends, self.ends = self.ends, answer.ends
+            self._former_ends, self.ends, self._told = self.ends, answer.ends, answer.leader_epochs
+            self._doubtful = self.heights.doubtful(self._positions, self._told)
+            kept = {tp: self._seen[tp] for tp in self._doubtful if tp in self._seen}
+            self._seen = {**self.ends, **kept} if kept else self.ends
             self._note_silence()
             return self._second_question()
         if self._round == 3:
@@ -86,7 +97,7 @@ class Lookout:
     @property
     def suspects(self) -> bool:
         """Whether something may be gone, and it is too early to say."""
-        since = (*self._missing_ms.values(), *self._short_ms.values())
+        since = (*self._missing_ms.values(), *self._short_ms.values(), *self._cut_ms.values())
         return any(self._now_ms - since_ms < GRACE_MS for since_ms in since)
 
     @property
@@ -104,7 +115,13 @@ class Lookout:
         """Where partitions go on whose records are gone."""
         if not self._gone:
             return None
-        return ev.RecordsGone(offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)))
+        return ev.RecordsGone(
+            offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), cut=frozenset(self._cut)
+        )
+
+    def leader_epochs(self, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+        """Those to be written down with a plan from these positions."""
+        return self.heights.at_ends(positions, self.ends, self._told)
 
     # --- the rounds -------------------------------------------------------------------------------------------------
 
@@ -126,11 +143,12 @@ class Lookout:
     def _second_question(self) -> ev.Look | None:
         fresh = tuple(tp for tp in self._positions if tp not in self._checked)
         suspects = self._missing_ms or self._short_ms or self._left
-        if not fresh and self.ends == self._positions and not suspects:
+        if not fresh and self.ends == self._positions and not suspects and not self._doubtful:
             return None
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
         topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys() | self._left))
-        return ev.Look(topics=topics, firsts=fresh, log_ends=beyond) if topics else None
+        firsts = tuple(dict.fromkeys((*fresh, *self._doubtful)))
+        return ev.Look(epoch_ends=self._doubtful, topics=topics, firsts=firsts, log_ends=beyond) if topics else None
 
     def _judge(self, answer: ev.Looked) -> ev.Look | None:
         ours = {tp.topic for tp in self._positions}
@@ -145,6 +163,7 @@ class Lookout:
         # brokers before 2.8 have no ids
         ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
         again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
+        self._prove([tp for tp in self._doubtful if tp.topic in answer.topic_ids and tp.topic not in again], answer)
         if again:
             return self._topics_made_again(again)
         self.topic_ids.update(ids)
@@ -170,6 +189,7 @@ class Lookout:
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
         self._renewed = {name for name in self._again if name not in silent}
         self.topic_ids.update({name: self._again[name] for name in self._renewed})
+        self.heights.forget(self._renewed)
         self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._again and tp.topic not in silent}
         self._reason = f"{self._reason}; its new ones follow"
 
@@ -177,17 +197,47 @@ class Lookout:
         """Is the position of a partition that came still in the log? Later losses show while reading."""
         for tp, first in firsts.items():
             at = self._positions[tp]
-            if at < first:
+            if at < first and tp not in self._gone:
                 self._lost(tp, f"the records of {tp} from {at} on are gone: it begins at {first} now", available=first)
                 self._gone[tp] = first
                 self.records_lost += first - at
         self._checked = {tp for tp in self._positions if tp in self._checked or tp in firsts}
-        self._reason = f"{len(self._gone)} partitions go on at their first record that is left"
+        where = "where their logs were cut, or " if self._cut else ""
+        self._reason = f"{len(self._gone)} partitions go on {where}at their first record that is left"
+
+    def _prove(self, tps: list[TopicPartition], answer: ev.Looked) -> None:
+        """Positions whose leader is another one than when they were planned: does it have what was read?"""
+        unproven = set()
+        for tp in tps:
+            at, end = self._positions[tp], answer.epoch_ends.get(tp)
+            if tp not in answer.epoch_ends or tp not in answer.firsts:
+                unproven.add(tp)
+            elif end is None or end >= at:
+                self._cut_ms.pop(tp, None)
+                self.heights.proven(tp, at, self._told[tp])
+            elif not self._believed(self._cut_ms, tp):
+                unproven.add(tp)
+            else:
+                self._was_cut(tp, at, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
+        self.ends = {tp: end for tp, end in self.ends.items() if tp not in unproven} if unproven else self.ends
+
+    def _was_cut(self, tp: TopicPartition, at: int, end: int, log_end: int) -> None:
+        text = (
+            f"the log of {tp} was cut at {end}, below the position {at}: a leader was elected that did not have the "
+            f"records from there on. It ends at {log_end} now, with other records, none of which was read"
+        )
+        self._lost(tp, text, available=end)
+        if self._error is None:
+            self.records_lost += max(0, self._seen.get(tp, at) - at)
+            self._gone[tp] = end
+            self._cut.add(tp)
+            self._cut_ms.pop(tp, None)
+            self.heights.proven(tp, end, self._told[tp])
 
     def _shrunk(self, answer: ev.Looked) -> None:
         for tp, at in self._positions.items():
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
-            if end >= at:
+            if end >= at or tp in self._gone or tp in self._cut_ms:
                 self._short_ms.pop(tp, None)
             elif tp in answer.log_ends and self._believed(self._short_ms, tp):
                 text = f"{tp} ends at {end}, before the position {at}: its last records were lost"

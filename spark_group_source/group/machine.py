@@ -108,7 +108,7 @@ class GroupMachine:
             case ev.Replaced():
                 self._end_with(self._slots.replaced(event.reason))
             case ev.RecordsGone():
-                self.positions.gone(event.offsets, event.topics)
+                self.positions.gone(event.offsets, event.topics, event.cut)
                 self._out.say(event.reason, warn=True)
             case ev.Tick():
                 self._tick()
@@ -205,7 +205,9 @@ class GroupMachine:
         replay = seq < offset.seq
         ranges = {} if replay else offset.ranges
         self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={})  # the batch itself did not read these
-        self.positions.remember(adopted(offset, replay=replay), as_of=seq, ranges=ranges, planned=replay)
+        self.positions.remember(
+            adopted(offset, replay=replay), as_of=seq, ranges=ranges, planned=replay, cut=offset.cut
+        )
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
         self._slots.join_all(self.stream, topics, before=before, static=self.static)

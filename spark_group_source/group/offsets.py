@@ -11,11 +11,14 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Four optional members:
-``epoch`` counts the resets of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose
-start *followed* a commit that no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next
-offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came;
-and ``turn`` is the partition that got the last spare record of the fair cut.
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Six optional members:
+``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
+(:mod:`cuts`), -1 where they were not told; ``cut`` has,
+for partitions that go back to where their log was cut, the position that they had before; ``epoch`` counts the resets
+of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose start *followed* a commit that
+no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next offset of partitions that were
+not held at the plan although Kafka may not know yet how far the batches before it came; and ``turn`` is the partition
+that got the last spare record of the fair cut.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
 empty.
@@ -30,6 +33,8 @@ from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import OffsetRange, TopicPartition
 
 VERSION = 1
+NOT_TOLD = -1
+"""In ``leaders``: nobody told the leader epoch of this partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class StreamOffset:
     ranges: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
     epoch: int = 0
     followed: frozenset[TopicPartition] = frozenset()
+    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
+    cut: Mapping[TopicPartition, int] = field(default_factory=dict)
     owed: Mapping[TopicPartition, int] = field(default_factory=dict)
     turn: TopicPartition | None = None
 
@@ -70,30 +77,33 @@ class StreamOffset:
     def to_json_dict(self) -> dict[str, Any]:
         """The canonical form, with its keys in sorted order so that plain ``json.dumps`` keeps it."""
         by_topic: dict[str, dict[str, tuple[int, int]]] = {}
+        leaders: dict[str, dict[str, int]] = {}
         for tp, bounds in self.ranges.items():
-            by_topic.setdefault(tp.topic, {})[str(tp.partition)] = bounds
+            partition = str(tp.partition)
+            by_topic.setdefault(tp.topic, {})[partition] = bounds
+            if (epoch := self.leader_epochs.get(tp)) is not None:
+                leaders.setdefault(tp.topic, {})[partition] = epoch
         moved: dict[str, list[int]] = {}
         for tp in sorted(self.followed):
             moved.setdefault(tp.topic, []).append(tp.partition)
-        doc: dict[str, Any] = {"epoch": self.epoch} if self.epoch else {}
+        doc: dict[str, Any] = {"cut": _nested(self.cut)} if self.cut else {}
+        if self.epoch:
+            doc["epoch"] = self.epoch
         doc["group"] = self.group
         if moved:
             doc["moved"] = moved
-        owed: dict[str, dict[str, int]] = {}
-        for tp, offset in self.owed.items():
-            owed.setdefault(tp.topic, {})[str(tp.partition)] = offset
-        if owed:
-            doc["owed"] = {topic: dict(sorted(owed[topic].items())) for topic in sorted(owed)}
+        if self.owed:
+            doc["owed"] = _nested(self.owed)
         doc["seq"] = self.seq
         doc["stream"] = self.stream
-        doc["topics"] = {
-            topic: {
-                "id": self.topic_ids.get(topic, ""),
-                "known": self.known.get(topic, 0),
-                "ranges": dict(sorted(by_topic.get(topic, {}).items())),
-            }
-            for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys())
-        }
+        doc["topics"] = {}
+        for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
+            entry: dict[str, Any] = {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
+            ranges = dict(sorted(by_topic.get(topic, {}).items()))
+            if topic in leaders:
+                entry["leaders"] = [leaders[topic].get(partition, NOT_TOLD) for partition in ranges]
+            entry["ranges"] = ranges
+            doc["topics"][topic] = entry
         if self.turn is not None:
             doc["turn"] = list(self.turn)
         doc["v"] = VERSION
@@ -138,20 +148,20 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
     ranges: dict[TopicPartition, tuple[int, int]] = {}
     ids: dict[str, str] = {}
     known: dict[str, int] = {}
+    leaders: dict[TopicPartition, int] = {}
     for topic, entry in doc["topics"].items():
         if entry["id"]:  # empty for a topic that was known before any of its partitions was held
             ids[topic] = str(entry["id"])
         known[topic] = int(entry["known"])
+        if "leaders" in entry:
+            for partition, epoch in zip(sorted(entry["ranges"]), entry["leaders"], strict=True):
+                if epoch != NOT_TOLD:
+                    leaders[TopicPartition(topic, int(partition))] = int(epoch)
         for partition, pair in entry["ranges"].items():
             a, b = pair
             if type(a) is not int or type(b) is not int or not 0 <= a <= b:
                 raise ValueError(f"range {pair!r} of {topic}-{partition}")
             ranges[TopicPartition(topic, int(partition))] = (a, b)
-    owed = {
-        TopicPartition(topic, int(partition)): int(offset)
-        for topic, offsets in doc.get("owed", {}).items()
-        for partition, offset in offsets.items()
-    }
     stream, seq = doc["stream"], doc["seq"]
     if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
         raise ValueError(f"stream {stream!r}, seq {seq!r}")
@@ -168,9 +178,28 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         ranges=ranges,
         epoch=epoch,
         followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
-        owed=owed,
+        leader_epochs=leaders,
+        cut=_flat(doc.get("cut", {})),
+        owed=_flat(doc.get("owed", {})),
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )
+
+
+def _nested(numbers: Mapping[TopicPartition, int]) -> dict[str, dict[str, int]]:
+    """By topic and partition, in sorted order."""
+    found: dict[str, dict[str, int]] = {}
+    for tp, number in numbers.items():
+        found.setdefault(tp.topic, {})[str(tp.partition)] = number
+    return {topic: dict(sorted(found[topic].items())) for topic in sorted(found)}
+
+
+def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, int]:
+    """The inverse."""
+    return {
+        TopicPartition(topic, int(partition)): int(number)
+        for topic, numbers in nested.items()
+        for partition, number in numbers.items()
+    }
 
 
 def _short(value: object, chars_max: int = 200) -> str:

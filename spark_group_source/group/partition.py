@@ -22,6 +22,7 @@ class Partition:
     committed: int | None = None  # what Kafka is known to have
     theirs: bool = False  # ... under somebody else's name
     followed: bool = False  # the position came from a commit that no stream made
+    cut: int | None = None  # it went back to where its log was cut: where it stood before, until Kafka has more
     until: int = 0  # end of what the batch in flight reads of it, in PLANNED
     pending: tuple[int, int] | None = None  # range that became durable before the position was known
     uncounted: int = 0  # offsets of that range, or of the batch in flight, that others read, too, as their commit shows

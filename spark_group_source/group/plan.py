@@ -5,7 +5,7 @@ Runs in: the stream reader, tests, benchmarks. Deliberately absent: where partit
 a :class:`StreamOffset`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from spark_group_source.group import admission
 from spark_group_source.group.machine import GroupMachine
@@ -45,6 +45,7 @@ class Planner:
         machine: GroupMachine,
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
+        leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],
         *,
         first: bool,
         unlimited: bool,
@@ -60,6 +61,7 @@ class Planner:
             machine: who has which partition, and where it stands.
             ends: up to where each may be read; who is missing was not answered.
             topic_ids: of the topics whose records were looked at.
+            leader_epochs: those to write down, for positions.
             first: this is the first batch of the stream.
             unlimited: Trigger.Once, which takes all there is.
         """
@@ -85,6 +87,8 @@ class Planner:
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             epoch=machine.positions.epoch,
             followed=followed & until.keys() if followed else followed,
+            leader_epochs=leader_epochs(positions),
+            cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
             owed={tp: at for tp, at in machine.positions.owed().items() if tp not in until},
             turn=self._turn,
         )

@@ -10,6 +10,7 @@ is *pending*: it is applied to whatever the answer says, as if the answer had co
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
+from types import MappingProxyType
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
@@ -42,17 +43,24 @@ class Positions:
     # --- coming and going -------------------------------------------------------------------------------------------
 
     def remember(
-        self, positions: Mapping[TopicPartition, int], *, as_of: int, ranges: Ranges, planned: bool = False
+        self,
+        positions: Mapping[TopicPartition, int],
+        *,
+        as_of: int,
+        ranges: Ranges,
+        planned: bool = False,
+        cut: Mapping[TopicPartition, int] = MappingProxyType({}),
     ) -> None:
         """What a checkpoint says. Whether Kafka has it shows when the partitions come.
 
         Args:
             as_of, ranges: the number of the last durable batch, and what it read if that is known.
             planned: the batch after it begins there, and is to be run again.
+            cut: where partitions stood before, whose log was cut below that.
         """
         for tp, at in positions.items():
             start = ranges[tp][0] if tp in ranges else None
-            self.all[tp] = Partition(position=at, as_of=as_of, start=start, planned=planned)
+            self.all[tp] = Partition(position=at, as_of=as_of, start=start, planned=planned, cut=cut.get(tp))
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -109,17 +117,24 @@ class Positions:
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
 
-    def gone(self, offsets: Mapping[TopicPartition, int], topics: Collection[str] = ()) -> None:
+    def gone(
+        self,
+        offsets: Mapping[TopicPartition, int],
+        topics: Collection[str] = (),
+        cut: Collection[TopicPartition] = (),
+    ) -> None:
         """Their records are gone: they go on there, which nobody committed.
 
         Args:
             topics: those that were made again.
+            cut: those of the partitions that go back to where their log was cut.
         """
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is not None and partition.state is PartitionState.READY:
                 self._move(tp, partition, ev.RecordsGone)
                 partition.committed, partition.began, partition.followed = None, at, False
+                partition.cut = partition.position if tp in cut else None
                 self._stand(tp, partition, at)
         for tp, partition in self.all.items() if topics else ():
             away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
@@ -182,12 +197,14 @@ class Positions:
             at = committed.offset
             # One that was made later than what we remember knows better: it may have followed somebody back.
             if ours is not None and is_older(committed, partition):
-                at = max(at, ours)
+                at = max(at, ours) if partition.cut is None else ours
+            elif ours is not None and at < ours and not committed.followed:
+                partition.cut = ours  # only where its log was cut we went back by ourselves
             partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
             self._move(tp, partition, ev.CommittedRead)
         else:
             at = committed.offset
-            partition.committed, partition.theirs = at, True
+            partition.committed, partition.theirs, partition.cut = at, True, None
             # Another stream that followed somebody says so: where that was back, it still is.
             partition.followed = committed.stream is None or committed.followed
             start, end = partition.pending or self._in_flight.get(tp, (0, 0))
@@ -233,6 +250,7 @@ class Positions:
             partition.before, partition.start = partition.without_last, None
             partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
+            partition.cut = None
 
     # --- the echo ---------------------------------------------------------------------------------------------------
 
@@ -250,6 +268,8 @@ class Positions:
             partition.committed = at
             if partition.position == at:
                 partition.theirs = False
+                if at > partition.began:  # a batch from there on is durable
+                    partition.cut = None
                 due.pop(tp, None)
                 if partition.state is taking:
                     self._move(tp, partition, ev.EchoDone)
@@ -283,6 +303,10 @@ class Positions:
     def followed(self) -> frozenset[TopicPartition]:
         """Ours, whose position came from a commit that no stream made, until a batch moved them on."""
         return frozenset(tp for tp, partition in self.ours.items() if partition.followed)
+
+    def cut(self) -> dict[TopicPartition, int]:
+        """Ours that go back to where their log was cut: where they stood before."""
+        return {tp: partition.cut for tp, partition in self.ours.items() if partition.cut is not None}
 
     def in_flight(self, tp: TopicPartition) -> int:
         """Offsets of the partition that the batch in flight reads."""

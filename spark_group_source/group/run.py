@@ -197,6 +197,7 @@ class Run(Steps):
 
     def _adopt(self, offset: StreamOffset) -> None:
         self.planner.adopt(offset)
+        self.lookout.heights.remember(offset)
         self.lookout.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
         self._returning = True
 

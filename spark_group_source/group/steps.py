@@ -17,6 +17,7 @@ from spark_group_source.group.plan import Planner
 from spark_group_source.group.positions import NotInTable
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import RUN, RunState
+from spark_group_source.model import TopicPartition
 
 SETTLE_MS_MAX = 10_000
 """How long the first batch of a run waits for a rebalance that is going on; then it takes what it has."""
@@ -60,6 +61,7 @@ class Steps:
         self._seen: ev.GroupSeen | None = None
         self._describe_at_ms = 0
         self._settled = False
+        self._elsewhere: list[TopicPartition] = []  # with members of this stream's names that this run does not have
         self._look: ev.Look | None = None
         self._idle = False
         self._asked_at_ms = 0
@@ -192,6 +194,7 @@ class Steps:
     def _is_settled(self, seen: ev.GroupSeen) -> bool:
         ours = {names.client_id(self.machine.stream, slot) for slot in range(self.rules.slots)}
         given = {tp for client, tps in seen.given.items() if client in ours for tp in tps}
+        self._elsewhere = sorted(given - self.machine.held())
         return (
             self.machine.gathered
             and seen.state == "stable"
@@ -225,6 +228,7 @@ class Steps:
             self.machine,
             self.lookout.ends,
             self.lookout.topic_ids,
+            self.lookout.leader_epochs,
             first=self._is_first,
             unlimited=self._unlimited,
             now_ms=self._now_ms,
@@ -232,6 +236,7 @@ class Steps:
         self._idle = planned is None
         if planned is not None:
             self._unsettled_since_ms = None
+            self.lookout.heights.remember(planned)
             self._machine(ev.Planned(offset=planned))
             self._move(ev.Planned)
         else:
@@ -301,9 +306,16 @@ class Steps:
 
     def _timeout(self, done: str, waited_ms: int) -> RebalanceTimeout:
         slots = ", ".join(sorted(set(self.machine.statistics().slots)))
+        others = (
+            f"Members of this stream that are not this run's have {len(self._elsewhere)} partitions, such as "
+            f"{self._elsewhere[0]}: another driver of it may still run. "
+            if self._elsewhere
+            else ""
+        )
         return RebalanceTimeout(
             f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s, for all {self.rules.slots} "
-            f"members of this query ({slots}). `spark-group describe` shows who is in the group. The last events:\n"
+            f"members of this query ({slots}). {others}`spark-group describe` shows who is in the group. The last "
+            f"events:\n"
             f"{self.machine.story()}",
             group=self.rules.group,
             waited_ms=waited_ms,

@@ -9,6 +9,7 @@ from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
 from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
+from spark_group_source.kafka.epochs import EpochEnds
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
@@ -18,6 +19,7 @@ __all__ = [
     "Admin",
     "CommittedOffset",
     "Empty",
+    "EpochEnds",
     "GroupDescription",
     "GroupMember",
     "GroupOffsets",

@@ -52,6 +52,7 @@ _BOUND: Bound = {"request_timeout": REQUEST_TIMEOUT_S}
 _COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
+Offsets = dict[TopicPartition, int]
 
 # The library's stubs do not know the types of OffsetSpec.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
@@ -141,26 +142,30 @@ class Admin:
             )
         return found
 
-    def latest(
-        self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True
-    ) -> dict[TopicPartition, int]:
+    def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True) -> Offsets:
         """Where each log ends. Partitions that a broker says are not there are left out.
 
         Args:
             committed: at its last stable offset.
             whole: False leaves out those that were not answered, too, if any was: their leader moves, or is away.
         """
-        return self._offsets_of(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=whole)
+        return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
+
+    def ends(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
+        """:meth:`latest` of those that were answered, and the leader epochs, where leaders told theirs."""
+        found = self._told(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=False)
+        epochs = {tp: epoch for tp, told in found.items() if (epoch := told.leader_epoch) is not None and epoch >= 0}
+        return {tp: told.offset for tp, told in found.items()}, epochs
 
     def earliest(self, tps: Iterable[TopicPartition], *, whole: bool = True) -> dict[TopicPartition, int]:
         """Where each log begins; who is left out: as in :meth:`latest`."""
-        return self._offsets_of(dict.fromkeys(tps, _OffsetSpec.earliest()), whole=whole)
+        return self._offsets(tps, _OffsetSpec.earliest(), whole=whole)
 
     def at_time(self, times: Mapping[TopicPartition, int], *, whole: bool = True) -> dict[TopicPartition, int | None]:
         """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
         specs = {tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}
-        found = self._offsets_of(specs, whole=whole, least=NO_MATCH)
-        return {tp: offset if offset >= 0 else None for tp, offset in found.items()}
+        found = self._told(specs, whole=whole, least=NO_MATCH)
+        return {tp: told.offset if told.offset >= 0 else None for tp, told in found.items()}
 
     def starts(self, words: Mapping[TopicPartition, StartAt], *, committed: bool) -> dict[TopicPartition, int | None]:
         """The offset that each of these words stands for, with one question for all of a kind.
@@ -246,20 +251,20 @@ class Admin:
         self._runtime.pause(wait_s)
         self._client.poll(0)
 
-    def _offsets_of(
+    def _offsets(self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool) -> Offsets:
+        found = self._told(dict.fromkeys(tps, spec), committed=committed, whole=whole)
+        return {tp: told.offset for tp, told in found.items()}
+
+    def _told(
         self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool, least: int = 0
-    ) -> dict[TopicPartition, int]:
+    ) -> dict[TopicPartition, Any]:
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
         ask = partial(self._list_offsets, request, level, whole, least)
         answers = self._asked(Request.OFFSETS, "listing offsets", ask)
-        return {
-            TopicPartition(p.topic, p.partition): found.offset
-            for p, found in answers.items()
-            if not isinstance(found, Missing)
-        }
+        return {TopicPartition(p.topic, p.partition): end for p, end in answers.items() if not isinstance(end, Missing)}
 
     def _list_offsets(
         self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int, bound: Bound

@@ -10,7 +10,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from spark_group_source.answers import Meaning, Request, lacks_token, meaning
+from spark_group_source.answers import TLS_ALERT, Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
@@ -41,9 +41,6 @@ _ON = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
 }
 """Which operation of Kafka's access control lists a request needs."""
-
-
-_ALERT = "SSL alert number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +98,10 @@ class MemberStale(CommitFailed):
 
 
 def refusal_of_connection(error: KafkaError) -> KafkaError | None:
-    """What a client tells of its connections, if it is a refusal.
-
-    With TLS 1.3 a broker refuses a certificate when the client thinks the connection made: the library calls that a
-    lost connection, and the broker's word stands in the text alone.
-    """
+    """What a client tells of its connections, if it is a refusal."""
     if meaning(Request.TOPICS, error.code(), error.str()) is Meaning.REFUSED:
         return error
-    return KafkaError(KafkaError._SSL, error.str()) if _ALERT in error.str() else None
+    return KafkaError(KafkaError._SSL, error.str()) if TLS_ALERT in error.str() else None
 
 
 def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale | None:

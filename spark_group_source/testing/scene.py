@@ -198,7 +198,12 @@ class Scene:
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
 
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
-        """A run waits for the group as long as that is not at rest, or the brokers do not answer."""
+        """A run waits for the group as long as that is not at rest, or the brokers do not answer. Where nobody shuts
+        it out, an older run of its stream may go on in the group: the members of both have the same names, and what
+        those have is waited for."""
+        older = [other for other in run.query.runs if other is not run and other.process.alive]
+        if not self.cluster.transactions_allowed and any(other.reader.party == run.reader.party for other in older):
+            return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
         if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
             raise self._violation(f"{run.process.name} waited for a group that is at rest: {error}")

@@ -8,13 +8,14 @@ runs, so that the figures mean the same on a busy machine.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.group import events as ev
+from spark_group_source.group.cuts import Heights
 from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.plan import Planner
@@ -113,8 +114,13 @@ def plan(machine: GroupMachine, planner: Planner) -> tuple[StreamOffset, dict[st
     parts: dict[str, float] = {}
     positions = machine.plannable()
     ends = {tp: at + 10 + tp.partition % 90 for tp, at in positions.items()}
+    leaders = dict.fromkeys(positions, 3)
+
+    def epochs_at(positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+        return Heights().at_ends(positions, ends, leaders)
+
     parts["plan"], planned = measure(
-        lambda: planner.cut(machine, ends, {"orders": "x"}, first=False, unlimited=False, now_ms=0)
+        lambda: planner.cut(machine, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})

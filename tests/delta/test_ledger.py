@@ -83,6 +83,22 @@ def test_a_position_that_someone_moved_below_the_ledger_is_refused() -> None:
     assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
 
 
+def test_records_that_stand_where_a_log_was_cut_are_new_and_the_ledger_goes_back() -> None:
+    back = {("orders", 0): 100}
+    verdict = judge(offset(4, ranges((60, 80)), cut=back), ledger({P0: 100}))
+    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
+    assert verdict.ledger.offsets == {P0: 80}
+    on = judge(offset(5, ranges((80, 120)), cut=back), verdict.ledger)
+    assert (on.drop, on.ledger.offsets) == ((), {P0: 120})
+
+
+def test_what_another_query_wrote_of_a_cut_log_is_not_written_again() -> None:
+    """It found the cut first: the ledger does not stand any more where this batch's position was."""
+    verdict = judge(offset(4, ranges((60, 90)), cut={("orders", 0): 100}), ledger({P0: 80}))
+    assert verdict.drop == (OffsetRange(P0, 60, 80),)
+    assert verdict.ledger.offsets == {P0: 90}
+
+
 def test_a_position_that_someone_moved_is_refused_before_anything_is_read_from_it() -> None:
     assert judge(offset(4, ranges((10, 10)), followed=[("orders", 0)]), ledger({P0: 100})).refused
 

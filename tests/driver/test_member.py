@@ -11,6 +11,7 @@ from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 from spark_group_source.driver.member import Member, Share
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.model import TopicPartition
 
 SESSION_MS = 10_000
 EAGER = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": str(SESSION_MS)}
@@ -271,7 +272,7 @@ def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
         done.append(scene.member.commit(share, {A0: "x", A1: "y"}))
 
     scene.run(
-        scene.assign,
+        lambda: scene.consumer.assign_callback(A0, A1),
         lambda: order(Identity(1, "m", metadata(1))),
         lambda: order(Identity(0, "m", metadata(0))),
         scene.leave,
@@ -280,6 +281,32 @@ def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
     assert scene.runtime.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 6, "y")]]
     with pytest.raises(MemberStale, match="joined again"):
         done[1].result(0)
+
+
+def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(scene: Scene) -> None:
+    """A release that overran its budget; its epoch stays, since it is asked for more at once (KIP-848)."""
+    scene.make(COOPERATIVE | {"group.protocol": "consumer"})
+    done: list[Any] = []
+
+    def order(*tps: TopicPartition) -> None:
+        share = Share(scene.member, scene.member.identity, dict.fromkeys(tps, 5))
+        done.append(scene.member.commit(share, dict.fromkeys(tps, "x")))
+
+    def release_then_order() -> None:
+        scene.release()
+        order(A0, A1)
+        order(A1)
+
+    scene.run(
+        lambda: scene.consumer.assign_callback(A0, A1),
+        lambda: scene.consumer.revoke_callback(A0),
+        release_then_order,
+        scene.leave,
+    )
+    with pytest.raises(MemberStale, match="given partitions back"):
+        done[0].result(0)
+    assert done[1].result(0) is None
+    assert scene.runtime.called("commit") == [[("a", 1, 5, "x")]]
 
 
 def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:

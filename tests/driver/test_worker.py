@@ -39,6 +39,7 @@ class HandMember:
         self.slot, self.client, self.runtime = slot, 7, runtime
         self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
+        self.held: tuple[TopicPartition, ...] = (A0, A1, B0)
         self.orders: list[Any] = []
         self.committed: list[Any] = []
         self.refusal: Exception | None = None
@@ -457,6 +458,39 @@ def test_D13_an_echo_is_committed_for_the_members_of_when_it_was_ordered(scene: 
     scene.run(ordered_then_joined_again)
     (done,) = scene.handled
     assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+
+
+def test_G3_what_was_given_back_since_the_order_is_not_committed(scene: Scene) -> None:
+    """The broker would take it of a KIP-848 member that keeps its epoch, and move back who has the partition now."""
+    scene.shows({A1: 6})
+
+    def ordered_then_given_back() -> None:
+        scene.worker.order(echo())
+        scene.members[0].held = (B0,)
+
+    scene.run(ordered_then_given_back)
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0")})]
+
+
+def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_more(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.topics_there(a=2)
+    scene.shows({A1: 6})
+
+    def the_next_one() -> None:
+        def answered_at_last(timeout: float) -> None:
+            scene.members[0].held = (B0,)
+
+        scene.runtime.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
+        scene.worker.order(echo())
+
+    scene.run(scene.order(echo()), the_next_one)
+    failed, done = scene.handled
+    assert isinstance(failed, ev.EchoFailed)
+    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0")})]
 
 
 def test_a_refused_echo_is_said(scene: Scene) -> None:

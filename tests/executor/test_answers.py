@@ -6,12 +6,13 @@ with a cluster of its own.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -19,7 +20,7 @@ from kafka_words import await_until
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
-from spark_group_source.executor import doubts, fetch, plain, questions, ranges
+from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -272,26 +273,6 @@ def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockC
         assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
 
 
-def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead(path: str) -> None:
-    """librdkafka asks the broker that it was told as the controller, also when another one is by now."""
-    with MockCluster(2) as cluster:
-        cluster.create_topic("orders")
-        cluster.set_leader(TP, 1)
-        cluster.set_controller(2)
-        produce(cluster)
-        wanted = {"topic_ids": {"orders": topic_id(cluster)}, "deadline_s": 10, "path": path}
-
-        def read(start: int, end: int) -> list[int]:
-            found = fetch.read_ranges(servers(cluster), [OffsetRange(TP, start, end)], **wanted)  # type: ignore[arg-type]
-            return [offset for batch in found for offset in batch.column("offset").to_pylist()]
-
-        assert read(0, 5) == [0, 1, 2, 3, 4]
-        cluster.set_broker_down(2)
-        with as_soon_as(over(2 * GRACE_S), cluster.set_controller, 1):
-            assert read(5, COUNT) == list(range(5, COUNT))
-        fetch._pool.close()
-
-
 def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
     patience = Patience(10, 60)
     patience.progress(100)
@@ -309,12 +290,12 @@ def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
 def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:
     """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
     client = fetch._open(fetch._ClientKey({**fetch._DEFAULTS, **fetch._FORCED, **servers(cluster)}, path))
-    assert client.log_bounds(TP, 5) == (0, COUNT)
+    assert client.log_bounds(TP, 5) == (0, COUNT, -1)
     for _ in range(4):
         cluster.push_request_errors(Api.LIST_OFFSETS, [6])
         assert isinstance(client.log_bounds(TP, 5), Event)
         cluster.clear_request_errors(Api.LIST_OFFSETS)
-    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT), 10, what="bounds")
+    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT, -1), 10, what="bounds")
     client.close()
 
 
@@ -350,7 +331,7 @@ def test_a_topic_made_anew_is_skipped_in_full_and_counted(
 def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
     cluster: MockCluster, path: str, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 5)
     monkeypatch.setattr(ranges, "PROOF_S", 0)
     planned = {"orders": topic_id(cluster)}
     found = fetch.read_ranges(
@@ -429,3 +410,34 @@ def test_losses_are_joined_where_they_touch() -> None:
         ("orders-1[10,12)", 2),
     ]
     assert lost.offsets == 10
+
+
+# --- leader epochs
+
+
+def test_epochs_that_leader_and_records_count_in_different_ways_conclude_nothing(
+    cluster: MockCluster, read: Read
+) -> None:
+    """The mock's answers have no leader epoch, its records have one: others that speak Kafka's protocol may, too."""
+    assert read(0, COUNT, leader_epochs={TP: -1}) == list(range(COUNT))
+
+
+class Epochs:
+    """A chunk of which only the leader epochs are looked at."""
+
+    def __init__(self, *epochs: int) -> None:
+        self._epochs = epochs
+
+    def leader_epoch(self, row: int) -> int:
+        return self._epochs[row]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "planned"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)]
+)
+def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], planned: int) -> None:
+    found = histories.Histories({TP: 2})
+    chunk: Any = Epochs(*epochs)
+    assert found.planned(chunk, records.Run(TP, 0, np.arange(10, 14)), 0, 4) == planned
+    stranger = None if planned == 4 else histories.Stranger(10 + planned, 3)
+    assert found.strangers.get(TP) == stranger

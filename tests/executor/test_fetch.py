@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, native, plain, ranges, rdkafka, records
+from spark_group_source.executor import doubts, fetch, native, plain, progress, ranges, rdkafka, records
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -511,8 +511,8 @@ class Silent:
     def topics_told(self, wait_s: float) -> records.Told:
         return {"t": records.TopicTold(0, "", "", 1)}
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int]:
-        return 0, 100
+    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> records.Bounds:
+        return records.Bounds(0, 100)
 
 
 @dataclass
@@ -532,6 +532,7 @@ def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
         "",
         user="the user",
         topic_ids={},
+        leader_epochs={},
         losses=doubts.Losses(),
         fail_on_data_loss=True,
         deadline_s=2.0,
@@ -579,13 +580,10 @@ class Torn(Silent):
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 9)
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> tuple[int, int]:
-        return 0, 9
-
     def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
         self.polls += 1
         at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
-        codes = {2: min(ranges.DAMAGED), 4: ranges.EOF}
+        codes = {2: min(progress.DAMAGED), 4: ranges.EOF}
         events = [records.Event(codes[n], "", TopicPartition("t", 0), 9) for n in codes if n == self.polls]
         return plain.PlainChunk.of([Plainly(offset) for offset in at], events)
 
@@ -635,7 +633,7 @@ def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
 def test_B34_two_readers_in_one_process_each_get_their_range(
     topic: TopicFactory, produce: Produce, broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
     produce(name, [str(i) for i in range(100)], partition=0)
     servers = {"bootstrap.servers": broker.bootstrap_servers}
@@ -763,7 +761,7 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranges, "BATCH_ROWS_MAX", 10)
+    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)
     name = topic()
     produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
     reading = fetch.read_ranges(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
 from spark_group_source.group.loss import GRACE_MS, SILENT_MS_MAX, Lookout
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.harness import tps
 
@@ -22,6 +23,8 @@ class Brokers:
         self.ends = {A: 100, B: 100, OTHER: 100}
         self.log_ends = dict(self.ends)
         self.firsts = dict.fromkeys(self.ends, 0)
+        self.leaders = dict.fromkeys(self.ends, 3)
+        self.epoch_ends: dict[TopicPartition, int | None] = {}
         self.ids = {"orders": "id-1", "payments": "id-2"}
         self.questions: list[ev.Look] = []
         self.now_ms = 10_000
@@ -36,6 +39,8 @@ class Brokers:
             question = self.lookout.take(
                 ev.Looked(
                     ends={tp: self.ends[tp] for tp in question.ends if tp in self.ends},
+                    leader_epochs={tp: self.leaders.get(tp, 3) for tp in question.ends if tp in self.ends},
+                    epoch_ends={tp: self.epoch_ends[tp] for tp in question.epoch_ends if tp in self.epoch_ends},
                     firsts={tp: self.firsts[tp] for tp in question.firsts if tp in self.firsts},
                     log_ends={tp: self.log_ends[tp] for tp in question.log_ends if tp in self.log_ends},
                     topic_ids={name: self.ids[name] for name in question.topics if name in self.ids},
@@ -47,6 +52,17 @@ class Brokers:
 
     def error(self) -> GroupError | None:
         return self.lookout.error
+
+    def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """A batch is planned after the look: what the checkpoint remembers."""
+        positions = {tp: start for tp, (start, _) in ranges.items()}
+        epochs = self.lookout.leader_epochs(positions)
+        self.lookout.heights.remember(StreamOffset(group="etl", ranges=ranges, leader_epochs=epochs))
+
+    def elect(self, tp: TopicPartition, epoch: int, has: int | None, end: int) -> None:
+        """Another leader, which has the records below ``has`` and goes on to ``end``."""
+        self.leaders[tp], self.epoch_ends[tp] = epoch, has
+        self.shrink(tp, end)
 
     def shrink(self, tp: TopicPartition, end: int) -> None:
         self.ends[tp] = self.log_ends[tp] = end
@@ -377,3 +393,130 @@ def test_a_partition_without_a_leader_is_told_of_once_when_it_lasts_and_when_it_
     brokers.ends[B] = 100
     assert brokers.look(positions) == ["the end of every partition is told again"]
     assert brokers.look(positions) == []
+
+
+# --- logs that were cut ----------------------------------------------------------------------------------------------
+
+
+def read_up_to_100(*, fail: bool = True) -> Brokers:
+    """A was planned up to 100, which a leader of epoch 3 told."""
+    brokers = Brokers(fail=fail)
+    brokers.look({A: 90})
+    brokers.plan({A: (90, 100)})
+    return brokers
+
+
+def test_a_log_is_asked_for_only_when_its_leader_is_another_one() -> None:
+    brokers = read_up_to_100()
+    brokers.shrink(A, 200)
+    brokers.look({A: 100})
+    assert [question.epoch_ends for question in brokers.questions] == [{}, {}]
+    brokers.elect(A, 4, has=150, end=200)
+    brokers.look({A: 100})
+    assert brokers.questions[1].epoch_ends == {A: 3}
+    assert (brokers.error(), brokers.lookout.ends, brokers.lookout.suspects) == (None, {A: 200}, False)
+    brokers.look({A: 100})
+    assert [question.epoch_ends for question in brokers.questions] == [{}, {}], "it was proven"
+
+
+def test_a_log_that_shrank_and_grew_again_is_lost_data_when_it_was_told_twice() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 5, has=60, end=200)
+    brokers.look({A: 100, B: 90})
+    assert brokers.error() is None and brokers.lookout.suspects
+    assert brokers.lookout.ends == {B: 100}, "nothing of it is read while that is open"
+    brokers.look({A: 100, B: 90}, after_ms=GRACE_MS)
+    error = brokers.error()
+    assert isinstance(error, DataLoss)
+    assert (error.fields["topic"], error.fields["partition"]) == ("orders", 0)
+    assert (error.fields["expected"], error.fields["available"]) == (100, 60)
+    assert "the log of orders-0 was cut at 60, below the position 100" in str(error)
+
+
+def test_without_failing_it_goes_on_where_the_log_was_cut() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.elect(A, 5, has=60, end=200)
+    brokers.look({A: 100})
+    (said,) = brokers.look({A: 100}, after_ms=GRACE_MS)
+    assert "cut at 60" in said and "It ends at 200 now" in said
+    found = brokers.lookout.gone
+    assert found is not None and found.offsets == {A: 60} and found.cut == {A}
+    brokers.plan({A: (60, 200)})
+    assert brokers.look({A: 200}) == [] and brokers.lookout.gone is None
+
+
+def test_a_cut_log_that_is_still_shorter_goes_on_where_it_was_cut_too() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.elect(A, 5, has=60, end=70)
+    brokers.look({A: 100})
+    brokers.look({A: 100}, after_ms=GRACE_MS)
+    assert gone(brokers.lookout) == {A: 60}
+
+
+def test_a_cut_log_whose_beginning_aged_out_goes_on_at_its_first_record() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.elect(A, 5, has=60, end=200)
+    brokers.firsts[A] = 80
+    brokers.look({A: 100})
+    brokers.look({A: 100}, after_ms=GRACE_MS)
+    assert gone(brokers.lookout) == {A: 80}
+
+
+def test_offsets_that_were_seen_and_never_read_count_as_lost_when_their_log_is_cut() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.shrink(A, 130)
+    brokers.look({A: 100})
+    brokers.elect(A, 5, has=60, end=61)
+    brokers.look({A: 100})
+    brokers.look({A: 100}, after_ms=GRACE_MS)
+    assert brokers.lookout.records_lost == 30
+
+
+def test_a_leader_that_was_not_heard_proves_nothing_and_nothing_is_read() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=None, end=200)
+    del brokers.epoch_ends[A]
+    brokers.look({A: 100})
+    assert brokers.lookout.ends == {} and not brokers.lookout.complete
+    brokers.epoch_ends[A] = 150
+    brokers.look({A: 100})
+    assert brokers.lookout.ends == {A: 200}
+
+
+def test_a_leader_that_cannot_say_concludes_nothing() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=None, end=200)
+    brokers.look({A: 100})
+    assert (brokers.error(), brokers.lookout.ends) == (None, {A: 200})
+
+
+def test_what_others_read_beyond_a_plan_is_of_no_known_leader() -> None:
+    brokers = read_up_to_100()
+    brokers.elect(A, 4, has=60, end=200)
+    brokers.look({A: 150})
+    assert brokers.questions[1].epoch_ends == {}
+    assert brokers.lookout.leader_epochs({A: 150}) == {A: 4}
+
+
+def test_the_epochs_of_a_topic_that_was_made_again_begin_anew() -> None:
+    brokers = read_up_to_100(fail=False)
+    brokers.make_again("orders", end=10)
+    brokers.leaders[A] = 0
+    brokers.look({A: 100})
+    assert gone(brokers.lookout) == {A: 0}
+    brokers.look({A: 0})
+    assert brokers.questions[1].epoch_ends == {}
+
+
+def test_a_plan_has_the_epoch_of_the_leader_that_told_its_end() -> None:
+    brokers = read_up_to_100()
+    assert brokers.lookout.leader_epochs({A: 90}) == {A: 3}
+    brokers.elect(A, 4, has=100, end=100)
+    brokers.look({A: 100})
+    assert brokers.lookout.leader_epochs({A: 100}) == {A: 4}
+    del brokers.ends[A]
+    brokers.look({A: 100})
+    assert brokers.lookout.leader_epochs({A: 100}) == {A: 4}, "who is silent keeps what is known"
+    brokers.shrink(B, 50)
+    brokers.look({B: 60})
+    assert brokers.lookout.leader_epochs({B: 60}) == {}, "a position beyond the end is not of this leader's log"

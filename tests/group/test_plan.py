@@ -25,7 +25,7 @@ def cut(
     now_ms: int = 0,
 ) -> StreamOffset | None:
     planner = planner or Planner(rules_with())
-    return planner.cut(group.machine, ends, IDS, first=first, unlimited=unlimited, now_ms=now_ms)
+    return planner.cut(group.machine, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
 
 
 def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:

@@ -430,3 +430,52 @@ def test_a_batch_that_is_durable_while_its_partition_is_away_is_owed_until_the_a
     assert group.revoking(A) == []  # Kafka is to have it before it goes
     assert only(ev.Echo, group.committed({A: 100}))[0].offsets == {A: 150}
     assert group.echoed() == [ev.Release(slot=0, client=1)]
+
+
+# --- logs that were cut ----------------------------------------------------------------------------------------------
+
+
+def cut_below(group: GroupHarness, at: int) -> None:
+    group.feed(ev.RecordsGone(offsets={A: at}, reason="the log was cut", cut=frozenset({A})))
+
+
+def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
+    group.settled(A)
+    cut_below(group, 60)
+    assert group.machine.plannable() == {A: 60} and group.machine.positions.cut() == {A: 100}
+    group.echoed()
+    assert group.machine.positions.cut() == {A: 100}, "no batch from there is durable"
+    group.plan({A: (60, 80)})
+    group.echoed(group.durable())
+    assert group.machine.plannable() == {A: 80} and group.machine.positions.cut() == {}
+
+
+def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(group: GroupHarness) -> None:
+    """The commit of where it went back to was on its way, or was not made, when its member was lost."""
+    group.settled(A)
+    cut_below(group, 60)
+    group.plan({A: (60, 80)})
+    group.durable()
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=100, stream=STREAM, seq=-1)})
+    assert group.machine.plannable() == {A: 80}
+
+
+def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -> None:
+    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, cut={A: 100})
+    fresh.feed(ev.Durable(offset=past, topics=("orders",)))
+    fresh.join()
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=100, stream=STREAM, seq=6)})
+    assert fresh.machine.plannable() == {A: 80}
+
+
+def test_our_own_commit_below_our_position_is_of_a_log_that_was_cut(fresh: GroupHarness) -> None:
+    """The run ended after that commit, before it planned from there."""
+    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (90, 100)})
+    fresh.feed(ev.Durable(offset=past, topics=("orders",)))
+    fresh.join()
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7)})
+    assert fresh.machine.plannable() == {A: 60} and fresh.machine.positions.cut() == {A: 100}

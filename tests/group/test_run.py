@@ -368,6 +368,15 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
     assert len(run.took(ev.Describe)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
+def test_a_bounded_run_that_another_driver_keeps_partitions_from_says_so() -> None:
+    run = RunHarness.returning(PAST)
+    run.aim(PAST.positions())
+    run.silent = {ev.Join}
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=10)
+    with pytest.raises(RebalanceTimeout, match=r"not this run's have 1 partitions, such as orders-1: another driver"):
+        run.latest()
+
+
 def test_reading_on_begins_the_bound_of_settling_anew() -> None:
     run = RunHarness.returning(PAST, max_offsets=1)
     run.aim({A: 160, B: 40})

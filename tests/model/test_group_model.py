@@ -186,7 +186,7 @@ class GroupRun:
         model = self.model
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in model.plannable().items()}
         ends = {tp: end for tp, (_, end) in ranges.items()}
-        offset = self.planner.cut(self.machine, ends, {}, first=True, unlimited=False, now_ms=self.now_ms)
+        offset = self.planner.cut(self.machine, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms)
         assert offset is not None
         assert (offset.seq, offset.epoch, offset.ranges) == (model.seq + 1, model.epoch, ranges)
         assert offset.owed == {tp: at for tp, at in model.owed().items() if tp not in ranges}

@@ -61,7 +61,9 @@ def test_a_query_is_refused_at_its_start(
     assert WRONG not in str(failure.value) + caplog.text
 
 
-@pytest.mark.parametrize("case", ["wrong password", "wrong secret", "wrong CA"])
+@pytest.mark.parametrize(
+    "case", ["wrong password", "wrong secret", "wrong CA", "unknown certificate", "no certificate"]
+)
 def test_a_task_is_refused_as_well(case: str, guarded: Guarded, group_id: str) -> None:
     """Certificates and passwords are files and variables of a machine: those of an executor may be others."""
     given = Engine(query(CASES[case][0](guarded), group_id, "t")).options

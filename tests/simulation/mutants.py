@@ -318,7 +318,7 @@ MUTANTS = [
 FOUND_BY: dict[str, tuple[str, int]] = {
     "takes-back-what-it-commits": ("eager", 1),
     "ends-at-a-failed-commit": ("consumer", 0),
-    "stays-out-after-a-fatal-error": ("consumer", 7),
+    "stays-out-after-a-fatal-error": ("consumer", 35),
     "forgets-what-others-made-durable": ("eager", 1),
     "believes-a-late-echo": ("eager", 1),
     "undoes-a-rewind": ("eager", 52),

@@ -20,3 +20,15 @@ def test_what_is_remembered_of_before_a_reset_is_void_seed_14() -> None:
 
 def test_a_rewind_that_was_followed_is_not_undone_by_the_next_run_seed_33() -> None:
     run(33, protocol="cooperative")  # group/positions.py: take_answer, is_older
+
+
+def test_G3_a_commit_that_waited_while_its_partitions_were_given_up_is_left_out_seed_7707() -> None:
+    run(7707, protocol="consumer")  # driver/member.py: Share.outdated, held
+
+
+def test_a_batch_that_another_run_of_its_stream_has_written_is_in_nobodys_hands_seed_6021() -> None:
+    run(6021, protocol="consumer")  # testing/invariants.py: processed_by, book.written
+
+
+def test_a_run_may_wait_in_vain_for_what_an_older_run_of_its_stream_keeps_seed_6398() -> None:
+    run(6398, protocol="consumer")  # testing/scene.py: _judge_timeout

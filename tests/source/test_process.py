@@ -71,7 +71,7 @@ def test_B72_a_forked_worker_reads_with_a_client_of_its_own(scene: Scene) -> Non
     scene.produce(name, numbered(0, 2))
     source = KafkaGroupDataSource(scene.options(subscribe=name))
     reader = source.streamReader(StructType())
-    piece = RangesPartition([OffsetRange(TopicPartition(name, 0), 0, 3)], {})
+    piece = RangesPartition([OffsetRange(TopicPartition(name, 0), 0, 3)], {}, {})
 
     def count() -> int:
         return sum(batch.num_rows for batch in reader.read(piece))

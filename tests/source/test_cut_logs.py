@@ -1,0 +1,159 @@
+"""B39, G4, G10: a log that lost its last records and grew again. Its leader's epoch tells; its end does not."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stubs do not say so
+from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
+from cut_logs import cut_log
+from streams import Engine, Seen, options_of, texts
+
+from spark_group_source.errors import DataLoss
+from spark_group_source.kafka import EpochEnds, Runtime
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import TopicPartition
+
+Write = Callable[[str, int, int], None]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kafka")
+
+
+@pytest.fixture(scope="module")
+def alone(jvm: None, data: Path) -> Iterator[Broker]:
+    """A broker of its own, whose disk is at hand."""
+    with Broker(data_dir=data) as started:
+        yield started
+
+
+@pytest.fixture
+def name(alone: Broker, request: pytest.FixtureRequest) -> str:
+    return create_topic(AdminClient({"bootstrap.servers": alone.bootstrap_servers}), request.node.name, 1)
+
+
+@pytest.fixture
+def write(alone: Broker) -> Write:
+    """``write(topic, first, last)``: that many texts, each a batch of its own."""
+    producer = Producer({"bootstrap.servers": alone.bootstrap_servers, "linger.ms": 0})
+
+    def one_by_one(topic: str, first: int, last: int) -> None:
+        for text in texts(first, last):
+            produce_to(producer, topic, [text], partition=0)
+
+    return one_by_one
+
+
+def rows_of(name: str, offsets: range, first: int) -> list[Seen]:
+    return [Seen(name, 0, offset, str(first + offset - offsets.start)) for offset in offsets]
+
+
+def await_batch(engine: Engine) -> None:
+    """Triggers until a batch was read: a log that was cut is believed when it was told again."""
+    await_until(lambda: engine.step() is not None, 20, what="a batch")
+
+
+def test_a_log_that_shrank_and_grew_again_between_two_batches(
+    alone: Broker, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options_of(alone.bootstrap_servers, f"g-{name}", subscribe=name)
+    tp = TopicPartition(name, 0)
+    write(name, 0, 9)
+    with Engine(options) as engine:
+        engine.run()
+        assert engine.rows == rows_of(name, range(10), 0)
+    log = engine.log
+    assert json.loads(log[-1])["topics"][name]["leaders"] == [0]
+    cut_log(alone, data, tp, 6)
+    write(name, 100, 111)  # up to 18: an end alone tells of nothing
+
+    with (
+        Engine(options, log) as engine,
+        pytest.raises(DataLoss, match=f"{name}-0 was cut at 6, below the position 10") as caught,
+    ):
+        await_batch(engine)
+    assert caught.value.fields == {"topic": name, "partition": 0, "expected": 10, "available": 6}
+
+    with Engine({**options, "failOnDataLoss": "false"}, log) as engine, caplog.at_level(logging.WARNING):
+        await_batch(engine)
+        assert engine.rows == rows_of(name, range(6, 18), 100), "what was never read, from where the log was cut"
+        assert json.loads(engine.log[-1])["cut"] == {name: {"0": 10}}
+        engine.plan()
+        admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
+        await_until(lambda: committed_of(admin, f"g-{name}") == end_offsets_of(admin, name), 20, what="the commit")
+    assert caplog.text.count("data loss") == 1
+
+    former = json.loads(log[-1])
+    del former["topics"][name]["leaders"]
+    with Engine(options, [json.dumps(former)]) as engine:  # as a release without epochs left it: nothing can be told
+        engine.run()
+
+
+def test_a_log_that_shrinks_and_grows_between_a_plan_and_its_reading(
+    alone: Broker, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options_of(alone.bootstrap_servers, f"g-{name}", subscribe=name, failOnDataLoss=False)
+    write(name, 0, 9)
+    with Engine(options) as engine:
+        end = engine.plan()
+        assert end is not None
+        cut_log(alone, data, TopicPartition(name, 0), 6)
+        write(name, 100, 111)
+        with caplog.at_level(logging.WARNING):
+            assert engine.read(end) == rows_of(name, range(6), 0), "what was planned is left, and nothing else"
+        assert f"4 planned offsets were skipped, failOnDataLoss is false: {name}-0[6,10) (4)" in caplog.text
+        engine.log.append(end.to_json())
+        await_batch(engine)
+        assert engine.rows == rows_of(name, range(6, 18), 100)
+        engine.options = type(engine.options).parse({**options, "failOnDataLoss": "true"})
+        with pytest.raises(DataLoss, match="was cut at 6 or before it") as caught:
+            engine.read(end)
+    assert caught.value.fields["expected"] == 6
+
+
+def test_the_librarys_words_are_those_that_the_answer_is_read_from(alone: Broker, name: str, write: Write) -> None:
+    """A release of librdkafka with other words would make every answer "cannot say"."""
+    write(name, 0, 4)
+    admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
+    assert end_offsets_of(admin, name) == {TopicPartition(name, 0): 5}
+    ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, runtime=Runtime())
+    tp = TopicPartition(name, 0)
+    assert ends.ask({tp: 0}) == {tp: 5}
+    assert ends.ask({tp: 7}) == {tp: None}, "an epoch that never was"
+    assert ends.ask({}) == {}
+
+
+@pytest.mark.soak
+def test_an_unclean_election(request: pytest.FixtureRequest, jvm: None) -> None:
+    """The same by the brokers' own doing: the follower that becomes leader was down while the last records came."""
+    name = request.node.name
+    with Broker(nodes=3) as brokers:
+        admin = AdminClient({"bootstrap.servers": brokers.bootstrap_servers})
+        wanted = NewTopic(name, 1, replica_assignment=[[1, 2]], config={"unclean.leader.election.enable": "true"})
+        admin.create_topics([wanted])[name].result(30)
+        producer = Producer({"bootstrap.servers": brokers.bootstrap_servers, "acks": 1, "message.timeout.ms": 60_000})
+        options = options_of(brokers.bootstrap_servers, f"g-{name}", subscribe=name, brokerTimeoutMs=120_000)
+        produce_to(producer, name, texts(0, 9), partition=0)
+        with Engine(options) as engine:
+            engine.run()
+            brokers.stop_node(2)
+            produce_to(producer, name, texts(10, 19), partition=0)
+            await_batch(engine)
+            assert engine.rows == rows_of(name, range(20), 0)
+        brokers.kill(1)
+        brokers.start_node(2)
+        produce_to(producer, name, texts(100, 129), partition=0)
+        with (
+            Engine(options, engine.log) as failing,
+            pytest.raises(DataLoss, match="was cut at 10, below the position 20"),
+        ):
+            await_batch(failing)
+        with Engine({**options, "failOnDataLoss": "false"}, engine.log) as going_on:
+            await_batch(going_on)
+            assert going_on.rows == rows_of(name, range(10, 40), 100)
+        brokers.start_node(1)
