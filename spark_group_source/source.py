@@ -8,6 +8,7 @@ It is the only importer of pyspark.sql.datasource.
 
 import atexit
 import logging
+import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -177,6 +178,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             include_headers=self._options.include_headers,
             fail_on_data_loss=self._options.fail_on_data_loss,
             deadline_s=self._options.poll_timeout_ms / 1000,
+            silence_s=self._options.broker_timeout_ms / 1000 or math.inf,
         )
 
 

@@ -225,15 +225,20 @@ class HandAdmin:
 
     def __init__(self, runtime: HandRuntime) -> None:
         self.runtime = runtime
+        self.bounds_s: list[float] = []
+        """Of each question about offsets."""
+        self.topic_bounds_s: list[float] = []
 
     def poll(self, timeout: float) -> None:
         """Nothing to serve."""
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
+        self.topic_bounds_s.append(bounds["request_timeout"])
         return self._done(self.runtime.answer("describe_topics", None, {}))
 
     def list_offsets(self, request: Mapping[Any, Any], **how: Any) -> dict[Any, "Future[Any]"]:
         self.runtime.calls.append(("isolation", how["isolation_level"].name))
+        self.bounds_s.append(how["request_timeout"])
         asked = {TopicPartition(p.topic, p.partition): spec for p, spec in request.items()}
         found: Mapping[TopicPartition, Any] = self.runtime.answer("list_offsets", asked, {})
         by_ours = {TopicPartition(p.topic, p.partition): p for p in request}

@@ -38,6 +38,10 @@ class Client(Protocol):
     def topics_told(self, wait_s: float) -> Told | Event | None:
         """Its answer; an event if there is none; None if it is not here yet."""
 
+    def look_for_brokers(self) -> None:
+        """Ask whichever broker answers who the others are. A question that waits for one that is dead goes on with it.
+        Takes :data:`METADATA_TIMEOUT_S` at most."""
+
     def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
         """Ask the partition's leader."""
 

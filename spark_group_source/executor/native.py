@@ -220,9 +220,12 @@ class NativeClient:
         new = {tp.topic for tp, _ in positions} - self._topics
         if new:
             self._topics |= new
-            found = c.c_void_p()
-            if self._lib.metadata(self._rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
-                self._lib.metadata_destroy(found)
+            self.look_for_brokers()
+
+    def look_for_brokers(self) -> None:
+        found = c.c_void_p()
+        if self._lib.metadata(self._rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
+            self._lib.metadata_destroy(found)
 
     def drop(self, tps: Sequence[TopicPartition]) -> None:
         self._with_list(self._lib.incremental_unassign, [(tp, _OFFSET_INVALID) for tp in tps])

@@ -165,6 +165,10 @@ class PlainClient:
                 told[name] = TopicTold(0, "", "" if id_ == NO_ID else id_, len(topic.partitions))
         return told
 
+    def look_for_brokers(self) -> None:
+        with contextlib.suppress(self._kafka.KafkaException):
+            self._admin().list_topics(timeout=METADATA_TIMEOUT_S)
+
     def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
         from confluent_kafka import admin
 

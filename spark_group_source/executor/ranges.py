@@ -25,9 +25,10 @@ from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
 from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
 from spark_group_source.executor.histories import Histories
-from spark_group_source.executor.progress import Progress, RecordSize
+from spark_group_source.executor.patience import Patience
+from spark_group_source.executor.progress import Progress, RecordSize, tear
 from spark_group_source.executor.questions import ANSWER_S_MAX
-from spark_group_source.executor.records import Chunk, Cut, Event, TopicTold, bounded
+from spark_group_source.executor.records import Chunk, Cut, Event, Told, TopicTold, bounded
 from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -47,8 +48,7 @@ EOF = CODES["_PARTITION_EOF"]
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
 _FATAL = CODES["_FATAL"]
-_pause = threading.Event()
-"""Never set: waiting for it lets time pass."""
+_pause = threading.Event()  # never set: waiting for it lets time pass
 
 
 class RangeReader:
@@ -59,7 +59,7 @@ class RangeReader:
         topic_ids: of the topics as they were planned; one that is missing is not compared.
         leader_epochs: of the leaders that told the ends of the ranges; the same.
         losses: where skipped offsets go, when loss is no failure.
-        deadline_s: without any progress for so long: ReadTimeout.
+        deadline_s, silence_s: without any progress for so long, while brokers answer and while not: ReadTimeout.
     """
 
     def __init__(
@@ -74,23 +74,21 @@ class RangeReader:
         losses: Losses,
         fail_on_data_loss: bool,
         deadline_s: float,
+        silence_s: float,
     ) -> None:
-        self._lease = lease
-        self._servers, self._user = servers, user
-        self._losses = losses
+        self._lease, self._ranges = lease, ranges
+        self._servers, self._user, self._losses = servers, user, losses
         self._fail_on_data_loss = fail_on_data_loss
         self._deadline_s = deadline_s
-        self._ranges = ranges
+        self._patience = Patience(deadline_s, silence_s)
         self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_size = RecordSize()
         self._last_error = ""
-        self._progress_s = 0.0
         self._doubts = Doubts()
         self._topics = Topics(topic_ids)
         self._histories = Histories(leader_epochs)
-        self._read: set[str] = set()
-        """Topics of which rows were handed over."""
+        self._read: set[str] = set()  # topics of which rows were handed over
         self._began_s = self._came_s = 0.0
         self._refused_s: float | None = None
         self._renewed = False
@@ -100,7 +98,8 @@ class RangeReader:
         return self._lease.client
 
     def batches(self, include_headers: bool) -> Iterator[pa.RecordBatch]:
-        now = self._began_s = self._progress_s = time.monotonic()
+        now = self._began_s = time.monotonic()
+        self._patience.progress(now)
         self._left = {r.tp: Progress(r.start, r.end, now) for r in self._ranges}
         if names := self._topics.compared({tp.topic for tp in self._left}):
             self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
@@ -109,6 +108,7 @@ class RangeReader:
             left = sum(p.end - p.position for p in self._left.values())
             chunk = self._client.poll(self._record_size.rows_max(left), min(LINGER_S, self._deadline_s))
             try:
+                tear(self._left, chunk.events)
                 self._compare(chunk)
                 cuts = self._accept(chunk)
                 if not self._left and (names := self._unconfirmed()):
@@ -122,7 +122,7 @@ class RangeReader:
             finally:
                 chunk.free()
             if cuts:
-                self._progress_s = time.monotonic()
+                self._patience.progress(time.monotonic())
             for event in events:
                 self._on_event(event)
             if not cuts:
@@ -138,8 +138,8 @@ class RangeReader:
         now = time.monotonic()
         for run in chunk.runs:
             progress = self._left.get(run.tp)
-            if progress is None or run.tp in self._histories.strangers:
-                continue  # fetched ahead of a range that is finished, or of records that were not planned
+            if progress is None or progress.torn or run.tp in self._histories.strangers:
+                continue  # ahead of a range that is finished, behind what is fetched again, or not what was planned
             first, last = np.searchsorted(run.offsets, (progress.position, progress.end)).tolist()
             planned = self._histories.planned(chunk, run, first, last)
             if first < planned:
@@ -157,7 +157,7 @@ class RangeReader:
             self._refused_s, self._renewed = None, False
         if progress.position >= progress.end and self._left.pop(tp, None) is not None:
             self._finished.append(tp)
-            self._progress_s = now
+            self._patience.progress(now)
 
     def _drop_finished(self) -> None:
         """Stop fetching past the ends, unless all is read: the client is then cleared as a whole."""
@@ -167,15 +167,16 @@ class RangeReader:
 
     # --- are the topics the planned ones?
 
-    def _await_answer(self, wait_s: float) -> None:
+    def _await_answer(self, wait_s: float) -> Told | Event | None:
         """Take in what was told of topics, if it comes in time."""
-        told = self._topics.take(self._client, wait_s)
+        told = self._topics.take(self._client, wait_s, time.monotonic())
         if isinstance(told, Event):
             self._failed(Request.TOPICS, told)
         elif told is not None:
             self._doubts.forget((Request.FETCH, None), (Request.TOPICS, None))
             for name, topic in told.items():
                 self._judge(name, topic)
+        return told
 
     def _judge(self, name: str, topic: TopicTold) -> None:
         """What metadata says of a topic, against the ranges that are left of it."""
@@ -229,7 +230,8 @@ class RangeReader:
             if pause:
                 _pause.wait(ASK_PAUSE_S)
             self._topics.ask(self._client, names, time.monotonic())
-        self._await_answer(ASK_PAUSE_S)
+        if (told := self._await_answer(ASK_PAUSE_S)) is not None:
+            self._patience.asked(time.monotonic(), answered=not isinstance(told, Event))
         self._mind_the_deadline()
 
     # --- what is not a record
@@ -238,8 +240,11 @@ class RangeReader:
         tp = event.tp
         progress = self._left.get(tp) if tp else None
         if event.code == EOF:
-            if tp and progress:
+            if tp and progress and not progress.torn:
                 self._on_eof(tp, progress, event.offset)
+            return
+        if progress and progress.torn:
+            self._last_error, progress.stopped = event.text, True
             return
         self._failed(Request.FETCH, event)
         if tp and progress:
@@ -269,7 +274,7 @@ class RangeReader:
                 raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
-            raise GroupError(f"{what}: {event.text}", op=request.value)
+            raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
 
     def _on_eof(self, tp: TopicPartition, progress: Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""
@@ -283,8 +288,8 @@ class RangeReader:
         now = time.monotonic()
         for tp, position in self._client.positions(list(self._left)).items():
             progress = self._left[tp]
-            if position > progress.position and tp not in self._histories.strangers:
-                self._progress_s = now
+            if position > progress.position and not progress.torn and tp not in self._histories.strangers:
+                self._patience.progress(now)
                 self._advance(tp, progress, position, now)
         if not self._left:
             return
@@ -303,11 +308,11 @@ class RangeReader:
         self._client.assign([(tp, progress.position) for tp, progress in self._left.items()])
 
     def _mind_the_deadline(self) -> None:
-        waited_s = time.monotonic() - self._progress_s
-        if waited_s >= self._deadline_s:
+        now = time.monotonic()
+        if self._patience.left_s(now) <= 0:
             left = [self._rest(tp) for tp in sorted(self._left)]
             held = [rest.tp for rest in left if self._left[rest.tp].held]
-            raise verdicts.timed_out(self._servers, left, waited_s, self._last_error, held)
+            raise verdicts.timed_out(self._servers, left, self._patience.waited_s(now), self._last_error, held)
 
     # --- is the range still there?
 
@@ -317,17 +322,20 @@ class RangeReader:
         if tp in self._left:
             progress.looked_s = time.monotonic()
             if progress.stopped:
-                progress.stopped = False
+                progress.stopped = progress.torn = False
                 self._client.move(tp, progress.position)
 
     def _inquire(self, tp: TopicPartition, progress: Progress) -> None:
         asked_s = time.monotonic()
-        left_s = max(0.1, min(ANSWER_S_MAX, self._deadline_s - (asked_s - self._progress_s)))
+        left_s = max(0.1, min(ANSWER_S_MAX, self._patience.left_s(asked_s)))
         self._topics.ask(self._client, {tp.topic}, asked_s)
         self._await_answer(left_s)
-        if tp not in self._left or self._doubted(tp) or self._topics.last(tp.topic, asked_s) is None:
+        told = self._topics.last(tp.topic, asked_s) is not None
+        if tp not in self._left or self._doubted(tp) or not told:
+            self._patience.asked(time.monotonic(), answered=told)
             return
         bounds = self._client.log_bounds(tp, left_s)
+        self._patience.asked(time.monotonic(), answered=not isinstance(bounds, Event))
         if isinstance(bounds, Event):
             self._failed(Request.OFFSETS, bounds)
             return

@@ -14,6 +14,10 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.executor.client import Client
 from spark_group_source.executor.records import Event, Told, TopicTold
 
+OVERDUE_S = 1.0
+"""An answer that takes longer may never come: librdkafka sends the question to the broker that it was told as the
+controller, and may not hear for minutes that this one is dead."""
+
 
 class Topics:
     """The topics of one reader.
@@ -26,6 +30,7 @@ class Topics:
         self._planned = {name: id_ for name, id_ in planned.items() if id_}
         self._told: dict[str, tuple[TopicTold, float]] = {}
         self._asked_s: float | None = None
+        self._looked_s = 0.0
 
     def compared(self, names: Collection[str]) -> set[str]:
         """Those of them that have a planned id."""
@@ -39,16 +44,23 @@ class Topics:
     def ask(self, client: Client, names: Collection[str], now_s: float) -> None:
         """Send a question, instead of one that may be on its way."""
         client.ask_topics(sorted(names))
-        self._asked_s = now_s
+        self._asked_s = self._looked_s = now_s
 
     def forget_question(self) -> None:
         """Its client is gone."""
         self._asked_s = None
 
-    def take(self, client: Client, wait_s: float) -> Told | Event | None:
+    def take(self, client: Client, wait_s: float, now_s: float) -> Told | Event | None:
         """The answer; an event if there is none; None if it is not here yet, or nothing was asked."""
-        told = client.topics_told(wait_s) if self._asked_s is not None else None
-        if told is None or self._asked_s is None:
+        if self._asked_s is None:
+            return None
+        first_s = min(wait_s, OVERDUE_S)
+        told = client.topics_told(first_s)
+        if told is None and now_s + first_s - self._looked_s >= OVERDUE_S:
+            client.look_for_brokers()
+            self._looked_s = now_s + first_s
+            told = client.topics_told(wait_s - first_s)
+        if told is None:
             return None
         asked_s, self._asked_s = self._asked_s, None
         if not isinstance(told, Event):

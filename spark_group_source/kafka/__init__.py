@@ -5,9 +5,10 @@ decision (``group``). With ``executor`` and ``local`` it is the only importer of
 ours here, once.
 """
 
-from spark_group_source.kafka.admin import Admin, CommittedOffset, GroupDescription, GroupMember, Topic
+from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
+from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.epochs import EpochEnds
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread

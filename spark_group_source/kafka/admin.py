@@ -3,10 +3,11 @@
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
@@ -15,6 +16,7 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import CommitFailed, TopicMissing
 from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
@@ -31,8 +33,11 @@ MISSING_PAUSE_S = 1.0
 """How often, and how long apart, brokers are asked again for a topic that they say is not there."""
 FORMER_MAX = 3
 """Clients that were given up and are kept for a while, because other threads may wait for their answers."""
-RENEW_EVERY_S = 10.0
-"""How often another client is made while the leader of some partitions is away, and the others are answered."""
+AWAY_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
+"""One question, so long after one that was not answered, or not by all leaders: another client may know better whom to
+ask, and no part of an answer is given before the rest is given up. If that was too short: the whole time again."""
+RENEW_EVERY_S = 2.0
+"""How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
 NO_MATCH = -1
 """The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
 broker answered it in time."""
@@ -42,51 +47,15 @@ COORDINATOR_TIMEOUT_S = 3_600.0
 be the one that gives up: a coordinator that comes back after that makes it abort the whole process (librdkafka 2.16).
 We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
 
-_BOUND = {"request_timeout": REQUEST_TIMEOUT_S}
-_COORDINATOR_BOUND = {"request_timeout": COORDINATOR_TIMEOUT_S}
+Bound = Mapping[str, float]
+_BOUND: Bound = {"request_timeout": REQUEST_TIMEOUT_S}
+_COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
 Offsets = dict[TopicPartition, int]
 
 # The library's stubs do not know the types of OffsetSpec.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Topic:
-    """A topic as the cluster describes it now; the id changes when it is deleted and made again (KIP-516)."""
-
-    id: str
-    partitions: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedOffset:
-    """A group's offset of one partition, with the text that its committer left beside it."""
-
-    offset: int
-    metadata: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMember:
-    """One member as the cluster describes it."""
-
-    member_id: str
-    client_id: str
-    instance_id: str
-    host: str
-    partitions: tuple[TopicPartition, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDescription:
-    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead."""
-
-    state: str
-    protocol: str
-    assignor: str
-    members: tuple[GroupMember, ...]
 
 
 class Missing(Exception):
@@ -119,7 +88,7 @@ class Admin:
         self._settings = {**settings, "error_cb": self._on_error}
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
-        self._renewed_ms = 0
+        self._renewed_ms: float = -math.inf
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -127,7 +96,7 @@ class Admin:
     def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
         """Every topic that ``wants`` says yes to, with its id and partition count."""
         op = "listing topics"
-        listed = self._asked(Request.TOPICS, op, lambda: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
+        listed = self._asked(Request.TOPICS, op, lambda _: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
         return self.describe([name for name in listed.topics if wants(name)])
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
@@ -136,7 +105,8 @@ class Admin:
         if not names:
             return {}
         topics = TopicCollection(names)
-        answers = self._ask(Request.TOPICS, "describing topics", lambda: self._client.describe_topics(topics, **_BOUND))
+        op = "describing topics"
+        answers = self._ask(Request.TOPICS, op, lambda bound: self._client.describe_topics(topics, **bound))
         return {
             name: Topic(str(found.topic_id), len(found.partitions))
             for name, found in answers.items()
@@ -219,7 +189,7 @@ class Admin:
         answer = self._ask(
             Request.COMMITTED,
             "reading committed offsets",
-            lambda: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
+            lambda _: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
         )[group]
         if isinstance(answer, Missing):
             return {}
@@ -234,7 +204,7 @@ class Admin:
         found = self._ask(
             Request.GROUP,
             "describing the group",
-            lambda: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
+            lambda _: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
         )[group]
         if isinstance(found, Missing):
             return GroupDescription("dead", "", "", ())
@@ -292,18 +262,18 @@ class Admin:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        op = "listing offsets"
-        answers = self._asked(Request.OFFSETS, op, lambda: self._list_offsets(request, level, whole, least))
+        ask = partial(self._list_offsets, request, level, whole, least)
+        answers = self._asked(Request.OFFSETS, "listing offsets", ask)
         return {TopicPartition(p.topic, p.partition): end for p, end in answers.items() if not isinstance(end, Missing)}
 
     def _list_offsets(
-        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int
+        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int, bound: Bound
     ) -> dict[Any, Any]:
         """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
         which has a leader that it knows, so the broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
-        for partition, future in self._client.list_offsets(request, isolation_level=level, **_BOUND).items():
+        for partition, future in self._client.list_offsets(request, isolation_level=level, **bound).items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
                 if not isinstance(answer, Missing) and answer.offset < least:
@@ -319,8 +289,7 @@ class Admin:
             return answers
         if not failed:
             return answers
-        first = next(iter(failed.values()))
-        if first.args[0].code() != KafkaError._NOENT or self._any_exists(request):
+        if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(request):
             raise first
         return {}
 
@@ -331,9 +300,9 @@ class Admin:
         counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
         return any(p.partition < counts.get(p.topic, 0) for p in partitions)
 
-    def _ask(self, request: Request, op: str, send: Callable[[], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
+    def _ask(self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
-        return self._asked(request, op, lambda: self._answers(request, send()))
+        return self._asked(request, op, lambda bound: self._answers(request, send(bound)))
 
     def _answers(self, request: Request, futures: Mapping[Any, "Future[Any]"]) -> dict[Any, Any]:
         return {name: self._answer(request, future, name) for name, future in futures.items()}
@@ -355,10 +324,15 @@ class Admin:
                 if self._runtime.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
-    def _asked(self, request: Request, op: str, ask: Callable[[], T]) -> T:
+    def _asked(self, request: Request, op: str, ask: Callable[[Bound], T]) -> T:
+        short = False
+
         def once() -> T:
+            nonlocal short
+            troubled = self._runtime.now_ms() < self._renewed_ms + TROUBLED_S * 1000
+            short = troubled and not short and self._retries > 0
             try:
-                return ask()
+                return ask({"request_timeout": AWAY_TIMEOUT_S} if short else _BOUND)
             except KafkaException as exc:
                 self._client.poll(0)  # runs the error callback
                 passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN

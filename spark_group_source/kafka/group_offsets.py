@@ -13,8 +13,8 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.admin import CommittedOffset
 from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.described import CommittedOffset
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.settings import COORDINATOR_IDLE
 from spark_group_source.kafka.translation import Asker, to_kafka

@@ -12,6 +12,7 @@ replicas on other machines), and topics or records: use Kafka's clients.
 
 import contextlib
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -151,6 +152,17 @@ class Broker:
         return {node: process.pid for node, process in self._processes.items() if process.running}
 
     @property
+    def controller(self) -> int:
+        """The node that leads the controllers, by what the nodes wrote down of the last election; 0: none does."""
+        found = []
+        for node in self.nodes:
+            with contextlib.suppress(OSError, ValueError):  # written anew at this moment
+                state = self._home / f"node-{node}" / "data" / "__cluster_metadata-0" / "quorum-state"
+                told = json.loads(state.read_text())
+                found.append((int(told["leaderEpoch"]), int(told["leaderId"])))
+        return max([0, *(leader for epoch, leader in found if epoch == max(found)[0])])
+
+    @property
     def log_dir(self) -> Path:
         """The directory with ``node-<n>.log``."""
         return self._log_dir or self._home / "logs"
@@ -207,28 +219,32 @@ class Broker:
         """End a node without warning (SIGKILL), and return when it is gone."""
         self._processes[node].kill()
 
-    def stop_node(self, node: int) -> None:
-        """Stop a node in order: it hands its partitions over first.
+    def stop_node(self, *nodes: int) -> None:
+        """Stop nodes in order, all at the same time: each hands its partitions over first, if somebody is left.
 
         Raises:
-            BrokerUnavailable: it did not end within :data:`STOP_S`.
+            BrokerUnavailable: one did not end within :data:`STOP_S`.
         """
-        process = self._processes[node]
-        process.signal(signal.SIGTERM)
-        if not process.wait(STOP_S):
-            raise BrokerUnavailable(f"node {node} did not stop within {STOP_S} s", op="stop", waited_ms=STOP_S * 1000)
+        for node in nodes:
+            self._processes[node].signal(signal.SIGTERM)
+        for node in nodes:
+            if not self._processes[node].wait(STOP_S):
+                raise BrokerUnavailable(
+                    f"node {node} did not stop within {STOP_S} s", op="stop", waited_ms=STOP_S * 1000
+                )
 
-    def start_node(self, node: int) -> None:
-        """Start a node that was killed or stopped, with its old ports and data; return when it answers.
+    def start_node(self, *nodes: int) -> None:
+        """Start nodes that were killed or stopped, with their old ports and data; return when all of them answer.
 
         Raises:
-            BrokerUnavailable: it ended, or did not answer within :data:`START_S`; the message ends with its log.
+            BrokerUnavailable: one ended, or did not answer within :data:`START_S`; the message ends with its log.
         """
-        if self._processes[node].running:
-            raise BrokerUnavailable(f"node {node} already runs", op="start")
-        self._processes[node].close()
-        self._processes[node] = self._launch(node)
-        self._await_up([node])
+        if running := [node for node in nodes if self._processes[node].running]:
+            raise BrokerUnavailable(f"node {running[0]} already runs", op="start")
+        for node in nodes:
+            self._processes[node].close()
+            self._processes[node] = self._launch(node)
+        self._await_up(nodes)
 
     def pause(self, node: int) -> None:
         """Freeze a node (SIGSTOP): its connections stay open and nobody answers."""

@@ -52,6 +52,9 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 """Settings that no value makes right, and why."""
 
+RECONNECT: Final[Mapping[str, str]] = {"reconnect.backoff.max.ms": "1000"}
+"""As in Java's clients. With librdkafka's own 10 s a node that is back was found up to 12 s later."""
+
 BROKER_SIDE: Final = frozenset({"session.timeout.ms", "heartbeat.interval.ms", "partition.assignment.strategy"})
 """With ``group.protocol=consumer`` the broker decides these."""
 

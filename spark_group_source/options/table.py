@@ -113,10 +113,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="Whether records of aborted and open transactions are left out. Spark's own connector reads them by "
                "default."),
     Option("kafkaConsumer.pollTimeoutMs", "poll_timeout_ms", whole(1, DAY_MS), "ms", default=120_000,
-           doc="How long a task waits for records that should be there before it fails."),
+           doc="How long a task waits for records that should be there, of brokers that answer, before it fails."),
     Option("brokerTimeoutMs", "broker_timeout_ms", whole(0), "ms", default=600_000,
-           doc="How long a running query waits for brokers that do not answer before it fails; 0 is for ever. A query "
-               "that starts waits 20 s. Tasks have kafkaConsumer.pollTimeoutMs."),
+           doc="How long a running query, or a task, waits for brokers that do not answer before it fails; 0 is for "
+               "ever. A query that starts waits 20 s."),
     Option("fetchOffset.numRetries", "fetch_offset_retries", whole(0, 1_000), "retries", default=3,
            doc="How often a question to the broker about offsets is repeated at once; brokerTimeoutMs says how long it "
                "is repeated in all."),
@@ -246,7 +246,7 @@ class Options:
 
         Nothing is committed, stored or reset by the client itself: a position that is out of range is an error.
         """
-        return dict(self.settings) | {
+        return self._common() | {
             "bootstrap.servers": self.bootstrap_servers,
             "group.id": self.group_id,
             "group.protocol": self.group_protocol,
@@ -258,12 +258,18 @@ class Options:
 
     def admin_settings(self) -> dict[str, str]:
         """Settings of an admin client: connection, security and what every client has."""
-        common = {name: value for name, value in self.settings if name not in client_settings.CONSUMER_ONLY}
-        return common | {"bootstrap.servers": self.bootstrap_servers}
+        common = self._common()
+        return {name: common[name] for name in common if name not in client_settings.CONSUMER_ONLY} | {
+            "bootstrap.servers": self.bootstrap_servers
+        }
 
     def producer_settings(self) -> dict[str, str]:
         """Settings of the producer that commits offsets; without transactional.id, which belongs to the stream."""
         return self.admin_settings()
+
+    def _common(self) -> dict[str, str]:
+        own = dict(self.settings)
+        return own if any(name.startswith("reconnect.") for name in own) else {**own, **client_settings.RECONNECT}
 
     def describe(self) -> dict[str, str]:
         """Every option that is set, secrets masked: safe in a log."""

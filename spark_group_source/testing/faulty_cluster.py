@@ -141,9 +141,9 @@ class FaultyCluster:
 
     def heal(self) -> None:
         """End every fault: what was killed runs again, what was frozen goes on, every proxy passes all on."""
+        if down := [node for node in self.broker.nodes if node not in self.broker.pids]:
+            self.broker.start_node(*down)
         for node in self.broker.nodes:
-            if node not in self.broker.pids:
-                self.broker.start_node(node)
             self.broker.resume(node)
             self.proxies[node].heal()
 

@@ -49,12 +49,14 @@ class Line:
         swallow: bytes vanish and the connection stays open. A connection that lost some is reset when this ends: what
             follows a gap is never passed on as if it were whole.
         cut_after: each connection is closed when so many bytes have passed, counted from now.
+        spoil: makes what changes a connection's bytes, from its beginning: those that are open are reset.
     """
 
     delay_s: float = 0.0
     bytes_per_s: int | None = None
     swallow: bool = False
     cut_after: int | None = None
+    spoil: Callable[[], Callable[[bytes], bytes]] | None = None
 
 
 CLEAR = Line()
@@ -190,12 +192,15 @@ class Proxy:
             self._free_at_s[direction] = 0.0
         self._changed.set()
         self._changed = asyncio.Event()
-        if not line.swallow:
+        if line.spoil is not None:
+            await self._cut(_every)
+        elif not line.swallow:
             await self._cut(lambda link: not link.lost.isdisjoint(directions))
 
     async def _heal(self) -> None:
+        spoiled = any(line.spoil is not None for line in self._lines.values())
         await self._lay(CLEAR, tuple(Direction))
-        await self._cut(lambda link: link.kept is not None)
+        await self._cut(lambda link: spoiled or link.kept is not None)
         await self._accept()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -298,6 +303,7 @@ class _Link:
         self, waiting: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, direction: Direction
     ) -> None:
         counted, passed = CLEAR, 0
+        spoiled = spoil() if (spoil := self._proxy.line(direction).spoil) is not None else None
         while True:
             came_s, data = await waiting.get()
             line = await self._proxy.until(lambda now, came_s=came_s: came_s + now.delay_s, direction)  # type: ignore[misc]
@@ -310,6 +316,8 @@ class _Link:
             if line.swallow or direction in self.lost:
                 self.lost.add(direction)
                 continue
+            if spoiled is not None:
+                data = spoiled(data)
             if line.cut_after is not None:
                 data = data[: line.cut_after - passed]
             await self._portions(data, writer, direction)

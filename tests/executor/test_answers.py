@@ -21,6 +21,7 @@ from kafka_words import await_until
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records
+from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.testing.mock_cluster import Api, MockCluster
@@ -30,6 +31,8 @@ COUNT = 20
 GRACE_S = 0.3
 LONG_S = 300
 """A grace that no test outlives: what is believed at all then is believed too early."""
+OUTAGE_S = 2.5
+"""A deadline that an outage outlasts. Before it a first question about the brokers was not answered."""
 DEADLINE_S = 60
 """Without any progress, on a machine that is busy."""
 
@@ -261,6 +264,27 @@ def test_a_broker_that_stays_away_is_a_timeout_also_when_loss_is_no_failure(clus
     cluster.set_broker_down(1)
     with pytest.raises(ReadTimeout, match=r"orders-0\[0,20\)"):
         read(fail_on_data_loss=False, deadline_s=3 * GRACE_S)
+
+
+def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockCluster, read: Read) -> None:
+    """The deadline is for records that do not come from brokers that answer."""
+    cluster.set_broker_down(1)
+    with as_soon_as(over(2 * OUTAGE_S), cluster.set_broker_up, 1):
+        assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
+
+
+def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
+    patience = Patience(10, 60)
+    patience.progress(100)
+    assert (patience.left_s(104), patience.waited_s(104)) == (6, 4)
+    patience.asked(104, answered=False)
+    assert (patience.left_s(124), patience.waited_s(124)) == (40, 20)
+    patience.asked(130, answered=False)
+    assert patience.left_s(164) == 0
+    patience.asked(150, answered=True)
+    assert (patience.left_s(152), patience.waited_s(152)) == (4, 6)
+    patience.asked(152, answered=True)
+    assert patience.left_s(156) == 0
 
 
 def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:

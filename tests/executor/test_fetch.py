@@ -507,6 +507,7 @@ class Silent:
         return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
 
     def ask_topics(self, names: Sequence[str]) -> None: ...
+    def look_for_brokers(self) -> None: ...
     def topics_told(self, wait_s: float) -> records.Told:
         return {"t": records.TopicTold(0, "", "", 1)}
 
@@ -535,7 +536,67 @@ def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
         losses=doubts.Losses(),
         fail_on_data_loss=True,
         deadline_s=2.0,
+        silence_s=2.0,
     )
+
+
+@dataclass
+class Plainly:
+    """A record of ``t``-0, as confluent_kafka hands it over."""
+
+    at: int
+
+    def error(self) -> None: ...
+    def topic(self) -> str:
+        return "t"
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return self.at
+
+    def key(self) -> None: ...
+    def value(self) -> bytes:
+        return b"v"
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class Torn(Silent):
+    """Each fetch brings offsets in pairs; the first time, the second pair comes with a wrong checksum: librdkafka says
+    so, and goes on behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moves: list[int] = []
+        self.polls = 0
+
+    def move(self, tp: object, offset: int) -> None:
+        self.moves.append(offset)
+        self.looks = 0
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9)
+
+    def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
+        self.polls += 1
+        at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
+        codes = {2: min(progress.DAMAGED), 4: ranges.EOF}
+        events = [records.Event(codes[n], "", TopicPartition("t", 0), 9) for n in codes if n == self.polls]
+        return plain.PlainChunk.of([Plainly(offset) for offset in at], events)
+
+
+def test_what_comes_behind_a_damaged_batch_is_fetched_again_with_it() -> None:
+    client = Torn()
+    rows = [
+        offset
+        for batch in reader(client, of("t", 1, 9)).batches(False)
+        for offset in batch.column("offset").to_pylist()
+    ]
+    assert rows == list(range(1, 9))
+    assert client.moves == [3]
 
 
 def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -> None:

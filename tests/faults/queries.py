@@ -6,6 +6,7 @@ Runs in: tests and the soak. Deliberately absent: faults (``FaultyCluster``) and
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from kafka_words import await_until
 from rebalance.accounts import Record, produced, records_in, stays
 
 from spark_group_source import DeltaSink
+from spark_group_source.group.offsets import parse
+from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -71,10 +74,35 @@ class Query:
             raise AssertionError(f"the query ended: {error}") from error
         assert self._query.isActive
 
+    def ended_with(self) -> str:
+        """The error that the query ended with; empty as long as it runs."""
+        assert self._query is not None, "never started"
+        return str(self._query.exception() or "")
+
     @property
     def records(self) -> list[Record]:
         """Every row of the table, by the files that its log names."""
         return records_in(self.table)
+
+    @property
+    def reached(self) -> dict[TopicPartition, int]:
+        """Where the last batch that is in the table ended, by the checkpoint: cheaper than every row."""
+        done = [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*")]
+        if not done:
+            return {}
+        plan = parse((self._checkpoint / "offsets" / str(max(done))).read_text().splitlines()[-1])
+        return {tp: end for tp, (_, end) in plan.ranges.items()}
+
+    def longest_s(self, since: datetime) -> dict[str, float]:
+        """Of the batches that ended since then: the longest planning, and the longest reading and writing."""
+        assert self._query is not None, "never started"
+        found = {"latestOffset": 0.0, "addBatch": 0.0}
+        for told in self._query.recentProgress:
+            took_ms = told["durationMs"]
+            began = datetime.fromisoformat(told["timestamp"])
+            if began + timedelta(milliseconds=took_ms.get("triggerExecution", 0)) >= since:
+                found = {step: max(longest, took_ms.get(step, 0) / 1000) for step, longest in found.items()}
+        return found
 
     def await_(self, holds: Callable[[], object], what: str, deadline_s: float = SPARK_S) -> None:
         def look() -> bool:

@@ -50,9 +50,11 @@ TOPIC = "soaked"
 class Struck:
     """One fault, how long it lasted, and how long after its end everything was whole."""
 
-    fault: Fault
+    fault: Fault | str
     lasted_s: float
     recovered_s: float
+    moved: bool = False
+    """Whether a group has another generation than before: all of its members outlive a fault this short."""
 
 
 @dataclass
@@ -68,6 +70,11 @@ class Account:
     """Processed twice because the ordinary consumer could not commit them, or a query counted them as lost on it."""
 
     @property
+    def rebalances(self) -> int:
+        """Faults after which a group had been rebalanced."""
+        return sum(one.moved for one in self.struck)
+
+    @property
     def recovery_s(self) -> tuple[float, float]:
         """Median and worst."""
         times = [one.recovered_s for one in self.struck]
@@ -77,17 +84,21 @@ class Account:
         median_s, worst_s = self.recovery_s
         return (
             f"seed {self.seed}: {len(self.struck)} faults, {self.produced} records: {len(self.lost)} lost, "
-            f"{len(self.doubled)} doubled, {self.by_right} twice by right; recovered after {median_s:.1f} s (median), "
-            f"{worst_s:.1f} s (worst)"
+            f"{len(self.doubled)} doubled, {self.by_right} twice by right, {self.rebalances} rebalances; "
+            f"recovered after {median_s:.1f} s (median), {worst_s:.1f} s (worst)"
         )
 
 
 class Soak:
-    """Args:
-    cluster: three nodes behind proxies, healed.
-    for_s: how long new faults begin.
-    say: where each line of the report goes.
+    """Random faults of every kind.
+
+    Args:
+        cluster: three nodes behind proxies, healed.
+        for_s: how long new faults begin.
+        say: where each line of the report goes.
     """
+
+    make_flow: type[Flow] = Flow
 
     def __init__(
         self,
@@ -110,10 +121,10 @@ class Soak:
             Query(spark, self._options(self._groups["shared"], "range"), folder / "shared"),
             Query(spark, self._options(self._groups["alone"], "consumer"), folder / "alone"),
         ]
-        self._asks = [
-            Consumer({"bootstrap.servers": cluster.direct_servers, "group.id": group, "log_level": 0})
-            for group in self._groups.values()
-        ]
+        self._asks = {group: self._asker(group) for group in self._groups.values()}
+
+    def _asker(self, group: str) -> Consumer:
+        return Consumer({"bootstrap.servers": self._cluster.direct_servers, "group.id": group, "log_level": 0})
 
     def _options(self, group: str, strategy: str) -> dict[str, str]:
         more = {"fetchOffset__retryIntervalMs": 1000}
@@ -123,10 +134,10 @@ class Soak:
 
     def run(self) -> Account:
         """Until the time is over and the last fault is recovered from. Raises if a query ended or hangs."""
-        direct, shared = self._cluster.direct_servers, self._groups["shared"]
+        shared = self._groups["shared"]
         self._say(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
         file = self._folder / "ordinary"
-        flow = Flow(direct, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
+        self._flow = flow = self.make_flow(self._cluster.direct_servers, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
         other = OrdinaryConsumer(self._cluster.bootstrap_servers, shared, [self._topic], file, session_ms=SESSION_MS)
         try:
             with flow, other:
@@ -144,7 +155,7 @@ class Soak:
             self._cluster.heal()
             for query in self._queries:
                 query.stop()
-            for consumer in self._asks:
+            for consumer in self._asks.values():
                 consumer.close()
         self._say(str(self.account))
         return self.account
@@ -163,16 +174,22 @@ class Soak:
         for number, (fault, lasts_s) in zip(itertools.count(1), self._draw):
             if time.monotonic() - started_s > self._for_s:
                 return
+            before = self._generations()
             with self._cluster.suffering(fault):
                 stays(self._check, lasts_s, "the queries")
             healed_s = time.monotonic()
             self._await_whole(f"fault {number} ({fault})")
-            took_s = time.monotonic() - healed_s
-            self.account.struck.append(Struck(fault, lasts_s, took_s))
+            struck = Struck(fault, lasts_s, time.monotonic() - healed_s, self._generations() != before)
+            self.account.struck.append(struck)
             self._say(
-                f"{number:4} {healed_s - started_s:7.1f} s  {fault} for {lasts_s:.1f} s: whole after {took_s:.1f} s"
+                f"{number:4} {healed_s - started_s:7.1f} s  {fault} for {lasts_s:.1f} s: whole after "
+                f"{struck.recovered_s:.1f} s{', REBALANCED' if struck.moved else ''}"
             )
             stays(self._check, CALM_S, "the queries")
+
+    def _generations(self) -> dict[str, list[int]]:
+        """Of each group, as the runs that are in it know it: a rebalance makes another one."""
+        return {group: [int(run["generation"]) for run in runs.read(group)] for group in self._groups.values()}
 
     def _await_whole(self, after: str) -> None:
         """Everything that is produced by now is committed by both groups."""
@@ -180,32 +197,49 @@ class Soak:
 
         def whole() -> bool:
             self._check()
-            return all(
-                at >= end for consumer in self._asks for at, end in zip(self._committed(consumer), ends, strict=True)
-            )
+            return all(at >= end for group in self._asks for at, end in zip(self._committed(group), ends, strict=True))
 
         try:
             await_until(whole, RECOVERED_S, what="recovery")
         except BaseException as exc:
-            at = [self._committed(consumer) for consumer in self._asks]
+            at = [self._committed(group) for group in self._asks]
             exc.add_note(f"after {after}, seed {self.account.seed}: the logs end at {ends}, committed {at}")
             raise
 
+    def _await_in_sync(self) -> None:
+        """Every node has what the others have: the next one may go."""
+
+        def in_sync() -> bool:
+            self._check()
+            judge = AdminClient({"bootstrap.servers": self._cluster.direct_servers, "log_level": 0})
+            topics = asking(lambda: judge.list_topics(timeout=ASK_S)).topics.values()
+            return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
+
+        await_until(in_sync, RECOVERED_S, what="all replicas in sync")
+
     def _end(self, partition: int) -> int:
+        group = self._groups["alone"]
         try:
-            found = self._asks[0].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
+            found = self._asks[group].get_watermark_offsets(KafkaPartition(self._topic, partition), timeout=ASK_S)
         except KafkaException as exc:  # asked again, whatever it is
+            self._ask_afresh(group)
             raise TimeoutError("no answer of the cluster") from exc
         if found is None:
             raise TimeoutError("no answer of the cluster in time")
         return int(found[1])
 
-    def _committed(self, consumer: Consumer) -> list[int]:
+    def _committed(self, group: str) -> list[int]:
         asked_for = [KafkaPartition(self._topic, p) for p in range(PARTITIONS)]
         try:
-            return [found.offset for found in consumer.committed(asked_for, timeout=ASK_S)]
-        except KafkaException:  # asked again by who waits
+            return [found.offset for found in self._asks[group].committed(asked_for, timeout=ASK_S)]
+        except KafkaException:
+            self._ask_afresh(group)
             return [-1] * PARTITIONS
+
+    def _ask_afresh(self, group: str) -> None:
+        """After a leader's death a client of the library may ask the dead node for ever; a new one is right at once."""
+        self._asks[group].close()
+        self._asks[group] = self._asker(group)
 
     def _settle(self, other: OrdinaryConsumer) -> None:
         """Read back: the tables' files, the ordinary consumer's file, and what Kafka says was produced."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
 
 FAULT_S = 6.0
+LONG_S = 25.0
 RESETS, RESET_PAUSE_S = 20, 0.4
 NODE_DOWN_S = 12.0
 PARTITIONS = 4
@@ -150,6 +151,31 @@ def test_refused_at_the_start(
         query.stays_alive(FAULT_S)
     query.assert_every_row_once(judge, name)
     await_committed(judge, group_id, [name])
+
+
+@pytest.mark.soak
+def test_a_query_that_starts_in_an_outage_ends_with_the_brokers_named(query: Query, faulty: FaultyCluster) -> None:
+    """At the start alone: a wrong address must be told."""
+    with faulty.suffering(REFUSED):
+        query.start()
+        await_until(query.ended_with, SPARK_S, what="the end of the query")
+    told = query.ended_with()
+    assert faulty.bootstrap_servers in told and "BrokerUnavailable" in told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("node", [1, 2, 3])
+def test_a_query_starts_while_one_node_of_three_cannot_be_reached(
+    node: int, strategy: str, spark: "SparkSession", faulty_three: FaultyCluster, group_id: str, tmp_path: Path
+) -> None:
+    judge = AdminClient({"bootstrap.servers": faulty_three.direct_servers, "log_level": 0})
+    topic = create_topic(judge, f"t-{group_id}", PARTITIONS)
+    produce(faulty_three.direct_servers, topic, 0, 200)
+    query = Query(spark, options(faulty_three, group_id, topic, strategy), tmp_path)
+    with faulty_three.suffering(Fault("refuse", node)), query.running():
+        query.stays_alive(LONG_S)
+        faulty_three.heal()
+        query.assert_every_row_once(judge, topic)
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from hand_made import A0, A1, HandRuntime, refusal
 from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin, GroupOffsets
+from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
 from spark_group_source.kafka.asking import CONFIRM_S, until_answered
 from spark_group_source.kafka.translation import Asker
 
@@ -130,6 +131,40 @@ def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(runtime: HandRun
     runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
     with pytest.raises(AccessDenied, match="invalid_"):
         admin.latest([A0])
+
+
+def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_away(runtime: HandRuntime) -> None:
+    """A question is answered as a whole: after one that some did not answer in time the next is given up sooner."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    moves, there = {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5), A1: _info(6)}
+    runtime.will("list_offsets", moves, moves, there, there)
+    for _ in range(3):
+        admin.latest([A0, A1], whole=False)
+    runtime.clock_ms += int(TROUBLED_S * 1000)
+    admin.latest([A0, A1], whole=False)
+    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S]
+
+
+def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(runtime: HandRuntime) -> None:
+    """It goes to one broker, which each client is told by the cluster: it may be the one that is away."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=3)
+    gone = refusal(KafkaError._TIMED_OUT)
+    runtime.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
+    admin.describe(["a"])
+    asked = [bound_s for client in runtime.admins for bound_s in client.topic_bounds_s]
+    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S]
+
+
+def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
+    both = {A0: _info(5), A1: _info(6)}
+    runtime.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
+    admin.latest([A0, A1], whole=False)
+    assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
+    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
 def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:

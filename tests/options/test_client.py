@@ -183,6 +183,19 @@ def test_clients_are_built_from_the_settings_without_a_word(capfd: pytest.Captur
 # ---- Java's names
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [({}, "1000"), ({"reconnect.backoff.max.ms": "7000"}, "7000"), ({"reconnect.backoff.ms": "5000"}, None)],
+)
+def test_a_node_that_is_back_is_found_within_a_second_unless_the_user_says_otherwise(
+    given: dict[str, str], wanted: str | None
+) -> None:
+    made = options(**given)
+    for settings in (made.consumer_settings(), made.admin_settings(), made.producer_settings()):
+        assert settings.get("reconnect.backoff.max.ms") == wanted
+    Consumer(made.consumer_settings()).close()
+
+
 def test_every_renamed_and_dropped_setting_is_translated() -> None:
     for java, name in RENAMED.items():
         assert translate({java: "5"}) == ({name: "5"}, [])

@@ -55,7 +55,14 @@ class Flow:
         self.topic, self.partitions, self.per_s = topic, partitions, per_s
         self.sent = 0
         self.failed: list[KafkaError] = []
-        self._producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "log_level": 2})
+        self._producer = Producer(
+            {
+                "bootstrap.servers": servers,
+                "enable.idempotence": True,
+                "reconnect.backoff.max.ms": 1000,
+                "log_level": 2,
+            }
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flow", daemon=True)
 

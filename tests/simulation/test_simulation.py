@@ -73,7 +73,7 @@ def _worth_running(outcomes: list[Outcome]) -> None:
     assert faults.keys() == KINDS
     assert all(causes[cause] for cause in (Cause.DEAD, Cause.REPLAY, Cause.OPERATOR)), causes
     assert causes[Cause.TOLD] or causes[Cause.UNTOLD], causes
-    assert all(ends[end] for end in ("ended", "LedgerConflict", "DataLoss", "BrokerUnavailable", "Fenced")), ends
+    assert all(ends[end] for end in ("ended", "LedgerConflict", "DataLoss", "Fenced")), ends
     assert sum(outcome.holds for outcome in outcomes) > SEEDS // 5, "revocations were hardly ever held"
     assert sum(outcome.processed for outcome in outcomes) > SEEDS * 500
     assert sum(outcome.twice for outcome in outcomes) * 10 < sum(outcome.processed for outcome in outcomes)

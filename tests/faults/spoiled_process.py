@@ -1,0 +1,68 @@
+"""The program of a process that reads and asks while answers come spoiled: what it got is its output, as JSON.
+
+Runs in: a child of ``test_spoiled``, because a crash of the client library would end it. Deliberately absent: asserts.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from spark_group_source.errors import GroupError
+from spark_group_source.executor import fetch
+from spark_group_source.kafka.admin import Admin
+from spark_group_source.model import OffsetRange, TopicPartition
+
+DEADLINE_S = 5.0
+
+
+def value(partition: int, offset: int) -> bytes:
+    """What stands in a record."""
+    return (b"%d/%d " % (partition, offset)).ljust(1000, b"%d" % (offset % 10))
+
+
+def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEADLINE_S) -> str:
+    """Every record of the ranges, or how what came differs."""
+    settings = {"bootstrap.servers": given["servers"], "reconnect.backoff.max.ms": "500", **given["settings"]}
+    came: dict[TopicPartition, list[int]] = {r.tp: [] for r in ranges}
+    for batch in fetch.read_ranges(settings, ranges, deadline_s=seconds, path=given["path"]):
+        columns = (batch.column(name).to_pylist() for name in ("partition", "offset", "value"))
+        for partition, offset, content in zip(*columns, strict=True):
+            came[TopicPartition(given["topic"], partition)].append(offset)
+            if content != value(partition, offset):
+                return f"another record at {partition}/{offset}"
+    differs = [str(r) for r in ranges if came[r.tp] != list(range(r.start, r.end))]
+    return f"other offsets in {differs}" if differs else "right"
+
+
+def ask(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
+    """How far the partitions reach, by another admin client each time."""
+    admin = Admin({"bootstrap.servers": given["servers"]}, retries=1, retry_interval_s=0.1)
+    topics = admin.require([given["topic"]])
+    ends = admin.latest([r.tp for r in ranges])
+    admin.group(given["topic"])
+    right = len(topics) == 1 and ends == {r.tp: r.end for r in ranges}
+    return "right" if right else f"another answer: {topics} {ends}"
+
+
+def main(given: dict[str, Any]) -> dict[str, Any]:
+    ranges = [OffsetRange(TopicPartition(given["topic"], int(p)), 0, end) for p, end in given["ends"].items()]
+    results: Counter[str] = Counter()
+    until_s = time.monotonic() + given["seconds"]
+    turns: list[Callable[[dict[str, Any], list[OffsetRange]], str]] = [read, ask]
+    while time.monotonic() < until_s:
+        for turn in turns:
+            try:
+                results[f"{turn.__name__}: {turn(given, ranges)}"] += 1
+            except GroupError as exc:
+                named = given["servers"].split(",")[0] in str(exc) or "broker" in str(exc).lower()
+                results[f"{turn.__name__}: {'named' if named else exc}"] += 1
+    return {"results": results}
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level="ERROR")
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))))

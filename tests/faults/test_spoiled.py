@@ -1,0 +1,139 @@
+"""Answers with wrong lengths and wrong bytes: who reads and who asks gets what is right, or an error that names the
+brokers; no process ends, and no record is skipped, doubled or another one. Seeded; the longer one prints its seed."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from kafka_words import create_topic, end_offsets_of, produce_to
+from rebalance.accounts import Flow, measured, stays
+from rebalance.conftest import make_options
+
+from faults import spoiled_process
+from faults.queries import Query
+from spark_group_source.testing.faulty_cluster import FaultyCluster
+from spark_group_source.testing.proxy import Direction, Line
+from spark_group_source.testing.spoil import Harm, Spoil
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+TOPIC = "spoiled"
+PARTITIONS, RECORDS = 2, 2_000
+SECONDS = 6.0
+SOAK_S = 30.0
+QUERY_S = 30.0
+END_S = 60.0
+SEED = 5
+SEEDS = 2**32
+
+
+@pytest.fixture(scope="module")
+def ends(one_node: FaultyCluster) -> dict[int, int]:
+    """Records in batches as large as the broker takes, so that nearly every byte of them is under a checksum."""
+    create_topic(AdminClient({"bootstrap.servers": one_node.direct_servers, "log_level": 0}), TOPIC, PARTITIONS)
+    producer = Producer(
+        {"bootstrap.servers": one_node.direct_servers, "log_level": 0, "linger.ms": 200, "batch.size": 900_000}
+    )
+    for partition in range(PARTITIONS):
+        values = [spoiled_process.value(partition, offset) for offset in range(RECORDS)]
+        produce_to(producer, TOPIC, values, partition=partition)
+    judge = AdminClient({"bootstrap.servers": one_node.direct_servers, "log_level": 0})
+    return {tp.partition: end for tp, end in end_offsets_of(judge, TOPIC).items()}
+
+
+def suffered(
+    cluster: FaultyCluster, ends: dict[int, int], spoil: Spoil, *, path: str, seconds: float, **settings: str
+) -> dict[str, int]:
+    """What a process got while answers were spoiled: each result, and how often."""
+    given = {
+        "servers": cluster.bootstrap_servers,
+        "topic": TOPIC,
+        "ends": ends,
+        "path": path,
+        "seconds": seconds,
+        "settings": settings,
+    }
+    cluster.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
+    try:
+        ran = subprocess.run(
+            [sys.executable, str(Path(spoiled_process.__file__)), json.dumps(given)],
+            capture_output=True,
+            text=True,
+            timeout=seconds + END_S,
+            check=False,
+        )
+    finally:
+        cluster.heal()
+    measured(f"{spoil}: {spoil.harmed} answers harmed; {ran.stdout.strip()}")
+    assert ran.returncode == 0, f"the process ended with {ran.returncode} ({spoil}): {ran.stderr[-3000:]}"
+    assert spoil.harmed > 0
+    results: dict[str, int] = json.loads(ran.stdout)["results"]
+    return results
+
+
+def assert_harmless(results: dict[str, int]) -> None:
+    known = {f"{turn}: {result}" for turn in ("read", "ask") for result in ("right", "named")}
+    assert results.keys() <= known, results
+    assert any(results.get(one) for one in known), results
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_flipped_bit_among_records_never_becomes_a_row(
+    path: str, faulty: FaultyCluster, ends: dict[int, int]
+) -> None:
+    results = suffered(faulty, ends, Spoil(SEED, ("flip",), 0.3), path=path, seconds=SECONDS)
+    assert_harmless(results)
+    assert results["read: right"]
+
+
+@pytest.mark.parametrize("harm", ["length", "garbage"])
+def test_wrong_answers_end_in_what_is_right_or_in_an_error_that_names_the_brokers(
+    harm: Harm, faulty: FaultyCluster, ends: dict[int, int]
+) -> None:
+    assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), path="auto", seconds=SECONDS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_wrong_answers_for_a_long_time(path: str, share: float, faulty: FaultyCluster, ends: dict[int, int]) -> None:
+    seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
+    spoil = Spoil(seed, ("length", "garbage", "flip"), share)
+    assert_harmless(suffered(faulty, ends, spoil, path=path, seconds=SOAK_S))
+
+
+@pytest.mark.soak
+@pytest.mark.spark
+@pytest.mark.parametrize("strategy", ["range", "consumer"])
+def test_a_query_that_gets_wrong_answers_goes_on_or_ends_with_the_brokers_named(
+    strategy: str, spark: "SparkSession", faulty: FaultyCluster, judge: AdminClient, group_id: str, tmp_path: Path
+) -> None:
+    topic = create_topic(judge, f"t-{group_id}", PARTITIONS)
+    seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
+    spoil = Spoil(seed, ("length", "garbage"), 0.03)
+    options = make_options(
+        faulty.bootstrap_servers, group_id, topic, strategy, session_ms=45_000, fetchOffset__retryIntervalMs=1000
+    )
+    query = Query(spark, options, tmp_path)
+    with Flow(faulty.direct_servers, topic, PARTITIONS) as flow, query.running():
+        query.await_(lambda: query.records, "the first rows")
+        faulty.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
+        stays(lambda: True, QUERY_S, "the spoiling")
+        faulty.heal()
+        told = query.ended_with()
+        measured(f"{spoil}: {spoil.harmed} answers harmed; the query {'ended: ' + told[:300] if told else 'went on'}")
+        if told:
+            assert faulty.bootstrap_servers in told, told
+            query.start()
+        flow.stop()
+        query.assert_every_row_once(judge, topic)
