@@ -96,7 +96,7 @@ def plan(
     for tp in offsets.keys() & notes.keys() - targets.keys():
         note = notes[tp]
         if note.stream is not None:
-            texts[tp] = names.note_text(note.stream, note.seq, epoch, followed=note.followed)
+            texts[tp] = names.note_text(note.stream, note.seq, epoch, followed=note.followed, cut=note.cut)
     return Reset(epoch, offsets, texts)
 
 

@@ -178,7 +178,8 @@ class Commits:
         """
         echo, left = order.echo, dict(order.left)
         notes = {
-            tp: names.note_text(echo.stream, echo.seq, echo.epoch, followed=tp in echo.followed) for tp in echo.offsets
+            tp: names.note_text(echo.stream, echo.seq, echo.epoch, followed=tp in echo.followed, cut=echo.cut.get(tp))
+            for tp in echo.offsets
         }
         try:
             self._commit(order.shares, notes, left)

@@ -248,8 +248,7 @@ def topics_every_s(options: Options) -> float:
 def _committed(at: CommittedOffset | None) -> ev.Committed | None:
     if at is None:
         return None
-    note = names.parse_note(at.metadata)
-    return ev.Committed(offset=at.offset, stream=note.stream, seq=note.seq, epoch=note.epoch, followed=note.followed)
+    return ev.Committed(offset=at.offset, **names.parse_note(at.metadata)._asdict())
 
 
 def _is_replaced(probed: commits.Probed) -> bool | None:

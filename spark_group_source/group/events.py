@@ -167,6 +167,7 @@ class Committed:
     seq: int = -1
     epoch: int = 0
     followed: bool = False
+    cut: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +435,8 @@ class Echo:
 
     ``slots``: which member holds each partition now. The commit says so to the broker, which refuses a share when that
     is no longer true: an order that was overtaken by a loss moves no offset back. ``followed``: partitions whose
-    position came from a commit that no stream made. ``stream``, ``seq`` and ``epoch`` go into the note beside it.
+    position came from a commit that no stream made. ``cut``: those that went back to where their log was cut, and where
+    they stood before. These, ``stream``, ``seq`` and ``epoch`` go into the note beside it.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -443,6 +445,7 @@ class Echo:
     seq: int
     epoch: int = 0
     followed: frozenset[TopicPartition] = frozenset()
+    cut: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

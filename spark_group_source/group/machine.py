@@ -276,7 +276,7 @@ class GroupMachine:
     def _order_echo(self, due: Iterable[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
-        followed = []
+        followed, cut = [], {}
         ours, out = self.positions.ours, self._echo.waiting_slots
         for tp in due:
             partition = ours[tp]
@@ -285,6 +285,8 @@ class GroupMachine:
             offsets[tp], slots[tp] = partition.position, partition.slot
             if partition.followed:
                 followed.append(tp)
+            if partition.cut is not None:
+                cut[tp] = partition.cut
         if offsets:
             self._echo.ordered(offsets, slots.values())
             self._out.order(
@@ -295,6 +297,7 @@ class GroupMachine:
                     seq=self.seq,
                     epoch=self.positions.epoch,
                     followed=frozenset(followed),
+                    cut=cut,
                 )
             )
 

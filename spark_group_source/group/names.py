@@ -17,20 +17,31 @@ from typing import NamedTuple
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
+CUT = "cut="
 
 
 class Note(NamedTuple):
-    """Who committed an offset. ``stream`` is None, and ``seq`` -1, for an operator and for anyone who is not ours."""
+    """Who committed an offset. ``stream`` is None, and ``seq`` -1, for an operator and for anyone who is not ours.
+
+    ``followed``: the position came from a commit that no stream made. ``cut``: where the stream stood before it went
+    back, because the log had been cut.
+    """
 
     stream: str | None = None
     seq: int = -1
     epoch: int = 0
     followed: bool = False
+    cut: int | None = None
 
 
-def note_text(stream: str, seq: int, epoch: int = 0, *, followed: bool = False) -> str:
+def note_text(stream: str, seq: int, epoch: int = 0, *, followed: bool = False, cut: int | None = None) -> str:
     """The note of a stream's commit."""
-    return f"{STREAM_PREFIX}:{stream}:{seq}:{epoch}" + (f":{FOLLOWED}" if followed else "")
+    words = [STREAM_PREFIX, stream, str(seq), str(epoch)]
+    if followed:
+        words.append(FOLLOWED)
+    if cut is not None:
+        words.append(f"{CUT}{cut}")
+    return ":".join(words)
 
 
 def reset_text(epoch: int) -> str:
@@ -46,7 +57,8 @@ def parse_note(text: str) -> Note:
             return Note(epoch=int(parts[0]))
         if prefix == STREAM_PREFIX and len(parts) >= 2 and parts[0]:
             epoch = int(parts[2]) if len(parts) > 2 else 0
-            return Note(parts[0], int(parts[1]), epoch, followed=FOLLOWED in parts[3:])
+            cut = [int(word.removeprefix(CUT)) for word in parts[3:] if word.startswith(CUT)]
+            return Note(parts[0], int(parts[1]), epoch, followed=FOLLOWED in parts[3:], cut=cut[0] if cut else None)
     except ValueError:
         pass
     return Note()

@@ -198,8 +198,8 @@ class Positions:
             # One that was made later than what we remember knows better: it may have followed somebody back.
             if ours is not None and is_older(committed, partition):
                 at = max(at, ours) if partition.cut is None else ours
-            elif ours is not None and at < ours and not committed.followed:
-                partition.cut = ours  # only where its log was cut we went back by ourselves
+            else:
+                partition.cut = committed.cut
             partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
             self._move(tp, partition, ev.CommittedRead)
         else:

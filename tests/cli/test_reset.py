@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from spark_group_source.cli.reset import plan
 from spark_group_source.delta.ledger import Ledger
-from spark_group_source.group.names import note_text, parse_note, reset_text
+from spark_group_source.group.names import Note, note_text, parse_note, reset_text
 from spark_group_source.kafka import CommittedOffset, Topic
 from spark_group_source.model import TopicPartition
 
@@ -39,9 +39,10 @@ def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 3)), P2: (8, note_text("s1", 3, 1))})
     found = plan({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
-    assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [("s1", 3, 2, False)] * 2
-    followed = plan({P0: 5}, committed({P1: (7, note_text("s1", 3, followed=True))}), None, TOPICS)
-    assert parse_note(followed.notes[P1]) == ("s1", 3, 1, True)
+    assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
+    more = note_text("s1", 3, followed=True, cut=90)
+    kept = plan({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
+    assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, cut=90)
 
 
 def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows_it() -> None:

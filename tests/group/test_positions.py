@@ -471,11 +471,20 @@ def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -
     assert fresh.machine.plannable() == {A: 80}
 
 
-def test_our_own_commit_below_our_position_is_of_a_log_that_was_cut(fresh: GroupHarness) -> None:
-    """The run ended after that commit, before it planned from there."""
+@pytest.mark.parametrize("cut", [100, None])
+def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: GroupHarness, cut: int | None) -> None:
+    """The run ended after that commit, before it planned from there. Or it went on where another stream had committed:
+    then the table has those rows."""
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (90, 100)})
     fresh.feed(ev.Durable(offset=past, topics=("orders",)))
     fresh.join()
     fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7)})
-    assert fresh.machine.plannable() == {A: 60} and fresh.machine.positions.cut() == {A: 100}
+    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, cut=cut)})
+    assert fresh.machine.plannable() == {A: 60}
+    assert fresh.machine.positions.cut() == ({} if cut is None else {A: cut})
+
+
+def test_a_commit_where_the_log_was_cut_says_where_we_stood(group: GroupHarness) -> None:
+    group.settled(A)
+    commands = group.feed(ev.RecordsGone(offsets={A: 60}, reason="the log was cut", cut=frozenset({A})))
+    assert only(ev.Echo, commands)[-1].cut == {A: 100}
