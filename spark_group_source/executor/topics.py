@@ -12,11 +12,13 @@ from collections.abc import Collection, Mapping
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.executor.client import Client
+from spark_group_source.executor.questions import ANSWER_S_MAX
 from spark_group_source.executor.records import Event, Told, TopicTold
 
 OVERDUE_S = 1.0
 """An answer that takes longer may never come: librdkafka sends the question to the broker that it was told as the
-controller, and may not hear for minutes that this one is dead."""
+controller, and may not hear for minutes that this one is dead. The next one is given twice the time, up to
+``ANSWER_S_MAX``."""
 
 
 class Topics:
@@ -29,8 +31,9 @@ class Topics:
     def __init__(self, planned: Mapping[str, str]) -> None:
         self._planned = {name: id_ for name, id_ in planned.items() if id_}
         self._told: dict[str, tuple[TopicTold, float]] = {}
+        self._names: list[str] = []
         self._asked_s: float | None = None
-        self._looked_s = 0.0
+        self._overdue_s = OVERDUE_S
 
     def compared(self, names: Collection[str]) -> set[str]:
         """Those of them that have a planned id."""
@@ -43,8 +46,9 @@ class Topics:
 
     def ask(self, client: Client, names: Collection[str], now_s: float) -> None:
         """Send a question, instead of one that may be on its way."""
-        client.ask_topics(sorted(names))
-        self._asked_s = self._looked_s = now_s
+        self._names = sorted(names)
+        client.ask_topics(self._names)
+        self._asked_s = now_s
 
     def forget_question(self) -> None:
         """Its client is gone."""
@@ -54,14 +58,16 @@ class Topics:
         """The answer; an event if there is none; None if it is not here yet, or nothing was asked."""
         if self._asked_s is None:
             return None
-        first_s = min(wait_s, OVERDUE_S)
+        first_s = min(wait_s, max(0.0, self._asked_s + self._overdue_s - now_s))
         told = client.topics_told(first_s)
-        if told is None and now_s + first_s - self._looked_s >= OVERDUE_S:
+        if told is None and now_s + first_s >= self._asked_s + self._overdue_s:
             client.look_for_brokers()
-            self._looked_s = now_s + first_s
+            self.ask(client, self._names, now_s + first_s)  # the former question goes on waiting for the dead one
+            self._overdue_s = min(2 * self._overdue_s, ANSWER_S_MAX)  # or the broker is slow
             told = client.topics_told(wait_s - first_s)
         if told is None:
             return None
+        self._overdue_s = OVERDUE_S
         asked_s, self._asked_s = self._asked_s, None
         if not isinstance(told, Event):
             self._told.update({name: (topic, asked_s) for name, topic in told.items()})

@@ -273,6 +273,26 @@ def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockC
         assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
 
 
+def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead(path: str) -> None:
+    """librdkafka asks the broker that it was told as the controller, also when another one is by now."""
+    with MockCluster(2) as cluster:
+        cluster.create_topic("orders")
+        cluster.set_leader(TP, 1)
+        cluster.set_controller(2)
+        produce(cluster)
+        wanted = {"topic_ids": {"orders": topic_id(cluster)}, "deadline_s": 10, "path": path}
+
+        def read(start: int, end: int) -> list[int]:
+            found = fetch.read_ranges(servers(cluster), [OffsetRange(TP, start, end)], **wanted)  # type: ignore[arg-type]
+            return [offset for batch in found for offset in batch.column("offset").to_pylist()]
+
+        assert read(0, 5) == [0, 1, 2, 3, 4]
+        cluster.set_broker_down(2)
+        cluster.set_controller(1)
+        assert read(5, COUNT) == list(range(5, COUNT))
+        fetch._pool.close()
+
+
 def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
     patience = Patience(10, 60)
     patience.progress(100)
