@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from spark_group_source.driver.member import Member, Share
+from spark_group_source.driver.member import Member
+from spark_group_source.driver.shares import Share
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names

@@ -267,7 +267,7 @@ def rules_of(options: Options) -> Rules:
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         broker_timeout_ms=options.broker_timeout_ms,
-        static_when_bounded=options.group_protocol == "classic",
+        classic=options.group_protocol == "classic",
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,
         fail_on_data_loss=options.fail_on_data_loss,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from spark_group_source.driver.shares import Share
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
@@ -28,30 +29,6 @@ ORDERS_MAX = 100
 """Orders waiting for the thread. The machine gives a slot one order at a time; more than this is a bug."""
 STOOD_STILL_SHARE = 0.5
 """Of the session timeout: a thread that did nothing for longer has stood still, and its place may be another's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What is to be committed of one member's partitions, and who it was when that was ordered."""
-
-    member: "Member"
-    identity: Identity | None
-    offsets: Mapping[TopicPartition, int]
-
-    @property
-    def outdated(self) -> str | None:
-        """Why it may not be committed any more. Any thread.
-
-        What was given back without a commit may be another member's by now, and brokers do not ask whose partitions
-        are committed: a KIP-848 member that has to give back more at once keeps its epoch.
-        """
-        if self.identity is None:
-            return "the member is not in the group at the moment"
-        if self.identity != self.member.identity:
-            return "the member has joined again since"
-        if not self.offsets.keys() <= set(self.member.held):
-            return "the member has given partitions back since"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +245,7 @@ class Member:
                 why = GroupError("thrown out of the group while it held a revocation")
             else:
                 self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
-        gone = set(partitions)
-        self.held = tuple(tp for tp in self.held if tp not in gone)
+        self._gave_back(partitions)
         return why
 
     def _is_out(self) -> bool:
@@ -280,9 +256,15 @@ class Member:
         return self._consumer.identity is None
 
     def _on_lost(self, partitions: tuple[TopicPartition, ...]) -> GroupError | None:
-        self._assigned, self.held = False, ()
+        self._assigned = False
+        eager = self._consumer is None or not self._consumer.incremental
+        self._gave_back(self.held if eager else partitions)  # of a cooperative one's, maybe a deleted topic's alone
         self._report(ev.Lost(**self._me(), partitions=partitions))
         return self._why_not_again()
+
+    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
+        gone = set(partitions)
+        self.held = tuple(tp for tp in self.held if tp not in gone)
 
     # --- whose place it is ------------------------------------------------------------------------------------------
 

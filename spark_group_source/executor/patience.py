@@ -24,10 +24,10 @@ class Patience:
         """A record came, or a position moved."""
         self._progress_s, self._silent_s = now_s, None
 
-    def asked(self, now_s: float, *, answered: bool) -> None:
+    def asked(self, sent_s: float, now_s: float, *, answered: bool) -> None:
         """A question about a range was answered now, or given up."""
         if not answered:
-            self._silent_s = now_s if self._silent_s is None else self._silent_s
+            self._silent_s = sent_s if self._silent_s is None else self._silent_s
         elif self._silent_s is not None:
             self._progress_s += now_s - self._silent_s
             self._silent_s = None

@@ -231,7 +231,8 @@ class RangeReader:
                 _pause.wait(ASK_PAUSE_S)
             self._topics.ask(self._client, names, time.monotonic())
         if (told := self._await_answer(ASK_PAUSE_S)) is not None:
-            self._patience.asked(time.monotonic(), answered=not isinstance(told, Event))
+            now = time.monotonic()
+            self._patience.asked(now, now, answered=not isinstance(told, Event))
         self._mind_the_deadline()
 
     # --- what is not a record
@@ -332,10 +333,10 @@ class RangeReader:
         self._await_answer(left_s)
         told = self._topics.last(tp.topic, asked_s) is not None
         if tp not in self._left or self._doubted(tp) or not told:
-            self._patience.asked(time.monotonic(), answered=told)
+            self._patience.asked(asked_s, time.monotonic(), answered=told)
             return
         bounds = self._client.log_bounds(tp, left_s)
-        self._patience.asked(time.monotonic(), answered=not isinstance(bounds, Event))
+        self._patience.asked(asked_s, time.monotonic(), answered=not isinstance(bounds, Event))
         if isinstance(bounds, Event):
             self._failed(Request.OFFSETS, bounds)
             return

@@ -47,8 +47,8 @@ class Rules:
     ``hold_budget_ms``: how long a revocation may be held for the batch in flight; after it the partition goes without a
     commit and is counted. ``joining_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
     before the run gives up. ``broker_timeout_ms``: how long brokers may be silent; 0 is no bound.
-    ``static_when_bounded``: whether members of a run that ends by itself are static, too (KIP-848 members that are
-    cannot leave).
+    ``classic``: the protocol. KIP-848 members of a run that ends by itself are not static, because such cannot leave;
+    and the broker looks at each member's own subscription, also of one that comes back to its place.
     """
 
     group: str
@@ -56,7 +56,7 @@ class Rules:
     hold_budget_ms: int = 240_000
     joining_budget_ms: int = 345_000
     broker_timeout_ms: int = 600_000
-    static_when_bounded: bool = True
+    classic: bool = True
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     starting: Starting = FromTheBeginning()
     fail_on_data_loss: bool = True

@@ -230,4 +230,4 @@ class Run(Steps):
             )
 
     def _members_of_a_bounded_run(self) -> None:
-        self.machine.static = self.rules.static_when_bounded or not self._bounded
+        self.machine.static = self.rules.classic or not self._bounded

@@ -81,7 +81,7 @@ class Slots:
                 rebalance (classic). A member that changes it causes one. So it is told the former topics first.
         """
         self._stream, self._topics, self._static = stream, topics, static
-        self._before = before if before != topics and static else ()
+        self._before = before if before != topics and static and self._rules.classic else ()
         for slot in self.all:
             self._join(slot)
 

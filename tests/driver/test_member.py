@@ -8,7 +8,8 @@ import pytest
 from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 
-from spark_group_source.driver.member import Member, Share
+from spark_group_source.driver.member import Member
+from spark_group_source.driver.shares import Share
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
 from spark_group_source.model import TopicPartition
@@ -96,6 +97,19 @@ def test_a_member_that_keeps_its_partitions_is_given_more(scene: Scene) -> None:
     scene.make(COOPERATIVE)
     scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
     assert scene.kinds() == ["Assigned", "Assigned"]
+
+
+def test_a_member_that_lost_a_deleted_topic_holds_the_rest(scene: Scene) -> None:
+    """A cooperative member is told of the topic's partitions alone, and its other offsets are committed as before."""
+    scene.make(COOPERATIVE)
+    scene.run(
+        scene.assign,
+        lambda: scene.consumer.assign_callback(A1, generation=2),
+        lambda: scene.consumer.lose_callback(A1),
+        lambda: scene.reported.append(ev.Tick()) if scene.member.held == (A0,) else None,
+        scene.leave,
+    )
+    assert scene.reported[-1] == ev.Tick()
 
 
 # --- asking before it joins again -----------------------------------------------------------------------------------

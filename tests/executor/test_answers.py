@@ -297,13 +297,13 @@ def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
     patience = Patience(10, 60)
     patience.progress(100)
     assert (patience.left_s(104), patience.waited_s(104)) == (6, 4)
-    patience.asked(104, answered=False)
+    patience.asked(104, 104, answered=False)
     assert (patience.left_s(124), patience.waited_s(124)) == (40, 20)
-    patience.asked(130, answered=False)
+    patience.asked(130, 130, answered=False)
     assert patience.left_s(164) == 0
-    patience.asked(150, answered=True)
+    patience.asked(150, 150, answered=True)
     assert (patience.left_s(152), patience.waited_s(152)) == (4, 6)
-    patience.asked(152, answered=True)
+    patience.asked(152, 152, answered=True)
     assert patience.left_s(156) == 0
 
 

@@ -316,14 +316,14 @@ def test_a_bounded_run_that_must_not_leave_stays() -> None:
 
 
 def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -> None:
-    run = RunHarness(static_when_bounded=False)
+    run = RunHarness(classic=False)
     run.aim(dict(run.ends))
     run.latest()
     assert [join.instance_id for join in only(ev.Join, run.history)] == [None]
-    once = RunHarness(static_when_bounded=False)
+    once = RunHarness(classic=False)
     once.latest(unlimited=True)
     assert [join.instance_id for join in only(ev.Join, once.history)] == [None]
-    unbounded = RunHarness(static_when_bounded=False)
+    unbounded = RunHarness(classic=False)
     unbounded.latest()
     assert [join.instance_id for join in only(ev.Join, unbounded.history)] == ["etl.9f2c.0"]
 
