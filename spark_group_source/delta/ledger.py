@@ -69,15 +69,13 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
     if _is_void(batch, known):
-        now = {topic: i for topic, i in batch.topic_ids.items() if known.is_now(topic, i)}
-        begins = {tp: start for tp, (start, _) in batch.ranges.items() if tp.topic in now}
-        left_out = replace(
-            known,
-            offsets={**begins, **known.offsets},
-            topic_ids={**{topic: i for topic, i in now.items() if i}, **known.topic_ids},
-            void={**known.void, batch.stream: batch.seq},
-            table_version=-1,
-        )
+        ids = {tp.topic: batch.topic_ids.get(tp.topic, "") for tp in sorted(batch.ranges)}
+        ids = {topic: id_ for topic, id_ in ids.items() if id_ not in known.retired}
+        begins = known.under(ids)
+        for tp, (start, _) in batch.ranges.items():
+            if tp.topic in ids:
+                begins[tp.topic].setdefault(tp.partition, start)
+        left_out = replace(known.put(ids, begins), void={**known.void, batch.stream: batch.seq}, table_version=-1)
         return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
     topics = {topic: batch.topic_ids.get(topic, "") for topic in sorted({tp.topic for tp in batch.ranges})}
     offsets = known.under(topics)

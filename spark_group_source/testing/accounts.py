@@ -152,12 +152,12 @@ class Accounts:
         return book.whole if told else whole_behind(book, book.void)
 
     def has_already(self, ranges: Ranges, *, table: str) -> None:
-        """A table left out what it has. After a reset that did not reach it, that is what was to be processed again."""
+        """A table left out what it has. After a reset that did not move this table, that was to be processed again."""
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
             self._grow(book, book.end)
             for row in book.rows.get(table, set()).intersection(range(max(start, book.start), end)):
-                if book.halfway and row < book.end:
+                if row < book.end:
                     book.times[row - book.start] = max(1, book.times[row - book.start])
             advance(book)
 

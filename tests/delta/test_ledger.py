@@ -216,7 +216,7 @@ def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
 
 def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
     old = ledger({P0: 100, P1: 7}, epoch=2)
-    verdict = judge(offset(9, ranges((90, 130), (0, 5)), followed=[("orders", 0)], topic_id="id-2", epoch=1), old)
+    verdict = judge(offset(9, ranges((90, 130), (0, 5)), followed=[("orders", 0)], epoch=1), old)
     assert verdict.void
     assert verdict.drop == (OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5))
     assert (verdict.refused, verdict.recreated, verdict.skipped) == ((), (), ())
@@ -230,6 +230,13 @@ def test_a_void_batch_writes_down_where_it_began_of_what_the_table_never_had() -
     verdict = judge(offset(9, ranges((90, 130), (3, 5)), epoch=1), ledger({P0: 100}, epoch=2))
     assert verdict.void
     assert verdict.ledger.offsets == {P0: 100, P1: 3}
+
+
+def test_of_a_topic_that_was_made_anew_a_void_batch_writes_down_where_it_began_too() -> None:
+    verdict = judge(offset(9, ranges((3, 5)), topic_id="id-2", epoch=1), ledger({P0: 100}, epoch=2))
+    assert verdict.void
+    assert verdict.ledger.offsets == {P0: 3}
+    assert verdict.ledger.under({"orders": "id-1"}) == {"orders": {0: 100}}, "what was known of the former one stays"
 
 
 def test_the_first_batch_after_a_reset_brings_its_number_into_the_ledger() -> None:
