@@ -157,15 +157,15 @@ class Worker:
         try:
             work = self._work.get(timeout=WAKE_S if due_s is None else min(WAKE_S, max(due_s, 0.001)))
         except Empty:
-            self._on_time(due_s)
-            return
-        if work is None:
-            return
-        try:
-            self._do(work)
-        except SourceError as exc:
-            self._on_failure(work, exc)
-        self._published()
+            pass
+        else:
+            if work is None:
+                return
+            try:
+                self._do(work)
+            except SourceError as exc:
+                self._on_failure(work, exc)
+        self._on_time(due_s)  # also when there is always something to do
 
     def _end(self) -> None:
         while not self._work.empty():

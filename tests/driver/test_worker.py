@@ -215,6 +215,18 @@ def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_tim
     assert scene.handled == [ev.TopicsSeen(topics=("a", "b"))]
 
 
+def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
+    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
+    scene.topics = [{"a": 1, "b": 2}] * 3
+
+    def ask_late() -> None:
+        scene.runtime.clock_ms += 500
+        scene.worker.order(ev.AskReplaced(slot=1))
+
+    scene.run(ask_late)
+    assert ev.TopicsSeen(topics=("a", "b")) in scene.handled
+
+
 # --- who is in charge -----------------------------------------------------------------------------------------------
 
 
