@@ -338,7 +338,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "joins-no-batch-in-flight": ("eager", 1),
     "writes-no-debts": ("consumer", 28),
     "plans-under-the-first-epoch": ("eager", 18),
-    "hides-a-rewind": ("eager", 26),
+    "hides-a-rewind": ("eager", 109),
     "starts-over": ("cooperative", 0),
     "holds-nothing": ("cooperative", 1),
     "releases-before-the-echo": ("cooperative", 1),
