@@ -137,20 +137,16 @@ def translate(
         case Meaning.ENDS:
             return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
     if lacks_token(error.code(), text):
-        return BrokerUnavailable(
+        said = (
             f"{op} could not be asked of {servers} for {waited_s:.0f} s: {text}. Check that the endpoint or function "
-            "for tokens can be reached, and what it says: kafka.sasl.oauthbearer.* or kafka.oauth_cb",
-            op=op,
-            servers=servers,
-            waited_ms=int(waited_s * 1000),
+            "for tokens can be reached, and what it says: kafka.sasl.oauthbearer.* or kafka.oauth_cb"
         )
-    return BrokerUnavailable(
-        f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers, that the "
-        "brokers run and can be reached from the driver, and kafka.security.protocol",
-        op=op,
-        servers=servers,
-        waited_ms=int(waited_s * 1000),
-    )
+    else:
+        said = (
+            f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers, that "
+            "the brokers run and can be reached from the driver, and kafka.security.protocol"
+        )
+    return BrokerUnavailable(said, op=op, servers=servers, waited_ms=int(waited_s * 1000))
 
 
 def to_kafka(tp: TopicPartition, *more: Any) -> Any:

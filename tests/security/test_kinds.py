@@ -87,6 +87,15 @@ AWAY_S = 2.5 * SHORT_S
 """How long nobody gives tokens: connections end with the token that they have, and sessions with them."""
 
 
+def short_lived(guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tokens of both kinds live for :data:`SHORT_S`. As long as the returned file exists, the function has none."""
+    away = tmp_path / "away"
+    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
+    monkeypatch.setenv(token_function.AWAY_ENV, str(away))
+    return away
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
@@ -99,10 +108,7 @@ def test_tokens_that_do_not_come_for_longer_than_one_lives_are_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is an outage and no refusal: the query goes on with every record once, also a task that waited in it."""
-    away = tmp_path / "away"
-    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
-    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
-    monkeypatch.setenv(token_function.AWAY_ENV, str(away))
+    away = short_lived(guarded, tmp_path, monkeypatch)
     topic = guarded.topic(f"away-{kind.replace(' ', '-')}", 1)
     guarded.produce(topic, numbered(0, 4))
     given = query(KINDS[kind](guarded), group_id, topic)
@@ -136,10 +142,7 @@ def test_tokens_that_do_not_come_for_longer_than_one_lives_are_waited_for(
 def test_a_task_without_a_token_says_so_and_is_not_refused(
     kind: str, guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    away = tmp_path / "away"
-    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
-    monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
-    monkeypatch.setenv(token_function.AWAY_ENV, str(away))
+    away = short_lived(guarded, tmp_path, monkeypatch)
     topic = guarded.topic(f"task-{kind.replace(' ', '-')}", 1)
     guarded.produce(topic, numbered(0, 4))
     options = Options.parse(query(KINDS[kind](guarded), "any", topic))
