@@ -205,9 +205,8 @@ class GroupMachine:
         replay = seq < offset.seq
         ranges = {} if replay else offset.ranges
         self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={})  # the batch itself did not read these
-        self.positions.remember(
-            adopted(offset, replay=replay), as_of=seq, ranges=ranges, planned=replay, cut=offset.cut
-        )
+        after = adopted(offset, replay=replay)
+        self.positions.remember(after, as_of=seq, ranges=ranges, planned=replay, cut=offset.cut, lost=offset.lost)
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
         self._slots.join_all(self.stream, topics, before=before, static=self.static)

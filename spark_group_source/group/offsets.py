@@ -11,14 +11,14 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Six optional members:
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Seven optional members:
 ``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
-(:mod:`cuts`), -1 where they were not told; ``cut`` has,
-for partitions that go back to where their log was cut, the position that they had before; ``epoch`` counts the resets
-of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose start *followed* a commit that
-no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next offset of partitions that were
-not held at the plan although Kafka may not know yet how far the batches before it came; and ``turn`` is the partition
-that got the last spare record of the fair cut.
+(:mod:`cuts`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was cut, the
+position that they had before; ``lost`` has it for those that begin after it, because their next records were gone;
+``epoch`` counts the resets of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose
+start *followed* a commit that no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next
+offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came;
+and ``turn`` is the partition that got the last spare record of the fair cut.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
 empty.
@@ -54,6 +54,7 @@ class StreamOffset:
     followed: frozenset[TopicPartition] = frozenset()
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     cut: Mapping[TopicPartition, int] = field(default_factory=dict)
+    lost: Mapping[TopicPartition, int] = field(default_factory=dict)
     owed: Mapping[TopicPartition, int] = field(default_factory=dict)
     turn: TopicPartition | None = None
 
@@ -90,6 +91,8 @@ class StreamOffset:
         if self.epoch:
             doc["epoch"] = self.epoch
         doc["group"] = self.group
+        if self.lost:
+            doc["lost"] = _nested(self.lost)
         if moved:
             doc["moved"] = moved
         if self.owed:
@@ -180,6 +183,7 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
         leader_epochs=leaders,
         cut=_flat(doc.get("cut", {})),
+        lost=_flat(doc.get("lost", {})),
         owed=_flat(doc.get("owed", {})),
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )

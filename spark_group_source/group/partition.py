@@ -23,6 +23,7 @@ class Partition:
     theirs: bool = False  # ... under somebody else's name
     followed: bool = False  # the position came from a commit that no stream made
     cut: int | None = None  # it went back to where its log was cut: where it stood before, until Kafka has more
+    lost: int | None = None  # its next records were gone: where it stood before that, until a batch moves it on
     until: int = 0  # end of what the batch in flight reads of it, in PLANNED
     pending: tuple[int, int] | None = None  # range that became durable before the position was known
     uncounted: int = 0  # offsets of that range, or of the batch in flight, that others read, too, as their commit shows
@@ -57,7 +58,7 @@ def is_older(committed: ev.Committed, partition: Partition) -> bool:
     """Whether a commit of ours was made before what we remember. Between the last batch and the plan of the next one a
     position can move on: records that were to be read are gone."""
     if partition.planned and committed.seq == partition.as_of:
-        return not committed.followed
+        return not committed.followed or committed.offset == partition.lost
     return committed.seq < partition.as_of and not _followed_back(committed, partition)
 
 

@@ -89,6 +89,7 @@ class Planner:
             followed=followed & until.keys() if followed else followed,
             leader_epochs=leader_epochs(positions),
             cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
+            lost={tp: at for tp, at in machine.positions.lost().items() if tp in until},
             owed={tp: at for tp, at in machine.positions.owed().items() if tp not in until},
             turn=self._turn,
         )

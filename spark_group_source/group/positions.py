@@ -50,6 +50,7 @@ class Positions:
         ranges: Ranges,
         planned: bool = False,
         cut: Mapping[TopicPartition, int] = MappingProxyType({}),
+        lost: Mapping[TopicPartition, int] = MappingProxyType({}),
     ) -> None:
         """What a checkpoint says. Whether Kafka has it shows when the partitions come.
 
@@ -57,10 +58,14 @@ class Positions:
             as_of, ranges: the number of the last durable batch, and what it read if that is known.
             planned: the batch after it begins there, and is to be run again.
             cut: where partitions stood before, whose log was cut below that.
+            lost: where partitions stood before the batch, whose next records were gone.
         """
         for tp, at in positions.items():
-            start = ranges[tp][0] if tp in ranges else None
-            self.all[tp] = Partition(position=at, as_of=as_of, start=start, planned=planned, cut=cut.get(tp))
+            start = lost.get(tp, ranges[tp][0]) if tp in ranges else None
+            before = lost.get(tp) if planned else None
+            self.all[tp] = Partition(
+                position=at, as_of=as_of, start=start, planned=planned, cut=cut.get(tp), lost=before
+            )
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -106,7 +111,7 @@ class Positions:
         for tp, (start, end) in ranges.items():
             partition = everything[tp]
             if partition.state is planned:
-                partition.position, partition.followed = partition.until, False
+                partition.position, partition.followed, partition.lost = partition.until, False, None
                 if partition.committed == partition.position:
                     partition.committed = None  # a late answer said so, of a commit that was overtaken
                 if partition.theirs:
@@ -133,9 +138,7 @@ class Positions:
             partition = self.ours.get(tp)
             if partition is not None and partition.state is PartitionState.READY:
                 self._move(tp, partition, ev.RecordsGone)
-                partition.committed, partition.began, partition.followed = None, at, False
-                partition.cut = partition.position if tp in cut else None
-                self._stand(tp, partition, at)
+                self._go_on(tp, partition, at, made_again=tp.topic in topics, cut=tp in cut)
         for tp, partition in self.all.items() if topics else ():
             away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
             if tp.topic in topics and tp not in offsets and away:
@@ -215,6 +218,7 @@ class Positions:
             self._move(tp, partition, ev.TheirCommit)
         if committed is not None:
             partition.before = None
+        partition.lost = None
         self._resolved(tp, partition, at)
         return moved_from
 
@@ -250,7 +254,7 @@ class Positions:
             partition.before, partition.start = partition.without_last, None
             partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
-            partition.cut = None
+            partition.cut = partition.lost = None
 
     # --- the echo ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +312,10 @@ class Positions:
         """Ours that go back to where their log was cut: where they stood before."""
         return {tp: partition.cut for tp, partition in self.ours.items() if partition.cut is not None}
 
+    def lost(self) -> dict[TopicPartition, int]:
+        """Ours whose next records were gone: where they stood before that, until a batch moved them on."""
+        return {tp: partition.lost for tp, partition in self.ours.items() if partition.lost is not None}
+
     def in_flight(self, tp: TopicPartition) -> int:
         """Offsets of the partition that the batch in flight reads."""
         start, end = self._in_flight.get(tp, (0, 0))
@@ -351,6 +359,16 @@ class Positions:
         return None
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, tp: TopicPartition, partition: Partition, at: int, *, made_again: bool, cut: bool) -> None:
+        before = partition.position
+        partition.committed, partition.began = None, at
+        partition.cut = before if cut else None
+        if made_again or cut:
+            partition.followed, partition.lost = False, None
+        elif partition.lost is None:  # on from where it stood, whoever brought it there
+            partition.lost = before
+        self._stand(tp, partition, at)
 
     def _stand(self, tp: TopicPartition, partition: Partition, at: int) -> None:
         partition.position = at

@@ -40,6 +40,7 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
         leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
         cut=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        lost=draw(st.dictionaries(partitions, offsets, max_size=2)),
         epoch=draw(st.integers(0, 5)),
         owed=draw(st.dictionaries(partitions, offsets, max_size=3)),
         turn=draw(st.none() | partitions),

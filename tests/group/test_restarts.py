@@ -136,3 +136,39 @@ def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart
     again = after_a_crash(run, planned, durable=False, fail_on_data_loss=False)
     again.ends = {A: 190, B: 40}
     assert again.batch().ranges[A] == (180, 190)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_after_it(durable: bool) -> None:
+    """Kafka has the followed offset under the former batch's number, and it lies before the batch's first record."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.committed[A] = ev.Committed(offset=20)
+    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
+    followed = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    assert run.committed[A] == followed
+
+    planning = after_a_crash(run, run.start, durable=True, fail_on_data_loss=False)
+    planning.silent = {ev.Echo}
+    planning.firsts, planning.ends = {A: 30, B: 0}, {A: 80, B: 40}
+    planned = planning.batch()
+    assert planned.ranges[A] == (30, 80)
+    assert planned.lost == {A: 20}
+    assert planned.followed == {A}
+
+    again = after_a_crash(planning, planned, durable=durable, fail_on_data_loss=False)
+    assert again.committed[A] == followed
+    again.firsts, again.ends = {A: 30, B: 0}, {A: 90, B: 40}
+    assert again.batch().ranges[A] == (80, 90)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable: bool) -> None:
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.silent = {ev.Echo}
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert planned.lost == {A: 150}
+    again = after_a_crash(run, planned, durable=durable, fail_on_data_loss=False)
+    again.committed[A] = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    again.firsts, again.ends = {A: 0, B: 0}, {A: 190, B: 40}
+    assert again.batch().ranges[A] == (20, 190)
