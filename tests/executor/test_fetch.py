@@ -4,6 +4,7 @@ Every test about rows runs over both clients, so neither is trusted for more tha
 """
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -885,24 +886,39 @@ def test_an_abandoned_read_leaves_nothing_behind(
     assert len(fetch._pool.idle) >= 1
 
 
-def test_a_forked_child_makes_its_own_client(topic: TopicFactory, produce: Produce, read: Read) -> None:
+FORKED = """
+import json, os, signal, sys
+from spark_group_source.executor import fetch
+from spark_group_source.model import OffsetRange, TopicPartition
+given = json.loads(sys.argv[1])
+def count():
+    wanted = [OffsetRange(TopicPartition(given["topic"], 0), 0, 3)]
+    return sum(batch.num_rows for batch in fetch.read_ranges(given["settings"], wanted, path=given["path"]))
+assert count() == 3  # the parent has a client now
+child = os.fork()
+if child == 0:
+    signal.alarm(given["bound_s"])  # nobody else would end it
+    found = 99
+    try:
+        found = count()
+        fetch._pool.close()
+    finally:
+        os._exit(found)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert count() == 3
+"""
+FORKED_S = 60
+
+
+def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
+    topic: TopicFactory, produce: Produce, broker: Broker, path: str
+) -> None:
+    """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
-    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:  # no assertion may leave this block: pytest would run on in the child
-        answer = "nothing"
-        with contextlib.suppress(BaseException):
-            answer = str(offsets(read(of(name, 0, 3))))
-            fetch._pool.close()
-        os.write(tell, answer.encode())
-        os._exit(0)
-    os.close(tell)
-    with os.fdopen(told) as pipe:
-        assert pipe.read() == "[0, 1, 2]"
-    os.waitpid(child, 0)
-    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    settings = {"bootstrap.servers": broker.bootstrap_servers}
+    given = {"topic": name, "path": path, "settings": settings, "bound_s": FORKED_S // 2}
+    subprocess.run([sys.executable, "-c", FORKED, json.dumps(given)], timeout=FORKED_S, check=True)
 
 
 def test_settings_for_members_do_not_disturb_a_reader(

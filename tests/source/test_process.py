@@ -65,39 +65,6 @@ def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_read
         reader._coordinator.close()
 
 
-FORKED = """
-import json, os, signal, sys
-from pyspark.sql.types import StructType
-from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.source import KafkaGroupDataSource, RangesPartition
-given = json.loads(sys.argv[1])
-reader = KafkaGroupDataSource(given["options"]).streamReader(StructType())
-piece = RangesPartition([OffsetRange(TopicPartition(given["topic"], 0), 0, 3)], {}, {})
-def count():
-    return sum(batch.num_rows for batch in reader.read(piece))
-assert count() == 3  # the parent has a client now
-child = os.fork()
-if child == 0:
-    signal.alarm(given["bound_s"])  # nobody else would end it
-    found = 99
-    try:
-        found = count()
-    finally:
-        os._exit(found)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-assert count() == 3
-"""
-FORKED_S = 60
-
-
-def test_B72_a_forked_worker_reads_with_a_client_of_its_own(scene: Scene) -> None:
-    """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
-    name = scene.topic()
-    scene.produce(name, numbered(0, 2))
-    given = json.dumps({"options": scene.options(subscribe=name), "topic": name, "bound_s": FORKED_S // 2})
-    subprocess.run([sys.executable, "-c", FORKED, given], timeout=FORKED_S, check=True)
-
-
 def test_B73_the_offset_before_batch_0_is_a_constant(scene: Scene) -> None:
     name = scene.topic()
     options = scene.options(subscribe=name, startingOffsets="latest")
