@@ -92,7 +92,8 @@ def read_ranges(
         fail_on_data_loss: False turns lost records into a warning and goes on with those that are left.
         deadline_s: seconds without any progress (a record, a position that moves) after which ReadTimeout is raised.
             Time that the consumer of the batches takes does not count.
-        silence_s: seconds without an answer of the brokers that are waited for; never less than ``deadline_s``.
+        silence_s: seconds without an answer of the brokers, or without a token, that are waited for; never less than
+            ``deadline_s``.
         path: ``auto``, or ``fast`` or ``plain`` to insist on one client.
 
     Raises:
@@ -107,7 +108,8 @@ def read_ranges(
     rounds = _rounds(ranges)
     if not rounds:
         return
-    lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path), deadline_s)
+    silence_s = max(deadline_s, silence_s)
+    lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path), silence_s)
     losses = Losses()
     clean = False
     try:
@@ -122,7 +124,7 @@ def read_ranges(
                 losses=losses,
                 fail_on_data_loss=fail_on_data_loss,
                 deadline_s=deadline_s,
-                silence_s=max(deadline_s, silence_s),
+                silence_s=silence_s,
             )
             try:
                 yield from reader.batches(include_headers)
@@ -203,11 +205,11 @@ class _Pool:
 
 
 class _Lease:
-    """The client of one reader, from the pool and back to it. ``deadline_s``: of tries to make one, which a function
+    """The client of one reader, from the pool and back to it. ``silence_s``: of tries to make one, which a function
     for tokens can make fail."""
 
-    def __init__(self, key: _ClientKey, deadline_s: float) -> None:
-        self._key, self._deadline_s = key, deadline_s
+    def __init__(self, key: _ClientKey, silence_s: float) -> None:
+        self._key, self._silence_s = key, silence_s
         self.client = self._made(lambda: _pool.take(key))
 
     def renew(self) -> None:
@@ -215,7 +217,7 @@ class _Lease:
         self.client = self._made(lambda: _open(self._key))
 
     def _made(self, make: Callable[[], Client]) -> Client:
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self._silence_s
         while True:
             try:
                 return make()

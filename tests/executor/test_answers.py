@@ -19,7 +19,16 @@ from confluent_kafka.admin import AdminClient
 from kafka_words import await_until
 
 from spark_group_source.answers import Meaning, Request, meaning
-from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
+from spark_group_source.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DataLoss,
+    GroupError,
+    OptionError,
+    ReadTimeout,
+    TopicMissing,
+)
+from spark_group_source.executor import client as clients
 from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
@@ -461,3 +470,25 @@ def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], plann
     assert found.planned(chunk, records.Run(TP, 0, np.arange(10, 14)), 0, 4) == planned
     stranger = None if planned == 4 else histories.Stranger(10 + planned, 3)
     assert found.strangers.get(TP) == stranger
+
+
+def test_a_token_that_does_not_come_is_waited_for_like_brokers_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[int] = []
+
+    def no_token(key: object) -> clients.Client:
+        tries.append(len(tries))
+        if len(tries) == 3:
+            raise OptionError("the third try")
+        raise BrokerUnavailable("the function for tokens gave none")
+
+    monkeypatch.setattr(fetch, "MAKE_PAUSE_S", 0.01)
+    monkeypatch.setattr(fetch, "_open", no_token)
+    wanted = [OffsetRange(TopicPartition("orders", 0), 0, 1)]
+    with pytest.raises(OptionError, match="the third try"):
+        list(fetch.read_ranges({}, wanted, deadline_s=0, silence_s=60))
+    tries.clear()
+    with pytest.raises(BrokerUnavailable):
+        list(fetch.read_ranges({}, wanted, deadline_s=0))
+    assert len(tries) == 1
