@@ -74,7 +74,8 @@ def plan(
 
     A partition that is not moved keeps its note, with the new number: nobody moved it, so a sink that has more of it
     than Kafka knows leaves that out instead of refusing it. Where ``ledger`` is further than Kafka, the last commit of
-    a run was lost; the table decides.
+    a run was lost; the table decides. It decides as well where a stream committed that had not heard of the last reset
+    and whose batch the sink left out: Kafka is further then by records that are not in the table.
 
     Args:
         committed: what the group committed so far.
@@ -87,7 +88,7 @@ def plan(
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topic_ids.get(tp.topic) in (None, "", topics[tp.topic].id):
-                offsets[tp] = max(at, offsets.get(tp, 0))
+                offsets[tp] = at if _of_void_batch(notes.get(tp), ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
     offsets = {
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
@@ -98,6 +99,11 @@ def plan(
         if note.stream is not None:
             texts[tp] = names.note_text(note.stream, note.seq, epoch, followed=note.followed, cut=note.cut)
     return Reset(epoch, offsets, texts)
+
+
+def _of_void_batch(note: names.Note | None, ledger: Ledger) -> bool:
+    """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
+    return note is not None and note.stream in ledger.void and note.epoch < ledger.epoch
 
 
 def move(

@@ -1,6 +1,7 @@
 """What a reset commits: its number, the offsets of every partition, and the note beside each. No broker, no Spark."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from spark_group_source.cli.reset import plan
 from spark_group_source.delta.ledger import Ledger
@@ -51,6 +52,13 @@ def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows
     found = plan({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
     assert found.offsets == {P0: 5, P1: 10, P2: 3}
     assert plan({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
+
+
+def test_what_a_stream_committed_of_a_batch_that_the_table_left_out_does_not_count() -> None:
+    """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
+    before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
+    table = replace(ledger({P1: 2, P2: 2}, epoch=1), void={"s1": 4})
+    assert plan({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 
 
 def test_what_the_table_has_of_a_topic_that_was_made_anew_says_nothing() -> None:
