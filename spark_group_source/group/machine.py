@@ -16,7 +16,8 @@ from spark_group_source.group.echo import EchoSchedule
 from spark_group_source.group.lookups import Lookups
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outbox import Outbox
-from spark_group_source.group.positions import UNKNOWN, NotInTable, Positions, adopted
+from spark_group_source.group.partition import UNKNOWN
+from spark_group_source.group.positions import NotInTable, Positions, adopted
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.slots import Slots
 from spark_group_source.group.states import PHASES, PartitionState, Phase

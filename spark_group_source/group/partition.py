@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from spark_group_source.group import events as ev
 from spark_group_source.group.states import PartitionState
 
+UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
+"""Ours, but where it stands is not known yet."""
+
 
 @dataclass(slots=True)
 class Partition:
@@ -52,6 +55,17 @@ class Partition:
         """Whether Kafka may not have its position under our name."""
         at = self.reached
         return at is not None and (self.theirs or self.committed != at)
+
+    def unconfirmed(self, in_flight: tuple[int, int]) -> int:
+        """Offsets that its next reader reads again; ``in_flight`` is what the batch in flight reads of it."""
+        if self.state in UNKNOWN or self.position is None:
+            start, end = self.pending or in_flight
+            if self.start is not None and self.position is not None:
+                start, end = self.start, self.position  # the last batch of the checkpoint
+            return end - start
+        end = self.until if self.state is PartitionState.PLANNED else self.position
+        base = self.began if self.committed is None else self.committed
+        return end - min(self.position, base) + self.uncounted
 
 
 def is_older(committed: ev.Committed, partition: Partition) -> bool:

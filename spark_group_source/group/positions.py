@@ -14,12 +14,9 @@ from types import MappingProxyType
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.partition import Partition, after_batch, is_older
+from spark_group_source.group.partition import UNKNOWN, Partition, after_batch, is_older
 from spark_group_source.group.states import PARTITIONS, PartitionState
 from spark_group_source.model import TopicPartition
-
-UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
-"""Ours, but where it stands is not known yet."""
 
 COUNTED = UNKNOWN | {PartitionState.TAKING}
 """How many of ours are in one of these says whether a batch can be planned."""
@@ -324,15 +321,7 @@ class Positions:
     def unconfirmed(self, tp: TopicPartition) -> int:
         """Offsets that the partition's next reader reads again: from what Kafka has to the end of what was read; and
         those of a batch of ours that somebody else had read before it."""
-        partition = self.ours[tp]
-        if partition.state in UNKNOWN or partition.position is None:
-            start, end = partition.pending or self._in_flight.get(tp, (0, 0))
-            if partition.start is not None and partition.position is not None:
-                start, end = partition.start, partition.position  # the last batch of the checkpoint
-            return end - start
-        end = partition.until if partition.state is PartitionState.PLANNED else partition.position
-        base = partition.began if partition.committed is None else partition.committed
-        return end - min(partition.position, base) + partition.uncounted
+        return self.ours[tp].unconfirmed(self._in_flight.get(tp, (0, 0)))
 
     def check(self) -> str | None:
         """What contradicts itself, or None."""

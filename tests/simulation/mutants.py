@@ -148,8 +148,8 @@ MUTANTS = [
     ),
     Mutant(
         "counts-nothing",
-        P,
-        "return end - min(partition.position, base)",
+        "group/partition.py",
+        "return end - min(self.position, base)",
         "return 0",
         "what may be read twice is counted",
     ),
@@ -250,8 +250,8 @@ MUTANTS = [
     Mutant(
         "does-not-move-on",
         P,
-        "partition.position, partition.followed = partition.until, False",
-        "partition.followed = False",
+        "partition.position, partition.followed, partition.lost = partition.until, False, None",
+        "partition.followed, partition.lost = False, None",
         "a durable batch moves its partitions on",
     ),
     Mutant(
