@@ -34,6 +34,7 @@ class Lookout:
     def __init__(self, *, fail_on_data_loss: bool) -> None:
         self._fail = fail_on_data_loss
         self.topic_ids: dict[str, str] = {}
+        self.epoch = 0
         self.ends: Mapping[TopicPartition, int] = {}
         """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
         self.records_lost = 0
@@ -63,8 +64,16 @@ class Lookout:
         self._doubtful: dict[TopicPartition, int] = {}
         self._seen: Mapping[TopicPartition, int] = {}  # the last ends that leaders of known epochs told
 
-    def begin(self, positions: Mapping[TopicPartition, int], now_ms: int) -> ev.Look:
-        """Start a look at these partitions. Returns the first question."""
+    def begin(self, positions: Mapping[TopicPartition, int], now_ms: int, epoch: int = 0) -> ev.Look:
+        """Start a look at these partitions. Returns the first question.
+
+        Args:
+            epoch: the last reset of the group, if it was ever reset. Its positions are of the topics that are there
+                now, whichever these are: Kafka deletes what was committed of a topic with it.
+        """
+        if epoch != self.epoch:
+            self.heights.forget(self.topic_ids.keys())
+            self.epoch, self.topic_ids, self._checked = epoch, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
         self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []

@@ -87,7 +87,9 @@ class Run(Steps):
             case ev.NotAnswered():
                 self._not_answered(Asker.CALL, event.error)
                 if self._look is not None:  # what it began with may not hold any more
-                    self._look = self.lookout.begin(self.machine.plannable(), self._now_ms)
+                    self._look = self.lookout.begin(
+                        self.machine.plannable(), self._now_ms, self.machine.positions.epoch
+                    )
             case ev.SiblingsSeen():
                 self._siblings_seen(event)
             case ev.Closing():
@@ -199,6 +201,7 @@ class Run(Steps):
         self.planner.adopt(offset)
         self.lookout.heights.remember(offset)
         self.lookout.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
+        self.lookout.epoch = offset.epoch
         self._returning = True
 
     def _stopping(self, event: ev.Stopping) -> None:

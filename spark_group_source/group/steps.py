@@ -210,7 +210,7 @@ class Steps:
         if rests and self._now_ms < self._asked_at_ms + pause_ms:
             return ev.Wait(until_ms=self._asked_at_ms + pause_ms)
         self._move(ev.Rested)
-        self._look = self.lookout.begin(self.machine.plannable(), self._now_ms)
+        self._look = self.lookout.begin(self.machine.plannable(), self._now_ms, self.machine.positions.epoch)
         return None
 
     def _looking(self) -> ev.Step | None:

@@ -172,3 +172,15 @@ def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable:
     again.committed[A] = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     again.firsts, again.ends = {A: 0, B: 0}, {A: 190, B: 40}
     assert again.batch().ranges[A] == (20, 190)
+
+
+def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
+    """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
+    past = RunHarness.returning(PAST)
+    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    run = after_a_crash(past, PAST, durable=True)
+    run.ids = {"orders": "id-new"}
+    run.ends = {A: 25, B: 30}
+    planned = run.batch()
+    assert planned.ranges == {A: (20, 25), B: (30, 30)}
+    assert planned.topic_ids == {"orders": "id-new"}
