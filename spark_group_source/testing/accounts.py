@@ -126,6 +126,7 @@ class Accounts:
             )
             self._nobodys(tp, at)
         elif back:
+            book.rewound = max(book.rewound, 0 if void else book.nobodys)
             book.nobodys = max([book.start, min(book.nobodys, at), *book.firsts])
             # Nor does a table with a ledger take again what the ledger covers: it refuses that, or leaves it out.
             again = range(max(0, at - book.start), len(book.times)) if void or not self.ledgers else ()
@@ -152,11 +153,18 @@ class Accounts:
         return book.whole if told else whole_behind(book, book.void)
 
     def has_already(self, ranges: Ranges, *, table: str) -> None:
-        """A table left out what it has. After a reset that did not move this table, that was to be processed again."""
+        """A table left out what it has. After a reset that did not move this table, that was to be processed again.
+
+        What came before its ledger began counts as if it had it, where another query took the rewind first and so this
+        one does not know of it: a ledger has one number for each partition. Who goes back behind where a table began
+        has to move both (``spark-group reset --table``).
+        """
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
             self._grow(book, book.end)
-            for row in book.rows.get(table, set()).intersection(range(max(start, book.start), end)):
+            left_out = range(max(start, book.start), end)
+            before = book.rewound if book.took - {table} else 0
+            for row in book.rows.get(table, set()).intersection(left_out) | {r for r in left_out if r < before}:
                 if row < book.end:
                     book.times[row - book.start] = max(1, book.times[row - book.start])
             advance(book)

@@ -218,9 +218,12 @@ class Invariants(Accounts):
             if end > max(book.end, book.start + len(book.times)):
                 self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
             for holding in book.holders.values():
-                chained = start <= (holding.begin if holding.until is None else holding.until)
+                at = holding.begin if holding.until is None else holding.until
+                chained = start <= at or start in book.firsts  # what came before is gone
                 if holding.reader is reader and holding.loss is None and chained and known:
                     holding.until = end
+            if start < book.rewound:
+                book.took.add(table)
             if table:
                 rows = book.rows.setdefault(table, set())
                 # Of a topic that was made again: a batch that was planned under the former id may have read either
