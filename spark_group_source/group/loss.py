@@ -72,7 +72,7 @@ class Lookout:
                 now, whichever these are: Kafka deletes what was committed of a topic with it.
         """
         if epoch != self.epoch:
-            self.heights.forget(self.topic_ids.keys())
+            self.heights.forget(set(self.topic_ids))
             self.epoch, self.topic_ids, self._checked = epoch, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
