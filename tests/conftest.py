@@ -5,7 +5,6 @@ nothing. Whatever starts a JVM asks for the fixture ``jvm`` (or has a marker tha
 tests out, and for all others there is no Java.
 """
 
-import importlib.util
 import itertools
 import os
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import quick_spark
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from hypothesis import settings
@@ -116,20 +116,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every Spark that a test starts, in this process or another, begins in half the CPU time.
-
-    Its JVM leaves out the second compiler, which pays off after minutes only. Its Python processes import the installed
-    package: ``SPARK_HOME`` has no ``pyspark.zip``, whose modules each of them would compile anew.
-    """
-    found = importlib.util.find_spec("pyspark")
-    assert found is not None and found.origin is not None
-    home = tmp_path_factory.mktemp("spark-home")
-    for name in ("bin", "jars"):
-        (home / name).symlink_to(Path(found.origin).parent / name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARK_HOME", str(home))
-        patch.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+def quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every Spark that a test starts, in this process or another, begins in half the CPU time."""
+    if not any(item.get_closest_marker("jvm") for item in request.session.items):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, quick_spark.prepared():
+        patch.setenv("SPARK_HOME", str(quick_spark.home()))
+        patch.setenv("SPARK_SUBMIT_OPTS", quick_spark.submit_options())
         yield
 
 

@@ -1,0 +1,114 @@
+"""Sparks that start in half the CPU time, for tests: whatever starts one does so dozens of times.
+
+- Its JVM leaves out the second compiler, which pays off after minutes only.
+- Its Python processes import the installed package: this ``SPARK_HOME`` has no ``pyspark.zip``, whose modules each of
+  them would compile anew.
+- Its classes are mapped into memory from an archive (class data sharing), as those of brokers are
+  (``local.broker.prepare``). The first run that needs it makes it, beside its tests: a Spark that begins before it is
+  there begins without it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import cache_dir, java_path
+
+OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+MAKE_S = 240
+"""Bound of the program that makes the archive."""
+END_S = 10
+
+
+def home() -> Path:
+    """What ``SPARK_HOME`` is to be. An archive fits class paths of the same names only, so every run has the same."""
+    found = importlib.util.find_spec("pyspark")
+    assert found is not None and found.origin is not None
+    installed = Path(found.origin).parent
+    place = cache_dir() / f"spark-home-{_digest(str(installed))}"
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "jars"):
+        with contextlib.suppress(FileExistsError):
+            (place / name).symlink_to(installed / name)
+    return place
+
+
+def submit_options() -> str:
+    """What ``SPARK_SUBMIT_OPTS`` is to be. A JVM goes on without the archive where it is missing or does not fit."""
+    return f"{OPTIONS} -XX:SharedArchiveFile={_archive()} -Xlog:disable -Xlog:all=error:stderr"
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """The archive is made meanwhile, if it is not there and nobody else makes it."""
+    archive = _archive()
+    with archive.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield
+            return
+        if archive.is_file():
+            yield
+            return
+        maker = subprocess.Popen(
+            [sys.executable, __file__],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(maker.pid, signal.SIGKILL)
+            maker.wait(END_S)
+
+
+def make() -> None:
+    """Do once what every test's Spark does, and keep the classes that it took."""
+    from pyspark.sql import SparkSession
+
+    os.nice(5)  # it is in no hurry
+    signal.alarm(MAKE_S)
+    with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".prepare-") as scratch:
+        unfinished = Path(scratch) / "classes.jsa"
+        os.environ |= {
+            "SPARK_HOME": str(home()),
+            "SPARK_SUBMIT_OPTS": f"{OPTIONS} -XX:ArchiveClassesAtExit={unfinished}",
+        }
+        builder = SparkSession.builder.master("local[2]")
+        for key, value in local_spark_settings(scratch).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        table = str(Path(scratch) / "table")
+        stream = spark.readStream.format("rate").load().writeStream.format("delta").trigger(availableNow=True)
+        stream.option("checkpointLocation", str(Path(scratch) / "checkpoint")).start(table).awaitTermination()
+        spark.range(10).write.format("delta").mode("append").option("mergeSchema", "true").save(table)
+        spark.read.format("delta").load(table).collect()
+        gateway = spark.sparkContext._gateway.proc  # type: ignore[union-attr]
+        spark.stop()
+        gateway.stdin.close()  # the JVM ends in order, and writes the archive on its way out
+        gateway.wait(MAKE_S)
+        unfinished.replace(_archive())
+
+
+def _archive() -> Path:
+    return cache_dir() / f"spark-classes-{_digest(f'{java_path().resolve()} {home()}')}.jsa"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+if __name__ == "__main__":
+    make()
