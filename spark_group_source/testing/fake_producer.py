@@ -50,7 +50,7 @@ class FakeProducer:
             if not self._library.cluster.transactions_allowed:
                 reply(refusal(DENIED, "Failed to acquire transactional PID from broker TxnCoordinator/1", fatal=True))
                 return
-            code, epoch = self._library.cluster.transactions.init(self._id)
+            code, epoch = self._library.cluster.transactions.init(self._id, by=self._library.process.name)
             if code is Code.CONCURRENT:
                 self._library.world.at(RETRY_MS, lambda: serve(reply))
             else:

@@ -193,8 +193,9 @@ class Scene:
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
-        """The newest run of a query may only be shut out by an older one that had not begun when it started."""
-        if not run.late:
+        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by its
+        own request to begin, sent again when no answer came."""
+        if not run.late and not self.cluster.transactions.taken_twice(run.process.name):
             raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
 
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:

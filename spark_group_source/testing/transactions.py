@@ -25,6 +25,7 @@ class _Transaction:
     ending: bool = False
     committed: bool | None = None  # how the last one ended
     number: int = 0
+    by: list[str] = field(default_factory=list)  # who asked for it, each time
 
 
 class Transactions:
@@ -35,9 +36,10 @@ class Transactions:
         self.expired: set[str] = set()  # whose transaction was aborted because nobody ended it
         self._known: dict[str, _Transaction] = {}
 
-    def init(self, id_: str) -> tuple[Code, int]:
+    def init(self, id_: str, by: str = "") -> tuple[Code, int]:
         """Take the id over: OK and the new epoch, or CONCURRENT while an older transaction is being ended."""
         found = self._known.setdefault(id_, _Transaction())
+        found.by.append(by)
         if found.open:
             found.epoch += 1  # whoever has it open is shut out now
             self._end(id_, found, commit=False)
@@ -91,6 +93,10 @@ class Transactions:
         """The id was idle for so long that the coordinator forgot it (transactional.id.expiration.ms)."""
         if id_ in self._known and not self._known[id_].open and not self._known[id_].ending:
             del self._known[id_]
+
+    def taken_twice(self, by: str) -> bool:
+        """Whether a process shut itself out: its first request came late, after the one that it sent in its place."""
+        return any(found.by[-2:] == [by, by] for found in self._known.values())
 
     def epoch(self, id_: str) -> int:
         return self._known[id_].epoch if id_ in self._known else 0
