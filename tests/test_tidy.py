@@ -39,6 +39,7 @@ WALLS: dict[str, set[str]] = {
     "group": VALUES,
     "options": VALUES,
     "kafka": VALUES | {"options"},
+    "channel": VALUES,
     "executor": VALUES | {"options", "kafka"},
     "driver": VALUES | {"options", "group", "kafka", "host"},
     "host": VALUES | {"group"},
