@@ -14,6 +14,7 @@ Kafka's in ``kafka.translation``, Delta's in ``delta.deltalog``) and secrets.
     │   ├── DataLoss              planned or committed offsets are no longer in the log
     │   ├── ReadTimeout           a range was not read before its deadline (retriable)
     │   ├── RebalanceTimeout      the group gave no assignment in time (retriable)
+    │   ├── ChannelBroken         the other end of the control channel refused, or did not answer (retriable)
     │   ├── CommitFailed          Kafka refused the group's offsets; the rows are safe (retriable)
     │   ├── Fenced                a newer driver runs this stream
     │   ├── CheckpointMismatch    the checkpoint belongs to another group, or its offsets cannot be read
@@ -86,6 +87,12 @@ class ReadTimeout(GroupError):
 
 class RebalanceTimeout(GroupError):
     """The group did not give an assignment within the bound, after every retry. ``fields``: group, waited_ms."""
+
+    retriable = True
+
+
+class ChannelBroken(GroupError):
+    """An executor and the stream reader of its run do not reach each other, or no longer. ``fields``: waited_ms."""
 
     retriable = True
 
