@@ -1,0 +1,1 @@
+"""The control channel: bytes, proofs, and the real server over loopback."""
