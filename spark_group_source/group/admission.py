@@ -119,7 +119,7 @@ def pack(
     """
     pieces = sorted(r for r in ranges if r.size > 0)
     if max_records is not None:
-        pieces = _split_at_most(pieces, max_records)
+        pieces = split_at_most(pieces, max_records)
     if min_partitions is not None and len(pieces) < min_partitions:
         pieces = _split_largest(pieces, min_partitions)
     pieces.sort(key=lambda r: -r.size)  # stable: equal sizes stay in the order of partitions
@@ -134,7 +134,12 @@ def pack(
     return [[r] for r in big] + _balance(small, min(shared, len(small)), max_records)
 
 
-def _split_at_most(ranges: list[OffsetRange], max_records: int) -> list[OffsetRange]:
+def split_at_most(ranges: Sequence[OffsetRange], max_records: int) -> list[OffsetRange]:
+    """Ranges of more than ``max_records`` offsets as equal pieces of at most that.
+
+    Raises:
+        OptionError: that would be more than :data:`TASKS_MAX`.
+    """
     wanted = [-(-r.size // max_records) for r in ranges]
     if sum(wanted) > TASKS_MAX:
         raise OptionError(
