@@ -1,0 +1,376 @@
+"""What a stream reader with many agents pays for its control channel, and how long tasks wait for their pieces.
+
+``python -m tests.bench channel [--agents N ...] [--batches N]``
+
+The real server and claims in this process; the agents are played by two others over loopback sockets. Each agent has 10
+slots with 20 partitions each and starts 20 tasks a batch, each of which claims its piece and says when it ended. First
+as fast as a driver of Spark starts tasks, then all agents in the same instant. ``late`` is how late timers of the
+players were, at p99: on a machine that others keep busy, claims are late by as much. The last row has strangers beside
+the agents: half-open and slow connections, garbage, and frames that say that they are too long.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
+from spark_group_source.channel.peer import Limits, Peer
+from spark_group_source.channel.proof import HANDSHAKE_BYTES_MAX, MAC_BYTES, ClientSide, Seal, Secret, challenge
+from spark_group_source.channel.server import Server
+from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, Frames
+from spark_group_source.group.claims import Claims, Piece, Plan
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.model import TopicPartition
+
+AGENTS = (5, 50, 500)
+SLOTS_EACH, PARTITIONS_EACH, TASKS_EACH = 10, 200, 20
+RECORDS = 5_000
+"""Of each partition: ten partitions are worth a task."""
+TASKS_PER_S = 2_000
+"""The most that Spark's driver starts; small clusters are played as fast as this for each of their agents' share."""
+PLAYERS = 2
+PLAYER_S_MAX = 300
+"""How long a process that plays agents, or strangers, may live."""
+STRANGERS, STRANGERS_PER_S = 200, 200
+"""Connections that stay half open, and further ones a second that send what they should not."""
+P99_MS_MAX, CORES_MAX = 50.0, 0.5
+"""What the project promises, for 500 agents on 2 cores that also play them."""
+CODEC = Codec(CLAIM_MESSAGES)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="channel")
+    parser.add_argument("--agents", type=int, nargs="*", default=AGENTS)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--play", choices=["agents", "strangers"], help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.play:
+        play = _play if chosen.play == "agents" else _disturb
+        asyncio.run(asyncio.wait_for(play(json.loads(sys.stdin.readline())), PLAYER_S_MAX))
+        return 0
+    table = Table(title="claims over the control channel: as Spark starts tasks | all agents at once")
+    for column in (
+        "agents",
+        "slots",
+        "partitions",
+        "tasks",
+        "cut",
+        "claims/s",
+        "p50",
+        "p99",
+        "late",
+        "cores",
+        "us each",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("| p50", "p99", "refused", "memory", "threads"):
+        table.add_column(column, justify="right", no_wrap=True)
+    missed = []
+    for agents, disturbed in [*((agents, False) for agents in chosen.agents), (max(chosen.agents), True)]:
+        found = Coordinator(agents, disturbed=disturbed).run(chosen.batches)
+        table.add_row(*found.shown(agents, disturbed=disturbed))
+        if found.p99_ms > P99_MS_MAX or (found.cores > CORES_MAX and not disturbed):
+            missed.append(f"{agents} agents: p99 {found.p99_ms:.0f} ms, {found.cores:.2f} cores")
+    console = Console(width=170)
+    console.print(table)
+    for text in missed:
+        console.print(f"[red]missed[/red]: {text}")
+    return bool(missed)
+
+
+class Found(NamedTuple):
+    """What one size costs. Times of claims are those of whoever asked."""
+
+    cut_ms: float
+    per_s: float
+    p50_ms: float
+    p99_ms: float
+    late_ms: float
+    cores: float
+    us_each: float
+    burst_p50_ms: float
+    burst_p99_ms: float
+    refused: int
+    memory_mb: float
+    threads: int
+
+    def shown(self, agents: int, *, disturbed: bool) -> list[str]:
+        sizes = [f"{agents * each:,}" for each in (1, SLOTS_EACH, PARTITIONS_EACH, TASKS_EACH)]
+        sizes[0] += ", strangers" if disturbed else ""
+        return [
+            *sizes,
+            f"{self.cut_ms:.0f} ms",
+            f"{self.per_s:,.0f}",
+            f"{self.p50_ms:.1f} ms",
+            f"{self.p99_ms:.1f} ms",
+            f"{self.late_ms:.1f} ms",
+            f"{self.cores:.2f}",
+            f"{self.us_each:.0f}",
+            f"| {self.burst_p50_ms:.0f} ms",
+            f"{self.burst_p99_ms:.0f} ms",
+            f"{self.refused:,}",
+            f"+{self.memory_mb:.0f} MB",
+            str(self.threads),
+        ]
+
+
+class Coordinator:
+    """The stream reader's part: claims behind a server, and the players that it starts."""
+
+    def __init__(self, agents: int, *, disturbed: bool = False) -> None:
+        self._agents, self._disturbed = agents, disturbed
+        self._claims = Claims("bench")
+        self._died: list[BaseException] = []
+        self._secret = Secret.new()
+        self._server = Server(
+            CODEC,
+            self._secret,
+            on_open=lambda _: None,
+            on_message=self._hear,
+            on_closed=lambda *_: None,
+            died=self._died.append,
+            hosts=["127.0.0.1"],
+            limits=Limits(),
+        )
+
+    def run(self, batches: int) -> Found:
+        me = psutil.Process()
+        memory = me.memory_info().rss
+        port = self._server.start()
+        players = [self._player(port, number) for number in range(PLAYERS)]
+        strangers = [_started("strangers", {"port": port})] if self._disturbed else []
+        try:
+            for player in (*players, *strangers):
+                _line(player)
+            cut_ms: list[float] = []
+            steady: list[float] = []
+            late: list[float] = []
+            cpu_s = took_s = 0.0
+            for seq in range(batches):
+                plan, spent_ms = self._plan(seq)
+                cut_ms.append(spent_ms)
+                cpu_before_s, before_s = time.process_time(), time.monotonic()
+                order = {"plan": plan.name, "tasks": len(plan.pieces), "per_s": self._per_s()}
+                for part in _both(players, order):
+                    steady += part["took_ms"]
+                    late += part["late_ms"]
+                cpu_s += time.process_time() - cpu_before_s
+                took_s += time.monotonic() - before_s
+            threads = me.num_threads()
+            burst: list[float] = []
+            for seq in range(batches):
+                plan, _ = self._plan(batches + seq)
+                for part in _both(players, {"plan": plan.name, "tasks": self._agents, "per_s": 0}):
+                    burst += part["took_ms"]
+            memory = me.memory_info().rss - memory
+            refused = self._server.counts().refused
+        finally:
+            for player in (*players, *strangers):
+                player.kill()
+                player.wait()
+            assert self._server.stop()
+        assert not self._died
+        return Found(
+            cut_ms=min(cut_ms),
+            per_s=len(steady) / took_s,
+            p50_ms=_at(steady, 0.5),
+            p99_ms=_at(steady, 0.99),
+            late_ms=_at(late, 0.99),
+            cores=cpu_s / took_s,
+            us_each=cpu_s / len(steady) * 1e6,
+            burst_p50_ms=_at(burst, 0.5),
+            burst_p99_ms=_at(burst, 0.99),
+            refused=refused,
+            memory_mb=memory / 1e6,
+            threads=threads,
+        )
+
+    def _per_s(self) -> float:
+        return TASKS_PER_S * self._agents / max(AGENTS)
+
+    def _hear(self, peer: Peer, message: Any, asks: int) -> None:
+        match message:
+            case Claim():
+                piece = self._claims.claim(message.plan, message.task, message.executor)
+                if isinstance(piece, Piece):
+                    peer.answer(asks, Given(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}))
+                else:
+                    peer.answer(asks, NotGiven(reason=piece.reason))
+            case TaskEnded():
+                self._claims.ended(message.plan, message.task, message.executor)
+
+    def _plan(self, seq: int) -> tuple[Plan, float]:
+        count = self._agents * PARTITIONS_EACH
+        at = seq * RECORDS
+        ranges = {TopicPartition("orders", p): (at, at + RECORDS) for p in range(count)}
+        lent = {tp: str(tp.partition % self._agents) for tp in ranges}
+        offset = StreamOffset(group="bench", stream="9f2c", seq=seq, ranges=ranges)
+        started = time.process_time()
+        plan = self._claims.cut(offset, lent)
+        return plan, (time.process_time() - started) * 1000
+
+    def _player(self, port: int, number: int) -> "subprocess.Popen[str]":
+        agents = list(range(number, self._agents, PLAYERS))
+        return _started("agents", {"port": port, "secret": self._secret.__reduce__()[1][0].hex(), "agents": agents})
+
+
+def _started(role: str, given: dict[str, Any]) -> "subprocess.Popen[str]":
+    player = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench", "channel", "--play", role],
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _tell(player, given)
+    return player
+
+
+def _tell(player: "subprocess.Popen[str]", what: object) -> None:
+    assert player.stdin is not None
+    player.stdin.write(json.dumps(what) + "\n")
+    player.stdin.flush()
+
+
+def _line(player: "subprocess.Popen[str]") -> Any:
+    """What a player says next; one that is silent too long ends by itself, and so does this."""
+    assert player.stdout is not None
+    while not (line := player.stdout.readline()).startswith("{"):  # the name of the benchmark is a line too
+        assert line, "a player ended"
+    return json.loads(line)
+
+
+def _both(players: "list[subprocess.Popen[str]]", order: dict[str, Any]) -> list[dict[str, list[float]]]:
+    for number, player in enumerate(players):
+        _tell(player, {**order, "of": PLAYERS, "from": number})
+    return [_line(player) for player in players]
+
+
+def _at(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
+
+
+# --- in the processes that play agents and strangers ----------------------------------------------------------------
+
+
+class Agent(asyncio.Protocol):
+    """One connection, as an executor's agent has it."""
+
+    def __init__(self, executor: str, secret: Secret) -> None:
+        self.executor = executor
+        self._proof = ClientSide(secret, CODEC, challenge())
+        self._frames = Frames(HANDSHAKE_BYTES_MAX)
+        self._transport: asyncio.Transport | None = None
+        self._greeted = False
+        self._in = self._out = Seal(b"")
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self.open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._frames.feed(data)
+        while (body := self._frames.next()) is not None:
+            if self.open.done():
+                message, _, answers = CODEC.decode(self._in.open(body))
+                self._asked.pop(answers).set_result(message)
+            elif not self._greeted:
+                assert self._transport is not None
+                self._transport.write(self._proof.answer(body))
+                self._greeted = True
+            else:
+                self._proof.check(body)
+                self._in, self._out = self._proof.seal("server"), self._proof.seal("client")
+                self._frames.bytes_max = FRAME_BYTES_MAX + MAC_BYTES
+                self.open.set_result(None)
+
+    def say(self, message: Any, asks: int = 0) -> None:
+        assert self._transport is not None
+        self._transport.write(self._out.close(CODEC.encode(Envelope(message, asks))))
+
+    async def task(self, plan: str, task: int) -> float:
+        """How long a task waits for its piece."""
+        answer = self._asked[task + 1] = asyncio.get_running_loop().create_future()
+        started_s = time.monotonic()
+        self.say(Claim(plan=plan, task=task, executor=self.executor), task + 1)
+        piece = await answer
+        took_s = time.monotonic() - started_s
+        assert isinstance(piece, Given), piece
+        self.say(TaskEnded(plan=plan, task=task, executor=self.executor))
+        return took_s
+
+
+async def _play(given: dict[str, Any]) -> None:
+    loop = asyncio.get_running_loop()
+    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(orders.put_nowait, json.loads(line))
+
+    threading.Thread(target=read, daemon=True).start()
+    secret = Secret(bytes.fromhex(given["secret"]))
+    agents = []
+    for executor in given["agents"]:
+        _, agent = await loop.create_connection(lambda e=executor: Agent(str(e), secret), "127.0.0.1", given["port"])  # type: ignore[misc]
+        await agent.open
+        agents.append(agent)
+    print("{}", flush=True)
+    while True:
+        print(json.dumps(await _one_batch(agents, await orders.get())), flush=True)
+
+
+async def _one_batch(agents: list[Agent], order: dict[str, Any]) -> dict[str, list[float]]:
+    """Each task at its time: as the driver starts them, one after the other, over all executors."""
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    running, late_ms = [], []
+    for n, task in enumerate(range(order["from"], order["tasks"], order["of"])):
+        if order["per_s"]:
+            due_s = started_s + task / order["per_s"]
+            if (wait_s := due_s - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+                late_ms.append((loop.time() - due_s) * 1000)
+        running.append(loop.create_task(agents[n % len(agents)].task(order["plan"], task)))
+    return {"took_ms": [took_s * 1000 for took_s in await asyncio.gather(*running)], "late_ms": late_ms}
+
+
+async def _disturb(given: dict[str, Any]) -> None:
+    """Connections of nobody: some say nothing or a byte at a time, the others what they should not."""
+    where = ("127.0.0.1", given["port"])
+    print("{}", flush=True)
+    kept: list[socket.socket] = []
+    kinds = (
+        os.urandom(2_000),
+        struct.pack(">I", 2**31),
+        struct.pack(">I", 400) + b"{" * 400,
+        b"GET / HTTP/1.1\r\n\r\n",
+    )
+    for n in range(STRANGERS_PER_S * PLAYER_S_MAX):
+        await asyncio.sleep(1 / STRANGERS_PER_S)
+        each = socket.create_connection(where, timeout=5)
+        try:
+            each.sendall(kinds[n % len(kinds)] if n % 4 else b"")
+            for slow in kept[n % 10 :: 10]:
+                slow.send(b"\0")
+        except OSError:  # it was closed, as it should be
+            pass
+        kept.append(each)
+        if len(kept) > STRANGERS:
+            kept.pop(0).close()
