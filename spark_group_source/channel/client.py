@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, Final
 
 from spark_group_source.channel.asking import Questions
+from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.proof import (
     HANDSHAKE_BYTES_MAX,
     MAC_BYTES,
@@ -23,7 +24,7 @@ from spark_group_source.channel.proof import (
     Secret,
     challenge,
 )
-from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, Frames, WireError
+from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, WireError
 from spark_group_source.errors import ChannelBroken
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,18 @@ Address = tuple[str, int]
 
 STAGGER_S: Final = 0.2
 """An address that has not answered for so long gets company from the next one."""
-CONNECT_S: Final = 3.0
+CONNECT_S: Final = 5.0
 """After this long in one round an address swallows what is sent to it."""
-HANDSHAKE_S: Final = 3.0
+HANDSHAKE_S: Final = 5.0
 """Two round trips, and a server that may be busy. What listens at an address may be something else, and mute."""
 AGAIN_S: Final = 0.5
 """Between two rounds over all addresses."""
 SEND_S: Final = 10.0
 """The server takes what it is sent at once; in this time it would have been found dead."""
+KEEP_ALIVE_S: Final = 10.0
+"""A connection on which nothing is said for this long says that it is still there."""
+UNHEARD_MS: Final = 30_000
+"""Until the system gives a connection up whose other end does not confirm what it was sent."""
 RECEIVE_BYTES: Final = 1 << 16
 
 
@@ -72,6 +77,7 @@ class Client:
         self._out: Seal | None = None
         self._frames = Frames(HANDSHAKE_BYTES_MAX)
         self._sending = threading.Lock()
+        self._sent_s = 0.0
         self._questions = Questions()
         self._ending = threading.Lock()
         self._ended: str | None = None
@@ -123,6 +129,7 @@ class Client:
             ChannelBroken: none came in time, or the connection ended.
         """
         assert threading.current_thread() is not self._thread, "the thread that reads the answer must not wait for it"
+        assert self._socket is not None, "open() comes first"
         number, answer = self._questions.ask()
         self._post(Envelope(message, asks=number))
         return self._questions.wait(number, answer, within_s)
@@ -164,13 +171,15 @@ class Client:
 
     def _start(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.settimeout(SEND_S)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+        connected.settimeout(min(SEND_S, KEEP_ALIVE_S))
         with self._ending:
             if self._ended is not None:
                 connected.close()
                 raise ChannelBroken(f"the control channel is closed: {self._ended}")
             self._socket = connected
+            self._sent_s = monotonic()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
             self._thread.start()
@@ -182,12 +191,15 @@ class Client:
     # --- talking ----------------------------------------------------------------------------------------------------
 
     def _post(self, envelope: Envelope) -> bool:
-        data = self._codec.encode(envelope)
+        return self._put(self._codec.encode(envelope))
+
+    def _put(self, data: bytes) -> bool:
         try:
             with self._sending:
                 if self._ended is not None or self._socket is None or self._out is None:
                     return False
                 self._socket.sendall(self._out.close(data))
+                self._sent_s = monotonic()
         except OSError as exc:  # a part may be out: what follows would be nonsense to the other end
             self._end(_told(exc))
             return False
@@ -215,6 +227,8 @@ class Client:
                     self._questions.answered(answers, message)
                 else:
                     self._on_message(self, message, asks)
+            if monotonic() - self._sent_s >= KEEP_ALIVE_S:
+                self._put(b"")
             try:
                 data = self._socket.recv(RECEIVE_BYTES)
             except TimeoutError:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from spark_group_source.channel.asking import Questions
+from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.proof import (
     HANDSHAKE_BYTES_MAX,
     MAC_BYTES,
@@ -23,7 +24,7 @@ from spark_group_source.channel.proof import (
     challenge,
     refusal,
 )
-from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, Frames, WireError
+from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, WireError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Limits:
 
     handshake_s: float = 5.0
     idle_s: float = 60.0
-    """Agents ping every few seconds. After this long without a word a connection is only half of one."""
+    """A client says every ten seconds that it is there. After this long without a word a connection is half of one."""
     outbox_bytes: int = 8 * FRAME_BYTES_MAX
     """Sent and not taken by the peer."""
     connections: int = CONNECTIONS_MAX
@@ -160,8 +161,9 @@ class Peer(asyncio.Protocol):
             transport.write(self._proof.greeting())
 
     def data_received(self, data: bytes) -> None:
-        self._frames.feed(data)
-        self._take()
+        if not self._closed:
+            self._frames.feed(data)
+            self._take()
 
     def connection_lost(self, exc: Exception | None) -> None:
         with self._lock:
@@ -186,9 +188,11 @@ class Peer(asyncio.Protocol):
         self._closed_s = self._closed_s or self._loop.time()
         if at_once:
             self._transport.abort()
-        else:
+        elif not self._transport.is_closing():
             self._write_out()
-            self._transport.close()
+            # Not close(): what is still on its way here would make the system throw away what is on its way there. The
+            # other end closes when it has read this, or look_at_deadlines does.
+            self._transport.write_eof()
 
     def look_at_deadlines(self) -> None:
         now_s = self._loop.time()
@@ -210,8 +214,10 @@ class Peer(asyncio.Protocol):
                     return
                 if self._in is None:
                     self._prove(body)
-                else:
-                    self._hear(self._codec.decode(self._in.open(body)))
+                elif data := self._in.open(body):
+                    self._hear(self._codec.decode(data))
+                else:  # only to say that it is still there
+                    self._heard_s = self._loop.time()
         except Refused as exc:
             self._refuse(str(exc))
         except WireError as exc:
@@ -225,8 +231,9 @@ class Peer(asyncio.Protocol):
             self._loop.call_soon(self._take_again)
 
     def _take_again(self) -> None:
-        if not self._closed and self._transport is not None:
-            self._transport.resume_reading()
+        assert self._transport is not None
+        self._transport.resume_reading()
+        if not self._closed:
             self._take()
 
     def _prove(self, body: bytes) -> None:

@@ -18,7 +18,8 @@ import json
 import secrets
 from typing import Any, Final
 
-from spark_group_source.channel.wire import Codec, WireError, framed, parse_json
+from spark_group_source.channel.frames import framed
+from spark_group_source.channel.wire import Codec, WireError, parse_json
 
 VERSION: Final = 1
 """Of greeting, proof and frames. What the messages are is the codec's dialect."""

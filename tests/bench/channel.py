@@ -27,11 +27,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
 from spark_group_source.channel.peer import Limits, Peer
 from spark_group_source.channel.proof import HANDSHAKE_BYTES_MAX, MAC_BYTES, ClientSide, Seal, Secret, challenge
 from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope, Frames
+from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope
 from spark_group_source.group.claims import Claims, Piece, Plan
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition

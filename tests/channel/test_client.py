@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from channel.words import CODEC, SOON_S, Connected, Listening, Ping, Pong
+from spark_group_source.channel.frames import framed
+from spark_group_source.channel.peer import Limits
 from spark_group_source.channel.proof import Secret, ServerSide, challenge
-from spark_group_source.channel.wire import framed
 from spark_group_source.errors import ChannelBroken
 
 
@@ -165,3 +166,11 @@ def test_the_death_of_its_thread_is_told() -> None:
         assert "KeyError" in client.gone.get(timeout=SOON_S)
         with pytest.raises(ChannelBroken):
             client.request(Ping(), SOON_S)
+
+
+def test_a_connection_on_which_nothing_is_said_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_group_source.channel.client.KEEP_ALIVE_S", 0.2)
+    with Listening(limits=Limits(idle_s=1.0)) as there, there.client() as client:
+        threading.Event().wait(3.0)
+        assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
+        assert there.heard.qsize() == 1 and there.closed.empty()

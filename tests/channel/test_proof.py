@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from channel.words import CODEC, Ping
+from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.proof import ClientSide, Refused, Seal, Secret, ServerSide, challenge, refusal
-from spark_group_source.channel.wire import Codec, Frames, WireError
+from spark_group_source.channel.wire import Codec, WireError
 
 
 def body(frame: bytes) -> bytes:

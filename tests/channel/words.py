@@ -41,6 +41,7 @@ class Everything:
     colour: Colour = Colour.RED
     inner: Inner = Inner(number=1)
     ranges: tuple[OffsetRange, ...] = ()
+    assigned: tuple[TopicPartition, ...] = ()
     held: frozenset[TopicPartition] = frozenset()
     names: frozenset[str] = frozenset()
     offsets: Mapping[TopicPartition, int | None] = field(default_factory=dict)
