@@ -192,7 +192,10 @@ class Peer(asyncio.Protocol):
             self._write_out()
             # Not close(): what is still on its way here would make the system throw away what is on its way there. The
             # other end closes when it has read this, or look_at_deadlines does.
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # it is gone already, and connection_lost is on its way
+                self._transport.abort()
 
     def look_at_deadlines(self) -> None:
         now_s = self._loop.time()

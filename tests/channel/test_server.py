@@ -135,6 +135,33 @@ def test_what_was_sent_before_the_server_stopped_arrives() -> None:
         there.raw()
 
 
+def test_a_peer_that_is_gone_when_the_server_stops_does_not_keep_it_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    there = Listening()
+    connected, _ = proven(there)
+    there.opened.get(timeout=SOON_S)
+    loop, blocked, gate = there.server._loop, threading.Event(), threading.Event()
+    assert loop is not None
+
+    def block() -> None:
+        blocked.set()
+        gate.wait(SOON_S)
+
+    loop.call_soon_threadsafe(block)
+    assert blocked.wait(SOON_S)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connected.close()  # a reset, which the loop has no time to see
+    stopped: list[bool] = []
+    stopping = threading.Thread(target=lambda: stopped.append(there.server.stop(SOON_S)))
+    stopping.start()
+    threading.Event().wait(0.2)
+    gate.set()
+    stopping.join()
+    assert stopped == [True] and there.closed.qsize() == 1
+    assert "Exception" not in caplog.text
+
+
 def test_without_the_secret_every_call_is_refused() -> None:
     with Listening() as there:
         client = there.client(secret=Secret.new())
