@@ -18,6 +18,9 @@ from spark_group_source.channel.server import Server
 from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope
 from spark_group_source.errors import ChannelBroken
 
+OUTBOX = 16 << 20
+"""More than the system keeps for a connection."""
+
 
 def proven(there: Listening) -> tuple[socket.socket, ClientSide]:
     """A connection whose owner knows the secret, and writes frames by hand."""
@@ -264,7 +267,7 @@ def test_a_peer_that_says_nothing_any_more_is_closed() -> None:
 
 
 def test_a_peer_that_takes_nothing_is_closed_at_its_bound_and_others_are_served() -> None:
-    with Listening(limits=Limits(outbox_bytes=1 << 20)) as there:
+    with Listening(limits=Limits(outbox_bytes=OUTBOX)) as there:
         connected, _ = proven(there)
         peer = there.opened.get(timeout=SOON_S)
         with connected, there.client() as client:
@@ -274,6 +277,7 @@ def test_a_peer_that_takes_nothing_is_closed_at_its_bound_and_others_are_served(
                 assert sent < 1_000, "nothing bounds it"
                 assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
             assert "did not take" in there.closed.get(timeout=SOON_S)[1]
+            assert sent * len(load) > OUTBOX, "it was closed before its bound"
 
 
 def test_a_burst_beyond_the_bound_closes_the_peer_before_it_is_kept() -> None:
