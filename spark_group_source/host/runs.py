@@ -18,8 +18,6 @@ import functools
 import json
 import logging
 import os
-import stat
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,10 +25,10 @@ from typing import Any
 
 from spark_group_source.errors import GroupError
 from spark_group_source.group.statistics import Statistics
+from spark_group_source.host.folder import directory, trouble, write
 
 log = logging.getLogger(__name__)
 
-DIRECTORY = "spark-group-source"
 DRAIN = ".drain"
 DURABLE = ".durable"
 READ_FILES_MAX = 1_000
@@ -49,11 +47,6 @@ QUERY_THREAD = "stream execution thread for "
 """How Spark's name for the thread of a streaming query begins."""
 
 
-def directory() -> Path:
-    """Where the runs of this host and user publish."""
-    return Path(tempfile.gettempdir()) / f"{DIRECTORY}-{os.getuid()}"
-
-
 def mark_durable(stream: str, seq: int) -> None:
     """Say that a sink has a stream's batch, for the run to read when it ends. Nothing is said where no run of this user
     publishes; never raises, because the batch is safe either way."""
@@ -61,7 +54,7 @@ def mark_durable(stream: str, seq: int) -> None:
         return
     with contextlib.suppress(OSError):
         if _usable():
-            _write(directory() / f"{stream}{DURABLE}", str(seq))
+            write(directory() / f"{stream}{DURABLE}", str(seq))
 
 
 def durable_seq(stream: str) -> int:
@@ -142,7 +135,7 @@ class Publisher:
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             if _usable():
-                _write(self._path, json.dumps(doc))
+                write(self._path, json.dumps(doc))
         except OSError as exc:
             if not self._failing:
                 log.warning("statistics cannot be written to %s, and are tried again: %s", self._path, exc)
@@ -233,20 +226,6 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
     return len(runs)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a small file so that nobody reads half of it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with contextlib.suppress(FileNotFoundError):
-        part.unlink()  # whatever it is, and wherever it leads
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def _usable() -> bool:
     """Whether the directory is there and this user's alone; once for each reason the log says why it is not."""
     if trouble := _trouble(directory()):
@@ -256,23 +235,9 @@ def _usable() -> bool:
 
 
 def _trouble(folder: Path) -> str:
-    """Why this directory must not be used: /tmp is everybody's. Empty if nothing speaks against it, or nothing is
-    there."""
-    try:
-        status = folder.lstat()
-    except FileNotFoundError:
-        return ""
-    except OSError as exc:
-        return f"{folder} cannot be looked at ({exc}): {_WITHOUT}"
-    if not stat.S_ISDIR(status.st_mode):
-        found = "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a directory"
-    elif status.st_uid != os.getuid():
-        found = f"it belongs to user {status.st_uid}"
-    elif status.st_mode & 0o022:
-        found = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})"
-    else:
-        return ""
-    return f"{folder} is not this user's alone: {found}. {_WITHOUT}"
+    """Why this directory must not be used. Empty if nothing speaks against it, or nothing is there."""
+    found = trouble(folder)
+    return found and f"{found}. {_WITHOUT}"
 
 
 @functools.cache
