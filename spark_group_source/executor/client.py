@@ -24,6 +24,9 @@ class Client(Protocol):
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         """Replace whatever is assigned; every position is the next offset to read."""
 
+    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Assign these as well; the others go on undisturbed."""
+
     def drop(self, tps: Sequence[TopicPartition]) -> None:
         """Stop fetching these; the others go on undisturbed."""
 

@@ -137,6 +137,21 @@ def read_ranges(
         lease.give_back(clean=clean)
 
 
+def open_client(settings: Mapping[str, str], **others: str) -> Client:
+    """A reading client that belongs to the caller; not one of those that tasks share.
+
+    Args:
+        settings: as for :func:`read_ranges`.
+        others: what this client has in another way than tasks' do, with ``_`` for each dot.
+
+    Raises:
+        OptionError: librdkafka refuses a setting.
+        BrokerUnavailable: the function for tokens gave none.
+    """
+    own = {name.replace("_", "."): value for name, value in others.items()}
+    return _open(_ClientKey({**_DEFAULTS, **own, **settings, **_FORCED}, "auto"))
+
+
 def _rounds(ranges: Sequence[OffsetRange]) -> list[list[OffsetRange]]:
     """Spread ranges so that no round has a partition twice, because a client can be assigned it only once."""
     rounds: list[dict[TopicPartition, OffsetRange]] = []

@@ -217,6 +217,13 @@ class NativeClient:
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         self._with_list(self._lib.assign, positions)
+        self._look_for_leaders(positions)
+
+    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        self._with_list(self._lib.incremental_assign, positions)
+        self._look_for_leaders(positions)
+
+    def _look_for_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         new = {tp.topic for tp, _ in positions} - self._topics
         if new:
             self._topics |= new
@@ -232,7 +239,7 @@ class NativeClient:
 
     def move(self, tp: TopicPartition, offset: int) -> None:
         self.drop([tp])
-        self._with_list(self._lib.incremental_assign, [(tp, offset)])
+        self.add([(tp, offset)])
 
     def poll(self, rows_max: int, wait_s: float) -> NativeChunk:
         lib = self._lib

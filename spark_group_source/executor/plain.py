@@ -116,6 +116,13 @@ class PlainClient:
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         self._consumer.assign(self._tps(positions))
+        self._look_for_leaders(positions)
+
+    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        self._consumer.incremental_assign(self._tps(positions))
+        self._look_for_leaders(positions)
+
+    def _look_for_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         new = {tp.topic for tp, _ in positions} - self._topics
         self._topics |= new
         for topic in sorted(new):
@@ -127,7 +134,7 @@ class PlainClient:
 
     def move(self, tp: TopicPartition, offset: int) -> None:
         self.drop([tp])
-        self._consumer.incremental_assign(self._tps([(tp, offset)]))
+        self.add([(tp, offset)])
 
     def poll(self, rows_max: int, wait_s: float) -> Chunk:
         messages = self._consumer.consume(rows_max, wait_s)

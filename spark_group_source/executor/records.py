@@ -25,6 +25,9 @@ BATCH_BYTES_MAX = 16 * 1024 * 1024
 """Key, value and, if asked for, header bytes of one RecordBatch, except that one larger record makes a batch of its
 own."""
 
+HEADER_BYTES = 10
+"""What Arrow needs of one header besides its texts."""
+
 HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
 _FIELDS = [
@@ -218,8 +221,10 @@ def packed(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
 
 
 def header_bytes(rows: Sequence[HeaderRow]) -> Ints:
-    """How much memory the headers of each row take: names and values."""
-    return np.array([sum(len(name) + len(value or b"") for name, value in row) for row in rows], dtype=np.int64)
+    """How much memory the headers of each row take: names and values, and the ends of both."""
+    return np.array(
+        [sum(len(name) + len(value or b"") + HEADER_BYTES for name, value in row) for row in rows], dtype=np.int64
+    )
 
 
 def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
