@@ -39,8 +39,7 @@ WALLS: dict[str, set[str]] = {
     "group": VALUES,
     "options": VALUES,
     "kafka": VALUES | {"options"},
-    "channel": VALUES,
-    "executor": VALUES | {"options", "kafka"},
+    "executor": VALUES | {"options", "kafka", "host"},
     "driver": VALUES | {"options", "group", "kafka", "host"},
     "host": VALUES | {"group"},
     "delta": VALUES | {"group", "host"},  # the sink tells the run beside it what is durable
