@@ -1,0 +1,155 @@
+"""A task's side of its agent: what it has in memory first, all else from the brokers.
+
+Runs in: executor workers. Deliberately absent: starting the agent (``start``), reading from brokers (``fetch``).
+
+An answer is taken as a whole before any of it is handed on. So an agent that ends half way, or is slow, costs time and
+nothing else: its rows are dropped, and everything is read directly. No row comes twice.
+"""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from spark_group_source.executor.agent import wire
+from spark_group_source.executor.agent.home import Home, is_ours
+from spark_group_source.executor.agent.messages import Ahead
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.executor.records import arrow_schema
+from spark_group_source.model import OffsetRange, TopicPartition
+
+log = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""For the agent's whole answer; then its task reads directly."""
+READ_BYTES = 1 << 20
+
+
+def read_near(
+    home: Home | None,
+    settings: Mapping[str, str],
+    ranges: Sequence[OffsetRange],
+    *,
+    topic_ids: Mapping[str, str] | None = None,
+    leader_epochs: Mapping[TopicPartition, int] | None = None,
+    include_headers: bool = False,
+    **options: Any,
+) -> Iterator[pa.RecordBatch]:
+    """What :func:`~spark_group_source.executor.fetch.read_ranges` yields, and from the agent what that has in memory.
+
+    Args:
+        home: of the agent; None reads everything directly.
+        options: those of ``read_ranges`` that concern brokers only.
+
+    Raises:
+        GroupError: as ``read_ranges`` does. Nothing is raised for an agent.
+    """
+    topic_ids, leader_epochs = topic_ids or {}, leader_epochs or {}
+    batches: list[pa.RecordBatch] = []
+    rest = list(ranges)
+    if home is not None and ranges:
+        batches, rest = ask(home, ranges, topic_ids, leader_epochs, include_headers=include_headers)
+    batches.reverse()
+    while batches:
+        yield batches.pop()  # and its memory goes when Spark has it
+    yield from read_ranges(
+        settings,
+        rest,
+        topic_ids=topic_ids,
+        leader_epochs=leader_epochs,
+        include_headers=include_headers,
+        **options,
+    )
+
+
+def ask(
+    home: Home,
+    ranges: Sequence[OffsetRange],
+    topic_ids: Mapping[str, str],
+    leader_epochs: Mapping[TopicPartition, int],
+    *,
+    include_headers: bool,
+) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
+    """The rows that the agent has of the beginnings of these ranges, and what is left of them."""
+    request = {
+        "ask": "ranges",
+        "ranges": wire.ranges_out(ranges),
+        "topic_ids": dict(topic_ids),
+        "leader_epochs": wire.numbers_out(leader_epochs),
+    }
+    until_s = time.monotonic() + ASK_S
+    try:
+        with _connected(home, until_s) as connection:
+            wire.send(connection, request, until_s)
+            answer = wire.receive(connection, until_s)
+            rest = _left(ranges, {int(index): int(until) for index, until in answer["served"]})
+            batches = _batches(connection, int(answer["rows"]), include_headers, until_s)
+    except FileNotFoundError:
+        return [], list(ranges)  # it has only been started, or has ended
+    except (OSError, wire.WireError, pa.ArrowException, KeyError, TypeError, ValueError) as exc:
+        log.info("reading directly, because the agent in %s did not answer: %s: %s", home.path, type(exc).__name__, exc)
+        return [], list(ranges)
+    return batches, rest
+
+
+def tell(home: Home, ahead: Ahead) -> None:
+    """Tell the agent from where to read on.
+
+    Raises:
+        OSError, WireError: it did not hear.
+    """
+    exchange(home, {"ask": "ahead", "ahead": wire.ahead_out(ahead)})
+
+
+def exchange(home: Home, request: wire.Frame) -> wire.Frame:
+    """One request and its answer.
+
+    Raises:
+        OSError, WireError: there was none.
+    """
+    until_s = time.monotonic() + ASK_S
+    with _connected(home, until_s) as connection:
+        wire.send(connection, request, until_s)
+        return wire.receive(connection, until_s)
+
+
+@contextlib.contextmanager
+def _connected(home: Home, until_s: float) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, home.address() as address:
+        wire.limit(connection, until_s)
+        connection.connect(address)
+        if not is_ours(connection):
+            raise PermissionError(f"another user listens in {home.path}")
+        yield connection
+
+
+def _left(ranges: Sequence[OffsetRange], served: Mapping[int, int]) -> list[OffsetRange]:
+    left = []
+    for index, r in enumerate(ranges):
+        until = served.get(index, r.start)
+        if not r.start <= until <= r.end:
+            raise wire.WireError(f"{r} was served until {until}")
+        if until < r.end:
+            left.append(OffsetRange(r.tp, until, r.end))
+    return left
+
+
+def _batches(connection: socket.socket, rows: int, include_headers: bool, until_s: float) -> list[pa.RecordBatch]:
+    found: list[pa.RecordBatch] = []
+    if not rows:
+        return found
+    wire.limit(connection, until_s)
+    with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
+        if not stream.schema.equals(arrow_schema(include_headers)):
+            raise wire.WireError("the agent's rows have other columns")
+        for batch in stream:
+            found.append(batch)
+            wire.limit(connection, until_s)
+    # A stream that ends too early looks like one that is at its end.
+    if sum(batch.num_rows for batch in found) != rows:
+        raise wire.WireError("the agent's rows are not all there")
+    return found

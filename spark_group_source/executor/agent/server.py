@@ -1,0 +1,180 @@
+"""The agent's side of its Unix socket: who may ask what, and for how long.
+
+Runs in: agents. Deliberately absent: what is held (``buffers``), how it is asked (``near``).
+
+One connection is one request and one answer:
+
+- ``ranges``: what is held of the beginnings of these ranges. It is served once: a request that comes again (a retry,
+  speculation, a second action, a stage that is run anew) finds nothing, and its task reads directly.
+- ``ahead``: read on from there.
+- ``state``: how the agent is.
+- ``bye``: end.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pyarrow as pa
+
+from spark_group_source.executor.agent import wire
+from spark_group_source.executor.agent.buffers import Piece, Taken
+from spark_group_source.executor.agent.confirm import Confirmer
+from spark_group_source.executor.agent.home import Home, is_ours
+from spark_group_source.executor.agent.reader import Stock
+from spark_group_source.executor.records import BATCH_ROWS_MAX, arrow_schema
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 32
+"""At the same time; more are closed at once, and their tasks read directly."""
+REQUEST_S = 2.0
+"""For a whole request to come."""
+ANSWER_S = 10.0
+"""For a whole answer to be taken. A task takes all of it before it hands on any."""
+JOINED_BYTES_MAX = 1 << 20
+"""Rows of small pieces travel together, up to this."""
+WRITE_BYTES = 1 << 20
+
+
+class Server:
+    """Serves one agent's stock.
+
+    Args:
+        on_bye: called when somebody says that the agent is to end.
+    """
+
+    def __init__(
+        self, home: Home, stock: Stock, confirmer: Confirmer, *, include_headers: bool, on_bye: Callable[[], None]
+    ) -> None:
+        self._stock, self._confirmer, self._on_bye = stock, confirmer, on_bye
+        self._schema = arrow_schema(include_headers)
+        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self.asked_s = time.monotonic()
+        """When somebody asked last."""
+        self.rows = self.requests = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with home.address("socket.new") as new:
+            self._listener.bind(new)
+        self._listener.listen(CONNECTIONS_MAX)
+        (home.path / "socket.new").rename(home.path / "socket")  # who finds it is answered
+        self._thread = threading.Thread(target=self._accept, name="server", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # stopped
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="task", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                if is_ours(connection):
+                    self._answer(connection, wire.receive(connection, time.monotonic() + REQUEST_S))
+        except (OSError, wire.WireError, KeyError, TypeError, ValueError, AttributeError) as exc:
+            log.info("a connection ended: %s: %s", type(exc).__name__, exc)
+        finally:
+            self._places.release()
+
+    def _answer(self, connection: socket.socket, request: wire.Frame) -> None:
+        until_s = time.monotonic() + ANSWER_S
+        match request.get("ask"):
+            case "ranges":
+                self.asked_s = time.monotonic()
+                self._hand_over(connection, request, until_s)
+            case "ahead":
+                self.asked_s = time.monotonic()
+                self._stock.follow(wire.ahead_in(request["ahead"]))
+                wire.send(connection, {}, until_s)
+            case "state":
+                wire.send(connection, self._state(), until_s)
+            case "bye":
+                wire.send(connection, {}, until_s)
+                self._on_bye()
+            case other:
+                raise wire.WireError(f"nobody knows the request {other!r:.40}")
+
+    def _state(self) -> wire.Frame:
+        with self._stock.locked() as buffers:
+            return {
+                "memory": buffers.memory_bytes,
+                "used": buffers.used,
+                "partitions": [
+                    [tp.topic, tp.partition, held.pieces[0].start if held.pieces else held.position, held.position]
+                    for tp, held in buffers.partitions.items()
+                ],
+                "rows": self.rows,
+                "requests": self.requests,
+            }
+
+    # --- ranges
+
+    def _hand_over(self, connection: socket.socket, request: wire.Frame, until_s: float) -> None:
+        taken = self._take(request)
+        left = [piece for one in taken for piece in one.pieces]
+        try:
+            rows = sum(piece.last - piece.first for piece in left)
+            self.requests, self.rows = self.requests + 1, self.rows + rows
+            wire.send(connection, {"served": [[one.place, one.until] for one in taken], "rows": rows}, until_s)
+            if not rows:
+                return
+            wire.limit(connection, until_s)
+            with (
+                connection.makefile("wb", buffering=WRITE_BYTES) as file,
+                pa.ipc.new_stream(file, self._schema) as stream,
+            ):
+                for pieces in joined(left):
+                    wire.limit(connection, until_s)
+                    stream.write_batch(_together(pieces))
+                    self._stock.free(pieces)
+                    del left[: len(pieces)]
+        finally:
+            self._stock.free(left)
+
+    def _take(self, request: wire.Frame) -> list[Taken]:
+        ranges = wire.ranges_in(request["ranges"])
+        ids, epochs = wire.texts_in(request["topic_ids"]), wire.numbers_in(request["leader_epochs"])
+        with self._stock.locked() as buffers:
+            needed = buffers.numbers(ranges)
+        confirmed = self._confirmer.confirmed(needed, ids) if needed else {}
+        with self._stock.locked() as buffers:
+            return buffers.take(ranges, ids, epochs, confirmed)
+
+
+def joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in order, in groups: small ones together, those without rows with whatever is beside them."""
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in list(pieces):
+        count = piece.last - piece.first
+        if rows and count and (rows + count > BATCH_ROWS_MAX or size + piece.bytes > JOINED_BYTES_MAX):
+            yield group
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows, size = rows + count, size + piece.bytes
+    if rows:
+        yield group
+
+
+def _together(pieces: Sequence[Piece]) -> pa.RecordBatch:
+    batches = [batch for piece in pieces if (batch := piece.rows()) is not None]
+    if len(batches) == 1:
+        return batches[0]
+    (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return whole
