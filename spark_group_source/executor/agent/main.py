@@ -150,7 +150,6 @@ def _take_over_files(lock: int) -> None:
     os.close(nothing)
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
-    os.lseek(2, 0, os.SEEK_END)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LOG_BYTES_MAX, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     logging.raiseExceptions = False
     sys.stdin.close()

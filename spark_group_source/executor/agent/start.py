@@ -110,11 +110,11 @@ def _spawn(order: Order, home: Home, at: Process, lock: int) -> None:
         "hosted": order.hosted,
         "given": dict(order.given),
     }
-    with contextlib.suppress(FileNotFoundError):
-        (home.path / "socket").unlink()
+    for left in (home.path / "socket", home.log):
+        left.unlink(missing_ok=True)
     with (
         os.fdopen(os.memfd_create("agent", os.MFD_CLOEXEC), "wb+") as stdin,  # a pipe may be too small for all of it
-        home.log.open("wb") as log_file,
+        home.log.open("ab") as log_file,
     ):
         stdin.write(json.dumps(given).encode())
         stdin.flush()
