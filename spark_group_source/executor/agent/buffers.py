@@ -102,6 +102,7 @@ class Held:
     """What the next record takes, if it was too large for the room that there was."""
     halted: bool = False
     """Reading it met trouble: not before something new is told."""
+    forgotten: bool = False
 
 
 class Buffers:
@@ -119,6 +120,8 @@ class Buffers:
         self.reserved = 0
         self.number = 0
         """Of the last block."""
+        self._owed = 0
+        """What the partitions' shares still lack."""
         self._turns = 0
         self._plan: int | None = None
 
@@ -144,6 +147,8 @@ class Buffers:
             if held.position < position or held.halted:
                 held.position, held.turn = max(held.position, position), self._turn()
                 held.halted, held.needs = False, 0
+        share = self._share
+        self._owed = sum(max(0, share - held.bytes) for held in self.partitions.values())
 
     def drop(self, topic: str) -> None:
         """It is not what it was: nothing of it is held, and nothing read, before something new is told."""
@@ -166,7 +171,9 @@ class Buffers:
 
     def _forget(self, tp: TopicPartition) -> None:
         if tp in self.partitions:
-            self._clear(self.partitions.pop(tp))
+            held = self.partitions.pop(tp)
+            held.forgotten = True
+            self._clear(held)
 
     def _clear(self, held: Held) -> None:
         pieces, held.pieces = held.pieces, []
@@ -190,9 +197,8 @@ class Buffers:
 
     def room(self, tp: TopicPartition) -> int:
         """Bytes that may be reserved for a partition now."""
-        share, free = self._share, self.free_bytes
-        common = free - (len(self.partitions) - 1) * share
-        return max(0, min(free, max(share - self.partitions[tp].bytes, common)))
+        own = max(0, self._share - self.partitions[tp].bytes)
+        return max(0, min(self.free_bytes, max(own, self.free_bytes - (self._owed - own))))
 
     def is_full(self, tp: TopicPartition) -> bool:
         """Whether it is not worth reading on: an eighth of its share is not left, or not what its next record needs."""
@@ -224,7 +230,7 @@ class Buffers:
         held.needs = int(left[0] - (ends[count - 1] - BLOCK_BYTES - PIECE_BYTES if count else 0)) if len(left) else 0
         wanted = int(ends[count - 1]) if count else 0
         self.reserved += wanted
-        held.bytes += wanted
+        self._count(held, wanted)
         return count, wanted
 
     def add(self, batch: pa.RecordBatch, parts: Sequence[Reached]) -> None:
@@ -245,14 +251,14 @@ class Buffers:
                 held.position = part.end
                 self._use(block)
             else:
-                held.bytes -= part.bytes
+                self._count(held, -part.bytes)
             first = last
 
     def cancel(self, parts: Iterable[Reached]) -> None:
         """These rows will not come."""
         for part in parts:
             self.reserved -= part.bytes
-            part.held.bytes -= part.bytes
+            self._count(part.held, -part.bytes)
 
     def advance(self, tp: TopicPartition, turn: int, position: int) -> None:
         """No record is left below this position."""
@@ -311,7 +317,7 @@ class Buffers:
             if good:
                 pieces = held.pieces[first : first + good]
                 del held.pieces[first : first + good]
-                held.bytes -= sum(piece.bytes for piece in pieces)
+                self._count(held, -sum(piece.bytes for piece in pieces))
                 found.append(Taken(place, pieces[-1].end, pieces))
         return found
 
@@ -326,8 +332,13 @@ class Buffers:
                 piece.block = None
 
     def _free(self, held: Held, pieces: Sequence[Piece]) -> None:
-        held.bytes -= sum(piece.bytes for piece in pieces)
+        self._count(held, -sum(piece.bytes for piece in pieces))
         self.free(pieces)
+
+    def _count(self, held: Held, more: int) -> None:
+        if not held.forgotten:
+            self._owed += max(0, self._share - held.bytes - more) - max(0, self._share - held.bytes)
+        held.bytes += more
 
     def _run(self, held: Held, r: OffsetRange) -> list[Piece]:
         """The pieces that hold the beginning of a range, without a gap."""

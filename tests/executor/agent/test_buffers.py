@@ -314,6 +314,15 @@ class Books(RuleBasedStateMachine):
             assert held.bytes == sum(p.bytes for p in held.pieces) + waiting
 
     @invariant()
+    def every_partition_is_sure_of_its_share(self) -> None:
+        share = MEMORY // (2 * max(1, len(self.buffers.partitions)))
+        lacking = {tp: max(0, share - held.bytes) for tp, held in self.buffers.partitions.items()}
+        for tp, own in lacking.items():
+            others = sum(lacking.values()) - own
+            free = MEMORY - self.buffers.used - self.buffers.reserved
+            assert self.buffers.room(tp) == max(0, min(free, max(own, free - others)))
+
+    @invariant()
     def what_is_held_is_what_was_covered(self) -> None:
         for tp, held in self.buffers.partitions.items():
             assert {at for piece in held.pieces for at in range(piece.start, piece.end)} == self.covered[tp]
