@@ -40,7 +40,7 @@ IDLE_S = 120.0
 """Without a task that asks, and without a coordinator, for so long: it ends."""
 STAYED_S = 10.0
 """An agent that lived for so long may be started again at once."""
-QUEUE_KBYTES, FETCH_BYTES = "16384", "16777216"
+QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", "8388608"
 """What the reader's library holds besides the buffers: its queue, and one response."""
 FETCH_WAIT_MS = "100"
 """Records are told as they come; a new position waits so long behind a fetch at the log's end."""
@@ -68,6 +68,7 @@ class Agent:
         return open_client(
             self._settings,
             queued_max_messages_kbytes=QUEUE_KBYTES,
+            queued_min_messages=QUEUE_MESSAGES,
             fetch_max_bytes=FETCH_BYTES,
             fetch_wait_max_ms=FETCH_WAIT_MS,
         )
