@@ -76,7 +76,7 @@ def start(order: Order, at: Process | None = None) -> Home | None:
                     _spawn(order, home, at, lock)
             finally:
                 os.close(lock)
-    except (OSError, subprocess.SubprocessError) as exc:
+    except (OSError, AttributeError, subprocess.SubprocessError) as exc:  # a Python without memfd_create
         _say_once(f"no agent can be started here, tasks read directly: {exc}")
         return None
     return home
