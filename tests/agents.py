@@ -60,6 +60,14 @@ def await_ended(pid: int) -> None:
     await_until(ended, END_S, what="the end of the agent")
 
 
+def has_let_go(home: Home) -> bool:
+    """Whether nobody has the lock. A killed process lets go of it when the last of its threads is gone."""
+    lock = home.try_lock()
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
+
+
 def await_read(home: Home, positions: Mapping[Any, int]) -> dict[str, Any]:
     """Until the agent has read up to these positions; its state then."""
 

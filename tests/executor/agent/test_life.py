@@ -184,14 +184,7 @@ def test_an_agent_that_cannot_start_is_said_once_and_not_tried_at_once(caplog: p
     broken = Order("run", {}, hosted="nowhere:Nothing")
     home = start.start(broken, here)
     assert home is not None
-
-    def gave_up() -> bool:
-        lock = home.try_lock()
-        if lock is not None:
-            os.close(lock)
-        return lock is not None
-
-    await_until(gave_up, STARTED_S, what="the end of the agent")
+    await_until(lambda: agents.has_let_go(home), STARTED_S, what="the end of the agent")
     said = home.log.read_text()
     home.tries.write_text(json.dumps([9, time.time()]))  # the longest pause: this machine may be slow
     for _ in range(2):
@@ -230,8 +223,8 @@ def test_what_killed_agents_left_is_removed_by_the_next_one(agent: Callable[...,
     with executor(WORKER, order()) as jvm:
         (place,) = homes_told(jvm, 1)
         agents.await_ready(left := Home(Path(place)))
-        os.kill(pid := left.pid, signal.SIGKILL)
-        agents.await_ended(pid)
+        os.kill(left.pid, signal.SIGKILL)
+        await_until(lambda: agents.has_let_go(left), STARTED_S, what="the end of the agent")
     assert left.path.exists()
     agent()
     assert not left.path.exists()
