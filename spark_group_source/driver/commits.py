@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from spark_group_source.driver.member import Member
-from spark_group_source.driver.shares import Share
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, GroupMember, GroupOffsets, MemberStale, OffsetCommitter, Runtime
+from spark_group_source.members.member import Member
+from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Mapping
 from typing import assert_never
 
-from spark_group_source.driver.member import Member
 from spark_group_source.driver.questions import Questions
 from spark_group_source.driver.worker import Worker, topics_every_s
 from spark_group_source.errors import BrokerUnavailable, SourceError
@@ -26,6 +25,7 @@ from spark_group_source.group.rules import Rules
 from spark_group_source.group.run import Run
 from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, EpochEnds, Runtime
+from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from spark_group_source.driver import commits
-from spark_group_source.driver.member import Member
 from spark_group_source.errors import (
     AccessDenied,
     BrokerUnavailable,
@@ -24,6 +23,7 @@ from spark_group_source.errors import (
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
+from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 

@@ -1,6 +1,6 @@
 """The consumer behind a member: membership without reading.
 
-Runs in: the thread of a slot (``driver.member``). Deliberately absent: fetching, and deciding what a rebalance means.
+Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching, and deciding what a rebalance means.
 """
 
 import contextlib

@@ -10,7 +10,6 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
 from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS
-from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import (
     AccessDenied,
@@ -21,6 +20,7 @@ from spark_group_source.errors import (
 )
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Admin, Identity, MemberStale
+from spark_group_source.members.member import Member
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.table import Options
 

@@ -299,7 +299,7 @@ MUTANTS = [
     ),
     Mutant(
         "stays-out-after-a-fatal-error",
-        "driver/member.py",
+        "members/member.py",
         "            self._report(ev.MemberFailed(**self._me(), reason=str(exc)))",
         "            pass",
         "a member that broke is said to have",

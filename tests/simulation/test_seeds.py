@@ -23,7 +23,7 @@ def test_a_rewind_that_was_followed_is_not_undone_by_the_next_run_seed_33() -> N
 
 
 def test_G3_a_commit_that_waited_while_its_partitions_were_given_up_is_left_out_seed_7707() -> None:
-    run(7707, protocol="consumer")  # driver/member.py: Share.outdated, held
+    run(7707, protocol="consumer")  # members/member.py: Share.outdated, held
 
 
 def test_a_batch_that_another_run_of_its_stream_has_written_is_in_nobodys_hands_seed_6021() -> None:

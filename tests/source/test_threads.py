@@ -8,9 +8,9 @@ from conftest import await_until
 from scenes import Scene
 from streams import Engine, numbered, texts, values_of
 
-from spark_group_source.driver.member import Member
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import InvariantBroken
+from spark_group_source.members.member import Member
 
 REFUSAL = "can't start new thread"
 

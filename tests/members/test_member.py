@@ -8,10 +8,10 @@ import pytest
 from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 
-from spark_group_source.driver.member import Member
-from spark_group_source.driver.shares import Share
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.members.member import Member
+from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition
 
 SESSION_MS = 10_000

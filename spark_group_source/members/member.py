@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spark_group_source.driver.shares import Share
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
+from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 

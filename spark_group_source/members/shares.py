@@ -1,6 +1,6 @@
 """A member's share of a commit, and whether it may still be committed.
 
-Runs in: the stream reader, any of its threads. Deliberately absent: committing (``commits``, ``member``).
+Runs in: the stream reader, any of its threads. Deliberately absent: committing (``driver``, ``member``).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from spark_group_source.kafka import Identity
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from spark_group_source.driver.member import Member
+    from spark_group_source.members.member import Member
 
 
 @dataclass(frozen=True, slots=True)
