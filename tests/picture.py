@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.testing.harness import GROUP, STREAM, RunHarness, only, tps
+from spark_group_source.testing.harness import GROUP, STREAM, only, tps
+from spark_group_source.testing.run_harness import RunHarness
 
 STAYS, LEAVES = tps("orders", 0, 1)
 LOOK_MS, ECHO_MS, REBALANCE_MS = 70, 220, 180

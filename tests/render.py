@@ -11,7 +11,7 @@ from typing import Any
 
 from spark_group_source import answers
 from spark_group_source.group import states
-from spark_group_source.group.states import PartitionState, Phase, RunState, SlotState
+from spark_group_source.group.states import HostState, PartitionState, Phase, RunState, SlotState
 from spark_group_source.options import table as options
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
@@ -44,6 +44,7 @@ DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
     ("stream", Phase, states.PHASES),
     ("slot", SlotState, states.SLOTS),
     ("partition", PartitionState, states.PARTITIONS),
+    ("host", HostState, states.HOSTS),
 )
 BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
     SlotState: ("has a consumer", (SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING)),

@@ -200,6 +200,8 @@ class Coordinator:
                 if (member := self._members.get(command.slot)) is not None:
                     member.order(command)
                     self._retire(command.slot)
+            case ev.Admit() | ev.Dismiss():
+                pass
             case ev.FetchCommitted() | ev.ResolveStarts() | ev.Echo() | ev.AskReplaced():
                 self._worker.order(command)
             case ev.Say():

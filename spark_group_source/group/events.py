@@ -66,6 +66,49 @@ class MemberFenced(MemberEvent):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberEnded(MemberEvent):
+    """The consumer is closed and its thread at its end, for whatever reason."""
+
+
+# --- events: what the hosts of members do ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCame:
+    """An agent said hello: anew, or again because its channel was cut.
+
+    ``host``: its own id, which nobody else has. ``fresh``: it was never admitted, by this run or another.
+    """
+
+    host: str
+    executor: str
+    name: str = ""
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostHeard:
+    """A sign of life: its lease begins anew."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCut:
+    """Its channel is cut. It may come back within its lease."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGone:
+    """It ended, and said so; or it cannot be reached in a way that a new channel would mend."""
+
+    host: str
+    reason: str
+
+
 # --- events: what Spark says ----------------------------------------------------------------------------------------
 
 
@@ -326,10 +369,19 @@ class Tick:
     """A deadline of the machine may have passed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Between two batches, before the next is planned: slots may go where they belong."""
+
+
 MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
+HostReport = HostCame | HostHeard | HostCut | HostGone
 
 MachineEvent = (
     MemberReport
+    | MemberEnded
+    | HostReport
+    | Boundary
     | Born
     | Durable
     | Replay
@@ -372,7 +424,8 @@ Event = (
 class Join:
     """Make the slot's consumer number ``client`` and subscribe it to ``topics``.
 
-    ``client_id`` and ``instance_id`` are its names in the group; no instance id makes a dynamic member.
+    ``client_id`` and ``instance_id`` are its names in the group; no instance id makes a dynamic member. ``host``: the
+    agent where it is to live; empty is the stream reader itself.
     """
 
     slot: int
@@ -380,6 +433,7 @@ class Join:
     topics: tuple[str, ...]
     client_id: str = ""
     instance_id: str | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +463,21 @@ class Leave:
 
     slot: int
     leave: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Tell an agent that it is one of this run's hosts: it may be asked to host members."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Tell an agent, if it can be reached, to close its members and end."""
+
+    host: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +540,20 @@ class Fail:
     error: SourceError
 
 
-Command = Join | Subscribe | Release | Leave | FetchCommitted | ResolveStarts | Echo | AskReplaced | Say | Fail
+Command = (
+    Join
+    | Subscribe
+    | Release
+    | Leave
+    | Admit
+    | Dismiss
+    | FetchCommitted
+    | ResolveStarts
+    | Echo
+    | AskReplaced
+    | Say
+    | Fail
+)
 
 # --- causes: what is noticed inside, for the tables of states ------------------------------------------------------
 
@@ -514,6 +596,26 @@ class TheirCommit:
 
 class ResetSeen:
     """A commit shows a reset of the group that this run did not know of."""
+
+
+class Moves:
+    """The slot's member closes where it is, to join from another host under the same name."""
+
+
+class HostLost:
+    """The host of the slot's member is gone."""
+
+
+class Stayed:
+    """An agent has stayed for long enough to be lent slots."""
+
+
+class LeaseOver:
+    """An agent was not heard for as long as its lease."""
+
+
+class TwinCame:
+    """A newer agent of the same executor has come."""
 
 
 # --- steps: what the thread of Spark's call does next ---------------------------------------------------------------

@@ -13,14 +13,16 @@ from typing import assert_never
 from spark_group_source.errors import InvariantBroken, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.echo import EchoSchedule
+from spark_group_source.group.lending import Lending
 from spark_group_source.group.lookups import Lookups
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.partition import UNKNOWN
 from spark_group_source.group.positions import NotInTable, Positions, adopted
 from spark_group_source.group.rules import Rules
+from spark_group_source.group.slot import Slot
 from spark_group_source.group.slots import Slots
-from spark_group_source.group.states import PHASES, PartitionState, Phase
+from spark_group_source.group.states import PHASES, PartitionState, Phase, SlotState
 from spark_group_source.group.statistics import Counters, Statistics
 from spark_group_source.group.story import Story
 from spark_group_source.model import TopicPartition
@@ -43,7 +45,10 @@ class GroupMachine:
         self.positions = Positions()
         self._out = Outbox()
         self._counters = Counters()
-        self._slots = Slots(rules, self.positions, self._counters, self._out, self._must_wait)
+        self._slots = Slots(
+            rules, self.positions, self._counters, self._out, self._must_wait, self._place, self._place_name
+        )
+        self.lending = Lending(rules, self._slots, self._out, self._is_settled)
         self._echo = EchoSchedule()
         self._lookups = Lookups(rules, self.positions, self._out)
         self._story = Story()
@@ -75,6 +80,13 @@ class GroupMachine:
                 self._end_with(self._slots.take(event, seq=self.seq))
                 if isinstance(event, ev.Assigned):
                     self._echo.slot_is_back(event.slot)
+            case ev.MemberEnded():
+                self.lending.ended(event)
+            case ev.HostCame() | ev.HostHeard() | ev.HostCut() | ev.HostGone():
+                self.lending.take(event, seq=self.seq)
+            case ev.Boundary():
+                if self.phase is Phase.OPEN:
+                    self.lending.boundary(seq=self.seq)
             case ev.Born():
                 self._move_phase(ev.Born)
                 self.stream, self.seq, self._lookups.known = event.stream, -1, event.known
@@ -147,6 +159,14 @@ class GroupMachine:
         return not self.positions.due() and self._echo.in_flight is None
 
     @property
+    def slot_count(self) -> int:
+        return len(self._slots.all)
+
+    def awaits_end(self, slot: int) -> bool:
+        """Whether anything waits for a slot's member to have closed. Any thread: who asks was ordered to close."""
+        return self._slots.all[slot].state is SlotState.MOVING
+
+    @property
     def rebalances(self) -> int:
         return self._counters.rebalances
 
@@ -155,6 +175,7 @@ class GroupMachine:
         if self.phase is Phase.CLOSED:
             return None
         due = self._slots.deadlines_ms() + self._echo.deadlines_ms() + self._lookups.deadlines_ms()
+        due += self.lending.deadlines_ms()
         return min(due, default=None)
 
     def story(self) -> str:
@@ -312,11 +333,24 @@ class GroupMachine:
         on_its_way = self._echo.in_flight is not None and tp in self._echo.in_flight
         return tp in self.positions.due() and (on_its_way or partition.position != partition.committed)
 
+    def _is_settled(self, tp: TopicPartition) -> bool:
+        """Whether Kafka has the position of a partition of ours, and nothing of it is on its way."""
+        on_its_way = self._echo.in_flight is not None and tp in self._echo.in_flight
+        ready = self.positions.ours[tp].state is PartitionState.READY
+        return ready and not on_its_way and tp not in self.positions.due()
+
+    def _place(self, slot: Slot) -> str:
+        return self.lending.place(slot)
+
+    def _place_name(self, host: str) -> str:
+        return self.lending.hosts.name(host)
+
     def _tick(self) -> None:
         now = self._out.now_ms
         self._echo.tick(now)
         self._lookups.tick()
         self._slots.tick(seq=self.seq)
+        self.lending.tick(seq=self.seq)
 
     # --- ends and helpers -------------------------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ note beside a committed offset (Kafka calls it metadata) says who committed it:
 - anything else: somebody else. Earlier releases wrote notes without an epoch.
 """
 
+import re
 from typing import NamedTuple
 
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
 CUT = "cut="
+NOT_A_NAME = r"[^\w.:]"
+"""What does not belong into the name of a host."""
 
 
 class Note(NamedTuple):
@@ -72,5 +75,15 @@ def instance_id(group: str, stream: str, slot: int) -> str:
     return f"{group}.{stream}.{slot}"
 
 
-def client_id(stream: str, slot: int) -> str:
-    return f"spark-group-{stream}-{slot}"
+def client_id(stream: str, slot: int, host: str = "") -> str:
+    """``host``: the name of the agent where the member lives, if it is lent to one."""
+    at = f"-at-{re.sub(NOT_A_NAME, '_', host)}" if host else ""
+    return f"spark-group-{stream}{at}-{slot}"
+
+
+def slot_of(stream: str, client_id: str) -> int | None:
+    """The slot of this stream whose member has, or had, that client id, wherever it lived: a classic broker goes on to
+    show the first one when a place is taken over."""
+    before, _, number = client_id.rpartition("-")
+    ours = before == f"spark-group-{stream}" or before.startswith(f"spark-group-{stream}-at-")
+    return int(number) if ours and number.isdecimal() else None

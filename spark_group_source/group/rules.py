@@ -49,6 +49,8 @@ class Rules:
     before the run gives up. ``broker_timeout_ms``: how long brokers may be silent; 0 is no bound.
     ``classic``: the protocol. KIP-848 members of a run that ends by itself are not static, because such cannot leave;
     and the broker looks at each member's own subscription, also of one that comes back to its place.
+    ``lease_ms``: how long an agent may be silent, which is as long as the group waits for a member. ``member_host``:
+    where members live: beside executors where agents can run (auto, executor), or in the stream reader (driver).
     """
 
     group: str
@@ -57,6 +59,8 @@ class Rules:
     joining_budget_ms: int = 345_000
     broker_timeout_ms: int = 600_000
     classic: bool = True
+    lease_ms: int = 45_000
+    member_host: Literal["auto", "executor", "driver"] = "auto"
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     starting: Starting = FromTheBeginning()
     fail_on_data_loss: bool = True

@@ -5,7 +5,6 @@ when a revocation may go (the machine's joint rule), batches and commits.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
@@ -14,29 +13,10 @@ from spark_group_source.group import names
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import NotInTable, Positions
 from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.slot import HOME, WITHOUT_PARTITIONS, Slot
 from spark_group_source.group.states import SLOTS, SlotState
 from spark_group_source.group.statistics import Counters
 from spark_group_source.model import TopicPartition
-
-WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.FENCED})
-
-
-@dataclass(slots=True)
-class Slot:
-    """One member of ours. ``client`` counts its consumers, so that a late event of a former one is told apart."""
-
-    number: int
-    state: SlotState = SlotState.OUT
-    client: int = 0
-    held: set[TopicPartition] = field(default_factory=set)
-    revoking: set[TopicPartition] = field(default_factory=set)
-    eager: bool = False
-    hold_since_ms: int = 0
-    failing_since_ms: int | None = None
-    failures: int = 0
-    generation: int = -1
-    told: tuple[str, ...] = ()
-    """The topics that its member was told to subscribe to."""
 
 
 class Slots:
@@ -48,6 +28,7 @@ class Slots:
         counters: what happened.
         out: takes orders and log lines; it has the time.
         must_wait: whether a partition that Kafka wants back has to stay for now.
+        place, place_name: the host where a slot's next member is to live, and what people call it.
     """
 
     def __init__(
@@ -57,11 +38,13 @@ class Slots:
         counters: Counters,
         out: Outbox,
         must_wait: Callable[[TopicPartition], bool],
+        place: Callable[[Slot], str],
+        place_name: Callable[[str], str],
     ) -> None:
         self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
-        self._must_wait = must_wait
+        self._must_wait, self._place, self._place_name = must_wait, place, place_name
         self._stream = ""
-        self._static = True
+        self.static = True
         self._topics: tuple[str, ...] = ()
         self._before: tuple[str, ...] = ()
         self._told_at: dict[int, int] = {}  # generations in which slots that came back were told the topics of now
@@ -80,10 +63,10 @@ class Slots:
                 is given what that had, and of another subscription the broker takes no notice before the next
                 rebalance (classic). A member that changes it causes one. So it is told the former topics first.
         """
-        self._stream, self._topics, self._static = stream, topics, static
+        self._stream, self._topics, self.static = stream, topics, static
         self._before = before if before != topics and static and self._rules.classic else ()
         for slot in self.all:
-            self._join(slot)
+            self.join(slot)
 
     def take(self, event: ev.MemberReport, *, seq: int) -> SourceError | None:
         """What a member reports; ``seq`` is the last durable batch. Returns what the run must end with, if anything."""
@@ -99,9 +82,11 @@ class Slots:
                 self._lost(slot, event.partitions, "Kafka took them away without asking", seq=seq)
                 if not slot.held:
                     self._move(slot, ev.Lost)
+                    self._is_out(slot)
             case ev.MemberFailed():
                 self._lost(slot, tuple(slot.held), event.reason, seq=seq)
                 self._move(slot, ev.MemberFailed)
+                self._is_out(slot)
                 return self._joins_again(slot, event.reason)
             case ev.MemberFenced():
                 self._lost(slot, tuple(slot.held), event.reason, seq=seq)
@@ -158,7 +143,7 @@ class Slots:
         self._out.say(f"the subscription now stands for {len(topics)} topics: {', '.join(topics[:10])}")
         self._topics = topics
         for slot in self.all:
-            if slot.state is not SlotState.OUT and not self._comes_back(slot):
+            if slot.state not in (SlotState.OUT, SlotState.MOVING) and not self._comes_back(slot):
                 self._tell(slot)
 
     def tick(self, *, seq: int) -> None:
@@ -168,7 +153,7 @@ class Slots:
             if self.all[number].state is SlotState.ASKING:
                 self._out.order(ev.AskReplaced(slot=number))
             else:
-                self._join(self.all[number])
+                self.join(self.all[number])
         for slot in list(self._holds()):
             if now_ms - slot.hold_since_ms >= self._rules.hold_budget_ms:
                 self._release(slot, overrun=True, seq=seq)
@@ -184,6 +169,29 @@ class Slots:
             if slot.state is not SlotState.OUT:
                 self._move(slot, ev.Leave)
                 self._out.order(ev.Leave(slot=slot.number, leave=leave))
+
+    def may_move(self, slot: Slot) -> bool:
+        """Whether it could close here and join elsewhere, as far as the group is concerned."""
+        settled = slot.told == self._topics and slot.number not in self._told_at
+        return slot.state is SlotState.ASSIGNED and settled and self.static
+
+    def move(self, slot: Slot, host: str, *, seq: int) -> None:
+        """Its member closes; when that has ended the next one joins from ``host``. Kafka has its positions."""
+        slot.awaited = set(slot.held)
+        self._drop(slot, tuple(slot.held), ev.Moves, seq=seq)
+        self._move(slot, ev.Moves)
+        slot.left, slot.host, slot.moved_ms, slot.out_since_ms = slot.host, host, self._out.now_ms, None
+        self._out.order(ev.Leave(slot=slot.number, leave=False))
+
+    def host_lost(self, slot: Slot, host: str, why: str, *, seq: int) -> None:
+        """Where its member lived is gone: the next one joins at once. If the first still lives, it is fenced."""
+        if slot.state is SlotState.MOVING:
+            if slot.left == host:
+                self.join(slot)
+        elif slot.state not in WITHOUT_PARTITIONS:
+            self._lost(slot, tuple(slot.held), why, seq=seq)
+            self._move(slot, ev.HostLost)
+            self.join(slot)
 
     def failed(self) -> None:
         """The run ends: nobody is asked any more who took a place."""
@@ -236,9 +244,14 @@ class Slots:
         slot.told = self._topics
         self._out.order(ev.Subscribe(slot=slot.number, topics=self._topics))
 
-    def _join(self, slot: Slot) -> None:
+    def join(self, slot: Slot) -> None:
         slot.client += 1
-        slot.told = self._before if self._comes_back(slot) else self._topics
+        if slot.state is not SlotState.MOVING:  # the broker takes no notice of another subscription of who comes back
+            slot.told = self._before if self._comes_back(slot) else self._topics
+        host = self._place(slot)
+        if host != slot.host or slot.state is SlotState.MOVING:
+            slot.host, slot.out_since_ms = host, self._out.now_ms if host != HOME else None
+        slot.left = HOME
         self._told_at.pop(slot.number, None)
         self._move(slot, ev.Join)
         self._out.order(
@@ -246,8 +259,9 @@ class Slots:
                 slot=slot.number,
                 client=slot.client,
                 topics=slot.told,
-                client_id=names.client_id(self._stream, slot.number),
-                instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self._static else None,
+                client_id=names.client_id(self._stream, slot.number, self._place_name(host)),
+                instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self.static else None,
+                host=slot.host,
             )
         )
 
@@ -258,6 +272,8 @@ class Slots:
             self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
         self._move(slot, ev.Assigned)
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
+        slot.out_since_ms = None
+        slot.awaited.difference_update(event.partitions)
         new = [tp for tp in event.partitions if tp not in slot.held and not self._is_past(tp, event.generation)]
         for tp in new:
             before = self._positions.ours.get(tp)
@@ -285,6 +301,7 @@ class Slots:
         if slot.state is not SlotState.REVOKING:
             slot.hold_since_ms = self._out.now_ms
         self._move(slot, ev.Revoking)
+        slot.out_since_ms = None
         slot.revoking |= leaving
         if leaving:
             self._counters.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
@@ -337,6 +354,10 @@ class Slots:
         slot.failures += 1
         self._out.say(f"slot {slot.number}'s member failed ({reason}); it joins again", warn=slot.failures > 1)
         return None
+
+    def _is_out(self, slot: Slot) -> None:
+        if slot.host != HOME and slot.out_since_ms is None:
+            slot.out_since_ms = self._out.now_ms
 
     def _holds(self) -> Iterator[Slot]:
         return (self.all[number] for number in sorted(self._holding))

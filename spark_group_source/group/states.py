@@ -1,7 +1,7 @@
-"""The states of a run, of the stream between batches, of a slot and of a partition, and every change that is allowed.
+"""The states of a run, the stream between batches, a slot, a partition and a host, and every change that is allowed.
 
 Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``run``, ``machine``, ``positions``).
-The four tables are the whole of it: a change that is not in them raises :class:`InvariantBroken` with the story, and
+The five tables are the whole of it: a change that is not in them raises :class:`InvariantBroken` with the story, and
 the tables and pictures of ``docs/architecture.md`` are rendered from them. A cause is a class of ``events``: an event,
 a command, or what the run noticed itself.
 """
@@ -59,6 +59,7 @@ class SlotState(State):
     REVOKING = "revoking"  # holds a revocation; heartbeats go on
     ASKING = "asking"  # its place was taken: asks the broker whether by a newer driver of this stream
     FENCED = "fenced"  # a newer driver has the stream
+    MOVING = "moving"  # its member closes where it is, and the next one joins from another host
 
 
 class PartitionState(State):
@@ -71,6 +72,15 @@ class PartitionState(State):
     TAKING = "taking"  # its position is known, under somebody else's name: it is committed under ours first
     READY = "ready"  # may be planned
     PLANNED = "planned"  # the batch in flight reads it
+
+
+class HostState(State):
+    """Where an agent stands that may host members."""
+
+    NEW = "new"  # came, and must stay for a while
+    HERE = "here"  # slots are lent to it
+    CUT = "cut"  # its channel is cut; it may come back within its lease
+    GONE = "gone"  # its slots are elsewhere; if it comes back, it is dismissed
 
 
 ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
@@ -156,6 +166,13 @@ SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
     (SlotState.ASSIGNED, ev.Leave): SlotState.OUT,
     (SlotState.REVOKING, ev.Leave): SlotState.OUT,
     (SlotState.ASKING, ev.Leave): SlotState.OUT,
+    (SlotState.JOINING, ev.Moves): SlotState.MOVING,
+    (SlotState.ASSIGNED, ev.Moves): SlotState.MOVING,
+    (SlotState.MOVING, ev.Join): SlotState.JOINING,
+    (SlotState.MOVING, ev.Leave): SlotState.OUT,
+    (SlotState.JOINING, ev.HostLost): SlotState.OUT,
+    (SlotState.ASSIGNED, ev.HostLost): SlotState.OUT,
+    (SlotState.REVOKING, ev.HostLost): SlotState.OUT,
 }
 
 _OURS = [state for state in PartitionState if state is not PartitionState.AWAY]
@@ -174,6 +191,7 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.READY, ev.Replay): PartitionState.PLANNED,
     (PartitionState.TAKING, ev.Replay): PartitionState.PLANNED,
     (PartitionState.READY, ev.RecordsGone): PartitionState.READY,
+    (PartitionState.READY, ev.Moves): PartitionState.AWAY,
     (PartitionState.PLANNED, ev.Durable): PartitionState.READY,
     (PartitionState.PLANNED, ev.TheirCommit): PartitionState.TAKING,
     **{(state, ev.ResetSeen): PartitionState.CAME for state in _OURS},
@@ -181,11 +199,25 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     **{(state, ev.Lost): PartitionState.AWAY for state in _OURS},
 }
 
+_THERE = [HostState.NEW, HostState.HERE, HostState.CUT]
+
+HOSTS: Mapping[tuple[HostState, type], HostState] = {
+    (HostState.NEW, ev.Stayed): HostState.HERE,
+    (HostState.NEW, ev.HostCame): HostState.NEW,
+    (HostState.HERE, ev.HostCame): HostState.HERE,
+    (HostState.CUT, ev.HostCame): HostState.NEW,
+    (HostState.NEW, ev.HostCut): HostState.CUT,
+    (HostState.HERE, ev.HostCut): HostState.CUT,
+    **{(state, ev.HostGone): HostState.GONE for state in _THERE},
+    **{(state, ev.LeaseOver): HostState.GONE for state in _THERE},
+    **{(state, ev.TwinCame): HostState.GONE for state in _THERE},
+}
+
 S = TypeVar("S", bound=State)
 
 
 def render_markdown() -> str:
-    """The four tables as ``docs/architecture.md`` shows them: one row a state, what leads out of it and where."""
+    """The five tables as ``docs/architecture.md`` shows them: one row a state, what leads out of it and where."""
     return "\n".join(
         [
             *_rows("run", RunState, RUN),
@@ -195,6 +227,8 @@ def render_markdown() -> str:
             *_rows("slot", SlotState, SLOTS),
             "",
             *_rows("partition", PartitionState, PARTITIONS),
+            "",
+            *_rows("host", HostState, HOSTS),
             "",
         ]
     )

@@ -123,6 +123,8 @@ class Steps:
         if self._drain:
             self._move(ev.DrainAsked)
             return None
+        if self.machine.lending.any and (wait := self._lend()) is not None:
+            return wait
         enough = self.machine.gathered if self._is_first or self._bounded else self.machine.positions.resolved
         if not enough:
             return self._wait_for_the_group()
@@ -133,6 +135,12 @@ class Steps:
         self._returning, self._seen = False, None
         self._move(ev.Gathered)
         return None
+
+    def _lend(self) -> ev.Wait | None:
+        """Before the next batch is planned slots go where they belong; the plan waits for them, but not for long."""
+        self._machine(ev.Boundary())
+        until_ms = self.machine.lending.waits_until_ms()
+        return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
     def _wait_for_the_group(self) -> ev.Step | None:
         budget_ms = self.rules.joining_budget_ms
@@ -192,13 +200,14 @@ class Steps:
         return None if self._sibling is None else ev.Wait(until_ms=again_at_ms)
 
     def _is_settled(self, seen: ev.GroupSeen) -> bool:
-        ours = {names.client_id(self.machine.stream, slot) for slot in range(self.rules.slots)}
-        given = {tp for client, tps in seen.given.items() if client in ours for tp in tps}
+        slots = set(range(self.machine.slot_count))
+        ours = {client: slot for client in seen.given if (slot := names.slot_of(self.machine.stream, client)) in slots}
+        given = {tp for client in ours for tp in seen.given[client]}
         self._elsewhere = sorted(given - self.machine.held())
         return (
             self.machine.gathered
             and seen.state == "stable"
-            and ours <= seen.given.keys()
+            and slots == set(ours.values())
             and given == self.machine.held()
         )
 

@@ -20,6 +20,10 @@ CHARS_MAX = 200
 """What an event's partitions, and its line, are cut to."""
 
 
+OFTEN = (ev.Boundary, ev.HostHeard)
+"""What comes so often that it would leave no room for anything else; what it leads to is told."""
+
+
 class Story:
     """The last :data:`STORY_LINES_MAX` events and commands."""
 
@@ -27,7 +31,8 @@ class Story:
         self._lines: deque[str] = deque(maxlen=STORY_LINES_MAX)
 
     def happened(self, event: ev.Event, now_ms: int) -> None:
-        self._lines.append(f"{now_ms} {brief(event)}")
+        if not isinstance(event, OFTEN):
+            self._lines.append(f"{now_ms} {brief(event)}")
 
     def led_to(self, commands: Iterable[ev.Command], now_ms: int) -> None:
         self._lines.extend(f"{now_ms}   -> {brief(command)}" for command in commands)

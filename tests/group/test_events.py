@@ -23,6 +23,12 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.Lost(slot=0, client=1, partitions=(A,)),
     ev.MemberFailed(slot=0, client=1, reason="x"),
     ev.MemberFenced(slot=0, client=1, reason="x"),
+    ev.MemberEnded(slot=0, client=1),
+    ev.HostCame(host="h1", executor="7", name="worker-1", fresh=False),
+    ev.HostHeard(host="h1"),
+    ev.HostCut(host="h1"),
+    ev.HostGone(host="h1", reason="x"),
+    ev.Boundary(),
     ev.Born(stream="9f2c", known={"orders": 2}, topics=("orders",)),
     ev.Durable(offset=OFFSET),
     ev.Replay(offset=OFFSET, topics=("orders",)),
@@ -55,6 +61,8 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.Release(slot=0, client=1),
     ev.ReleaseAll(slot=0, client=1),
     ev.Leave(slot=0, leave=True),
+    ev.Admit(host="h1"),
+    ev.Dismiss(host="h1", reason="x"),
     ev.FetchCommitted(partitions=(A,)),
     ev.ResolveStarts(starts={A: EARLIEST}),
     ev.Echo(offsets={A: 1}, stream="9f2c", seq=3),
@@ -97,7 +105,7 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
     group.assigned(A)
     assert group.machine.story().splitlines() == [
         "0 Born(stream=9f2c, known=1{orders: 4}, topics=1[orders])",
-        "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0)",
+        "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, host=)",
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
         "5   -> FetchCommitted(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",
     ]

@@ -8,7 +8,8 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import ANSWER_MS, GROUP, STREAM, RunHarness, tps
+from spark_group_source.testing.harness import GROUP, STREAM, tps
+from spark_group_source.testing.run_harness import ANSWER_MS, RunHarness
 
 A, B = tps("orders", 0, 1)
 PAST = StreamOffset(

@@ -1,4 +1,4 @@
-"""The four tables of states: every row is reached by some events, and every change that the code makes is a row."""
+"""The five tables of states: every row is reached by some events, and every change that the code makes is a row."""
 
 import ast
 import inspect
@@ -11,21 +11,25 @@ import pytest
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.group import machine, positions, slots, steps
+from spark_group_source.group import hosts, machine, positions, slots, steps
 from spark_group_source.group import run as runs
+from spark_group_source.group.hosts import STAY_MS
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import (
+    HOSTS,
     PARTITIONS,
     PHASES,
     RUN,
     SLOTS,
+    HostState,
     PartitionState,
     Phase,
     RunState,
     SlotState,
     render_markdown,
 )
-from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, RunHarness, tps
+from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, tps
+from spark_group_source.testing.run_harness import RunHarness
 
 A, B, C = tps("orders", 0, 1, 2)
 REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (100, 150)})
@@ -83,6 +87,54 @@ def close(g: GroupHarness) -> None:
     g.feed(ev.Closing(leave=True))
 
 
+def host_came(g: GroupHarness) -> None:
+    g.host_came("h1")
+
+
+def host_here(g: GroupHarness) -> None:
+    host_came(g)
+    g.tick(ms=STAY_MS)
+
+
+def host_cut(g: GroupHarness) -> None:
+    host_came(g)
+    g.feed(ev.HostCut(host="h1"))
+
+
+def moving(g: GroupHarness) -> None:
+    assigned(g)
+    host_here(g)
+    g.feed(ev.Boundary())
+
+
+def lent(g: GroupHarness) -> None:
+    moving(g)
+    g.member_ended()
+
+
+def lent_and_assigned(g: GroupHarness) -> None:
+    lent(g)
+    g.settled(A, B)
+
+
+def lent_and_revoking(g: GroupHarness) -> None:
+    lent_and_assigned(g)
+    g.plan({A: (100, 150)})
+    g.revoking(A)
+
+
+def host_gone(g: GroupHarness) -> None:
+    g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+
+
+def lease_over(g: GroupHarness) -> None:
+    g.tick(ms=g.machine.rules.lease_ms)
+
+
+def twin_came(g: GroupHarness) -> None:
+    g.host_came("h2", executor="of h1")
+
+
 PHASE_WAYS: dict[Row, Way] = {
     (Phase.NEW, ev.Born): [born],
     (Phase.NEW, ev.Durable): [lambda g: g.durable({A: (100, 150)})],
@@ -126,6 +178,27 @@ SLOT_WAYS: dict[Row, Way] = {
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
     (SlotState.ASKING, ev.Leave): [asking, close],
+    (SlotState.JOINING, ev.Moves): [lent, lambda g: g.stay(g.machine.rules.joining_budget_ms // 2)],
+    (SlotState.ASSIGNED, ev.Moves): [moving],
+    (SlotState.MOVING, ev.Join): [lent],
+    (SlotState.MOVING, ev.Leave): [moving, close],
+    (SlotState.JOINING, ev.HostLost): [lent, host_gone],
+    (SlotState.ASSIGNED, ev.HostLost): [lent_and_assigned, host_gone],
+    (SlotState.REVOKING, ev.HostLost): [lent_and_revoking, host_gone],
+}
+
+HOST_WAYS: dict[Row, Way] = {
+    (HostState.NEW, ev.Stayed): [born, host_here],
+    (HostState.NEW, ev.HostCame): [born, host_came, host_came],
+    (HostState.HERE, ev.HostCame): [born, host_here, host_came],
+    (HostState.CUT, ev.HostCame): [born, host_cut, host_came],
+    (HostState.NEW, ev.HostCut): [born, host_cut],
+    (HostState.HERE, ev.HostCut): [born, host_here, lambda g: g.feed(ev.HostCut(host="h1"))],
+    **{
+        (state, cause): [born, there, way]
+        for state, there in ((HostState.NEW, host_came), (HostState.HERE, host_here), (HostState.CUT, host_cut))
+        for cause, way in ((ev.HostGone, host_gone), (ev.LeaseOver, lease_over), (ev.TwinCame, twin_came))
+    },
 }
 
 
@@ -199,6 +272,7 @@ PARTITION_WAYS: dict[Row, Way] = {
         assigned,
         lambda g: g.feed(ev.RecordsGone(offsets={A: 120}, reason="x")),
     ],
+    (PartitionState.READY, ev.Moves): [moving],
     (PartitionState.PLANNED, ev.Durable): [planned, lambda g: g.durable()],
     (PartitionState.PLANNED, ev.TheirCommit): [back_in_the_batch, lambda g: g.durable()],
     **{
@@ -397,7 +471,8 @@ class Recorder(dict[Row, Any]):
 def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
     """The rows that were used so far, of all tables."""
     recorders = []
-    for module, name in ((steps, "RUN"), (machine, "PHASES"), (slots, "SLOTS"), (positions, "PARTITIONS")):
+    tables = [(steps, "RUN"), (machine, "PHASES"), (slots, "SLOTS"), (positions, "PARTITIONS"), (hosts, "HOSTS")]
+    for module, name in tables:
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     return lambda: {row for recorder in recorders for row in recorder.used}
@@ -412,11 +487,12 @@ def test_the_ways_are_those_of_the_tables() -> None:
     assert PHASE_WAYS.keys() == PHASES.keys()
     assert SLOT_WAYS.keys() == SLOTS.keys()
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
+    assert HOST_WAYS.keys() == HOSTS.keys()
 
 
-@by_name([*PHASES, *SLOTS, *PARTITIONS])
+@by_name([*PHASES, *SLOTS, *PARTITIONS, *HOSTS])
 def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
-    *before, step = (PHASE_WAYS | SLOT_WAYS | PARTITION_WAYS)[row]
+    *before, step = (PHASE_WAYS | SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
     for lead in before:
         lead(fresh)
     step(fresh)
@@ -456,6 +532,7 @@ def test_the_causes_in_the_code_are_those_of_the_tables() -> None:
     assert causes("_move", runs) | causes("_move", steps) == {cause.__name__ for _, cause in RUN}
     assert causes("_move_phase", machine) == {cause.__name__ for _, cause in PHASES}
     assert causes("_move", slots) == {cause.__name__ for _, cause in SLOTS}
+    assert causes("_move", hosts) | causes("_lose", hosts) == {cause.__name__ for _, cause in HOSTS}
     in_positions = causes("_move", positions) | causes("_to", positions)
     assert in_positions | causes("_drop", slots) == {cause.__name__ for _, cause in PARTITIONS}
 
@@ -492,6 +569,7 @@ def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
     assert {*PHASES.values(), Phase.NEW} == set(Phase)
     assert {*SLOTS.values()} == set(SlotState)
     assert {*PARTITIONS.values()} == set(PartitionState)
+    assert {*HOSTS.values()} == set(HostState)
 
 
 def test_nothing_leads_out_of_the_ends() -> None:
@@ -510,7 +588,7 @@ def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None
 
 def test_the_tables_are_rendered_for_the_documentation() -> None:
     text = render_markdown()
-    for table in (RUN, PHASES, SLOTS, PARTITIONS):
+    for table in (RUN, PHASES, SLOTS, PARTITIONS, HOSTS):
         for (state, cause), to in table.items():
             (line,) = [
                 line
@@ -520,6 +598,6 @@ def test_the_tables_are_rendered_for_the_documentation() -> None:
             assert line
     assert "| `fenced` | nothing |" in text
     assert [line for line in text.splitlines() if line.endswith("leaves by |")] == [
-        f"| {name} | leaves by |" for name in ("run", "stream", "slot", "partition")
+        f"| {name} | leaves by |" for name in ("run", "stream", "slot", "partition", "host")
     ]
     assert text == render_markdown()

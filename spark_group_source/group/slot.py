@@ -1,0 +1,42 @@
+"""What a run knows of one slot.
+
+Runs in: the stream reader (inside ``slots``), tests. Deliberately absent: what changes it (``slots``, ``lending``).
+"""
+
+from dataclasses import dataclass, field
+
+from spark_group_source.group.states import SlotState
+from spark_group_source.model import TopicPartition
+
+HOME = ""
+"""The host that is always there: the stream reader itself."""
+
+WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.FENCED, SlotState.MOVING})
+
+
+@dataclass(slots=True)
+class Slot:
+    """One member of ours. ``client`` counts its consumers, so that a late event of a former one is told apart."""
+
+    number: int
+    state: SlotState = SlotState.OUT
+    client: int = 0
+    held: set[TopicPartition] = field(default_factory=set)
+    revoking: set[TopicPartition] = field(default_factory=set)
+    eager: bool = False
+    hold_since_ms: int = 0
+    failing_since_ms: int | None = None
+    failures: int = 0
+    generation: int = -1
+    told: tuple[str, ...] = ()
+    """The topics that its member was told to subscribe to."""
+    host: str = HOME
+    """Where its member lives; of a slot that moves, where the next one will."""
+    left: str = HOME
+    """Of a slot that moves: where its last member still closes."""
+    moved_ms: int | None = None
+    """When it last began to move."""
+    out_since_ms: int | None = None
+    """Since when it has no assignment from its present host; None: it has one."""
+    awaited: set[TopicPartition] = field(default_factory=set)
+    """After a move: what it had before, and does not have again."""

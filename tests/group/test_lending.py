@@ -1,0 +1,341 @@
+"""Which slot lives where: lent to agents that stay, moved at boundaries alone, called home from those that are gone."""
+
+import pytest
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.hosts import PUT_OFF_MS as HOST_PUT_OFF_MS
+from spark_group_source.group.hosts import STAY_MS
+from spark_group_source.group.lending import BACK_MS_MAX, BEGIN_MS_MAX, CLOSE_MS_MAX, PUT_OFF_MS, STAYS_MS
+from spark_group_source.group.names import slot_of
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
+from spark_group_source.testing.run_harness import RunHarness
+
+A, B, C = tps("orders", 0, 1, 2)
+LEASE_MS = 45_000
+
+
+def hosts_of(g: GroupHarness) -> list[str]:
+    return [slot.host for slot in g.machine._slots.all]
+
+
+def begun(g: GroupHarness) -> list[int]:
+    """The slots whose members are asked to close at a boundary."""
+    return [leave.slot for leave in only(ev.Leave, g.feed(ev.Boundary()))]
+
+
+def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
+    """A group whose slots have these partitions, all committed."""
+    g = GroupHarness(len(slots), **rules)
+    g.born()
+    for slot, partitions in enumerate(slots):
+        g.settled(*partitions, slot=slot)
+    return g
+
+
+def lent() -> GroupHarness:
+    """One slot that lives at agent h1, and is back with A."""
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    g.member_ended()
+    g.settled(A)
+    return g
+
+
+# --- lending --------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> None:
+    g = settled((A, B))
+    g.host_came("h1", executor="7")
+    g.tick(ms=STAY_MS)
+    assert g.feed(ev.Boundary()) == [ev.Leave(slot=0, leave=False)]
+    (join,) = g.member_ended()
+    assert isinstance(join, ev.Join)
+    assert (join.host, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
+    assert slot_of(STREAM, join.client_id) == 0 and "7" in join.client_id
+
+
+def test_the_former_place_is_where_it_goes_on_and_nothing_counts_as_lost() -> None:
+    g = lent()
+    assert g.machine.plannable() == {A: 100}
+    assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (0, 0)
+
+
+def test_an_agent_must_have_stayed() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS - 1)
+    assert begun(g) == []
+
+
+def test_nothing_moves_while_a_batch_is_planned() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    g.plan({A: (100, 150)})
+    assert begun(g) == []
+
+
+def test_a_slot_whose_offsets_are_on_their_way_does_not_move_before_kafka_has_them() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    g.plan({A: (100, 150)})
+    g.durable()
+    assert begun(g) == []
+    assert g.machine.lending.waits_until_ms() == g.clock() + BEGIN_MS_MAX
+    g.echoed()
+    assert begun(g) == [0]
+
+
+def test_a_move_that_cannot_begin_is_put_off_and_the_plan_goes_on() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    g.plan({A: (100, 150)})
+    g.durable()
+    begun(g)
+    g.tick(ms=BEGIN_MS_MAX)
+    begun(g)
+    assert g.machine.lending.waits_until_ms() is None
+    g.echoed()
+    assert begun(g) == []
+    g.stay(PUT_OFF_MS)
+    assert begun(g) == [0]
+
+
+def test_slots_are_spread_evenly() -> None:
+    g = settled((A,), (B,), (C,))
+    g.host_came("h1")
+    g.host_came("h2")
+    g.tick(ms=STAY_MS)
+    assert begun(g) == [0, 1, 2]
+    assert sorted(hosts_of(g)) == ["h1", "h1", "h2"]
+
+
+def test_a_slot_goes_to_a_newcomer_only_from_an_agent_that_has_two_more_and_not_at_once_again() -> None:
+    g = settled((A,), (B,), (C,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    for slot, tp in enumerate((A, B, C)):
+        g.member_ended(slot)
+        g.settled(tp, slot=slot)
+    g.host_came("h2")
+    g.stay(STAY_MS)
+    assert begun(g) == []
+    g.stay(STAYS_MS)
+    assert len(begun(g)) == 1
+    assert sorted(hosts_of(g)) == ["h1", "h1", "h2"]
+    g.member_ended(2)
+    g.settled(C, slot=2)
+    g.host_came("h3")
+    g.stay(STAY_MS)
+    assert begun(g) == [1]
+    assert sorted(hosts_of(g)) == ["h1", "h2", "h3"]
+
+
+def test_a_member_that_does_not_close_in_time_is_not_waited_for() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    assert [join.host for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == ["h1"]
+
+
+def test_the_end_of_a_former_member_moves_nothing() -> None:
+    g = lent()
+    g.feed(ev.MemberEnded(slot=0, client=1))
+    g.host_came("h2")
+    g.feed(ev.HostGone(host="h1", reason="x"))
+    assert g.feed(ev.MemberEnded(slot=0, client=2)) == []
+
+
+def test_what_a_moving_member_still_says_is_ignored() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    assert g.revoking(A) == g.assigned(B) == g.failed() == g.lost(A) == []
+
+
+def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
+    """Of another subscription of who comes back a classic broker takes no notice."""
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    assert g.feed(ev.TopicsSeen(topics=("orders", "new"))) == []
+    (join,) = only(ev.Join, g.member_ended())
+    assert join.topics == ("orders",)
+    assert ev.Subscribe(slot=0, topics=("orders", "new")) in g.assigned(A)
+
+
+@pytest.mark.parametrize("rules", [{"member_host": "driver"}, {"classic": False}])
+def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(rules: dict[str, object]) -> None:
+    g = GroupHarness(1, **rules)
+    g.machine.static = bool(rules.get("classic", True))
+    g.born()
+    g.settled(A)
+    g.host_came("h1")
+    g.host_came("h2")
+    g.tick(ms=STAY_MS)
+    assert begun(g) == []
+    assert len([text for text in g.said() if "no places of their own" in text]) == (1 if "classic" in rules else 0)
+
+
+# --- agents that are gone -------------------------------------------------------------------------------------------
+
+
+def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
+    g = lent()
+    g.plan({A: (100, 150)})
+    dismiss, join = g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+    assert isinstance(dismiss, ev.Dismiss) and isinstance(join, ev.Join)
+    assert (join.host, join.client) == ("", 3)
+    assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (1, 50)
+
+
+def test_they_join_at_another_agent_if_there_is_one() -> None:
+    g = lent()
+    g.host_came("h2")
+    g.stay(STAY_MS)
+    assert [j.host for j in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
+
+
+def test_late_reports_of_the_old_member_are_ignored() -> None:
+    g = lent()
+    g.feed(ev.HostGone(host="h1", reason="x"))
+    assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
+    assert g.feed(ev.Assigned(slot=0, client=2, partitions=(A,))) == []
+
+
+def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
+    g = lent()
+    g.stay(2 * LEASE_MS)
+    assert hosts_of(g) == ["h1"]
+    assert only(ev.Join, g.tick(ms=LEASE_MS - 1)) == []
+    assert [join.host for join in only(ev.Join, g.tick(ms=1))] == [""]
+
+
+def test_a_channel_that_is_cut_is_no_lost_host() -> None:
+    g = lent()
+    g.feed(ev.HostHeard(host="h1"), ev.HostCut(host="h1"))
+    g.tick(ms=LEASE_MS - 1)
+    assert g.host_came("h1", fresh=False) == [ev.Admit(host="h1")]
+    assert hosts_of(g) == ["h1"]
+
+
+def test_nothing_is_lent_to_an_agent_that_cannot_be_reached() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    g.feed(ev.HostCut(host="h1"))
+    assert begun(g) == []
+    g.host_came("h1", fresh=False)
+    assert begun(g) == []  # it must stay again
+    g.stay(STAY_MS)
+    assert begun(g) == [0]
+
+
+def test_a_newer_agent_of_the_same_executor_takes_its_twins_place() -> None:
+    g = lent()
+    commands = g.host_came("h2", executor="of h1")
+    assert {command.host for command in only(ev.Dismiss, commands)} == {"h1"}
+    assert ev.Admit(host="h2") in commands
+    assert [join.host for join in only(ev.Join, commands)] == [""]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_agent_whose_lease_is_over_is_dismissed_when_it_comes_back(fresh: bool) -> None:
+    g = lent()
+    g.tick(ms=LEASE_MS)
+    assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.Dismiss]
+    assert [type(command) for command in g.feed(ev.HostHeard(host="h1"))] == [ev.Dismiss]
+
+
+def test_an_agent_of_a_former_run_is_dismissed() -> None:
+    g = settled((A,))
+    assert [type(command) for command in g.host_came("h9", fresh=False)] == [ev.Dismiss]
+
+
+def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None:
+    g = lent()
+    g.host_came("h2")
+    g.stay(STAYS_MS)
+    g.machine.lending.hosts.put_off("h1")
+    g.machine._slots.move(g.machine._slots.all[0], "h2", seq=-1)
+    assert [join.host for join in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
+
+
+def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_put_off() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    g.member_ended()
+    g.stay(g.machine.rules.joining_budget_ms // 2 + 1_000)
+    assert [join.host for join in only(ev.Join, g.member_ended())] == [""]
+    g.settled(A)
+    assert begun(g) == []
+    g.stay(HOST_PUT_OFF_MS)
+    assert begun(g) == [0]
+
+
+def test_a_slot_whose_member_fails_at_an_agent_is_called_home_too() -> None:
+    g = lent()
+    for _ in range(9):
+        g.failed()
+        g.stay(5_000)
+    assert hosts_of(g) == [""]
+
+
+def test_a_close_of_the_run_closes_a_slot_that_moves() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    begun(g)
+    assert g.feed(ev.Closing(leave=True)) == [ev.Leave(slot=0, leave=True)]
+
+
+# --- the next plan --------------------------------------------------------------------------------------------------
+
+
+def running() -> RunHarness:
+    """A run that has read a batch, with an agent that has stayed."""
+    run = RunHarness()
+    run.batch()
+    run.feed(ev.HostCame(host="h1", executor="1"))
+    run.pass_time(STAY_MS)
+    return run
+
+
+def test_the_plan_waits_for_a_slot_that_moves_and_misses_none_of_its_partitions() -> None:
+    run = running()
+    run.ends = dict.fromkeys(run.ends, 7)
+    run.start = run.latest()
+    assert set(run.start.ranges) == set(run.ends)
+    assert [join.host for join in only(ev.Join, run.history)] == ["", "h1"]
+
+
+def test_the_plan_goes_on_without_a_slot_that_does_not_come_back() -> None:
+    run = running()
+    run.silent = {ev.Join}
+    since_ms = run.clock()
+    run.latest()
+    assert BACK_MS_MAX <= run.clock() - since_ms <= BACK_MS_MAX + 1_000
+
+
+def test_a_run_without_agents_never_looks_for_them() -> None:
+    run = RunHarness()
+    run.batch()
+    assert not run.run.machine.lending.any
+
+
+def test_members_are_settled_by_their_slots_whatever_the_broker_calls_them() -> None:
+    """A classic broker goes on to show the client id of who had the place before."""
+    assert slot_of("s", "spark-group-s-3") == slot_of("s", "spark-group-s-at-exec-1-3") == 3
+    assert slot_of("s", "spark-group-t-3") is slot_of("s", "spark-group-s-x") is slot_of("s", "other") is None
