@@ -17,8 +17,7 @@ from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, Source
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, GroupMember, GroupOffsets, MemberStale, OffsetCommitter, Runtime
-from spark_group_source.members.member import Member
-from spark_group_source.members.shares import Share
+from spark_group_source.members.shares import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -48,7 +47,7 @@ class Order:
     left: Mapping[int, str]
 
 
-def in_whose_name(echo: ev.Echo, member: Callable[[int], Member | None]) -> Order:
+def in_whose_name(echo: ev.Echo, member: Callable[[int], SlotMember | None]) -> Order:
     """Note who holds what is to be committed: later a slot may have another member of the same name. On the thread of
     the event that led to the order."""
     by_slot: dict[int, dict[TopicPartition, int]] = {}

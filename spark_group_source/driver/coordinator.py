@@ -16,16 +16,19 @@ import logging
 from collections.abc import Mapping
 from typing import assert_never
 
+from spark_group_source.driver.hosts import Hosts
 from spark_group_source.driver.questions import Questions
-from spark_group_source.driver.worker import Worker, topics_every_s
+from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.run import Run
 from spark_group_source.host import runs
-from spark_group_source.kafka import Admin, EpochEnds, Runtime
+from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
 from spark_group_source.members.member import Member
+from spark_group_source.members.settings import member_settings
+from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -65,8 +68,8 @@ class Coordinator:
         self._run = Run(rules_of(options))
         self._changed = self._runtime.condition()
         self._publishing = self._runtime.condition()
-        self._members: dict[int, Member] = {}
-        self._ended: list[Member] = []
+        self._members: dict[int, SlotMember] = {}
+        self._ended: list[SlotMember] = []
         self._worker = Worker(
             options,
             self._admin,
@@ -77,6 +80,16 @@ class Coordinator:
             until_deadline_s=self._until_deadline_s,
             published=self._publish,
         )
+        self.hosts = Hosts(
+            runtime=self._runtime,
+            lease_ms=options.session_timeout_ms,
+            incremental=is_incremental(options.consumer_settings()),
+            known_as=self._worker.known_as,
+            handle=self._handle,
+            member=self._members.get,
+            ask_replaced=self._worker.ask_replaced,
+        )
+        """Where agents and their channels meet this run."""
         self._publisher = publisher or runs.Publisher(options.group_id)
         for note in options.notes:
             log.warning("%s", note)
@@ -200,8 +213,10 @@ class Coordinator:
                 if (member := self._members.get(command.slot)) is not None:
                     member.order(command)
                     self._retire(command.slot)
-            case ev.Admit() | ev.Dismiss():
-                pass
+            case ev.Admit():
+                self.hosts.admit(command.host)
+            case ev.Dismiss():
+                self.hosts.dismiss(command.host, command.reason)
             case ev.FetchCommitted() | ev.ResolveStarts() | ev.Echo() | ev.AskReplaced():
                 self._worker.order(command)
             case ev.Say():
@@ -218,17 +233,23 @@ class Coordinator:
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
         self._retire(join.slot)
-        refresh_ms = str(int(topics_every_s(self._options) * 1000))
-        member = Member(
+        member = self._members[join.slot] = self.hosts.make(join) if join.host else self._at_home(join)
+        member.start()
+
+    def _at_home(self, join: ev.Join) -> Member:
+        return Member(
             join,
-            {"topic.metadata.refresh.interval.ms": refresh_ms, **self._options.consumer_settings()},
+            member_settings(self._options),
             runtime=self._runtime,
             known_as=self._worker.known_as,
-            report=self._handle,
+            report=self._report,
             replaced=self._worker.replaced,
         )
-        self._members[join.slot] = member
-        member.start()
+
+    def _report(self, event: ev.Event) -> None:
+        """What a member reports. That it has ended matters only where the slot's next one waits for it."""
+        if not isinstance(event, ev.MemberEnded) or self._run.machine.awaits_end(event.slot):
+            self._handle(event)
 
     def _retire(self, slot: int) -> None:
         self._ended = [member for member in self._ended if not member.wait_ended(0)]
@@ -247,6 +268,7 @@ class Coordinator:
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._runtime.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
+        self.hosts.end("the run has ended")
         self._publisher.close()
 
     def _until_deadline_s(self) -> float | None:
@@ -270,6 +292,7 @@ def rules_of(options: Options) -> Rules:
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         broker_timeout_ms=options.broker_timeout_ms,
         classic=options.group_protocol == "classic",
+        lease_ms=options.session_timeout_ms,
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,
         fail_on_data_loss=options.fail_on_data_loss,

@@ -23,7 +23,8 @@ from spark_group_source.errors import (
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
-from spark_group_source.members.member import Member
+from spark_group_source.members.settings import topics_every_s
+from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 WAKE_S = 0.5
 """The longest the worker sleeps: publishes statistics and looks for changed topics at least this often. Also its pause
 after a failure that nothing explains, so that one that comes at once does not keep a processor busy."""
-TOPICS_EVERY_S = 30.0
-"""How often a pattern is matched against the cluster's topics; ``kafka.topic.metadata.refresh.interval.ms`` sets it."""
 PREPARE_EVERY_S = 5.0
 """How often the transactional id is asked for while the brokers do not give it. The first commit asks as well."""
 WORK_MAX = 10_000
@@ -46,7 +45,7 @@ PROBE_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    done: "Future[bool | None]"
+    done: Callable[[bool | None], None]
 
 
 Order = ev.FetchCommitted | ev.ResolveStarts | ev.Echo | ev.AskReplaced
@@ -74,7 +73,7 @@ class Worker:
         *,
         runtime: Runtime,
         topics: Callable[[], Mapping[str, int]],
-        member: Callable[[int], Member | None],
+        member: Callable[[int], SlotMember | None],
         handle: Callable[[ev.Event], None],
         until_deadline_s: Callable[[], float | None],
         published: Callable[[], None],
@@ -115,16 +114,21 @@ class Worker:
 
         Where transactions are not allowed nobody can tell, and nobody is waited for: False.
         """
-        if self._commits is not None and self._commits.by_members:
-            return False
-        if self._stopped:
-            return None
         done: Future[bool | None] = self._runtime.future()
-        self._work.put_nowait(_Probe(done))
+        self.ask_replaced(done.set_result)
         try:
             return done.result(timeout=PROBE_S_MAX)
         except TimeoutError:
             return None
+
+    def ask_replaced(self, done: Callable[[bool | None], None]) -> None:
+        """The same without waiting: ``done`` is given the answer, on this thread or the worker's."""
+        if self._commits is not None and self._commits.by_members:
+            done(False)
+        elif self._stopped:
+            done(None)
+        else:
+            self._work.put_nowait(_Probe(done))
 
     def stop(self) -> None:
         """End after the order in hand; what is still waiting is dropped."""
@@ -171,7 +175,7 @@ class Worker:
         while not self._work.empty():
             work = self._work.get_nowait()
             if isinstance(work, _Probe):
-                work.done.set_result(None)
+                work.done(None)
         self._offsets.close()
 
     def _on_time(self, due_s: float | None) -> None:
@@ -200,7 +204,7 @@ class Worker:
             case ev.AskReplaced():
                 self._handle(self._commits.probe(work.slot, self._any_partition))
             case _Probe():
-                work.done.set_result(_is_replaced(self._commits.probe(-1, self._any_partition)))
+                work.done(_is_replaced(self._commits.probe(-1, self._any_partition)))
             case commits.Order():
                 self._handle(self._commits.echo(work))
 
@@ -237,12 +241,6 @@ class Worker:
         if topic is None:
             raise CommitFailed("no topic matches the pattern now, and the question must name one")
         return TopicPartition(topic, 0)
-
-
-def topics_every_s(options: Options) -> float:
-    """How often members and worker look for new topics and partitions."""
-    own = dict(options.settings).get("topic.metadata.refresh.interval.ms")
-    return TOPICS_EVERY_S if own is None else int(own) / 1000
 
 
 def _committed(at: CommittedOffset | None) -> ev.Committed | None:

@@ -58,6 +58,7 @@ class MemberConsumer:
         on_assigned: partitions that came, in addition; generation.
         on_revoked: partitions to give back; returns when they may go, with what the member must end with, if anything.
         on_lost: partitions that are gone, maybe none.
+        renamed: it is another member, or in another generation, or in none.
 
     ``on_revoked`` and ``on_lost`` return why the consumer must not join again, or None: another process may have its
     place.
@@ -72,12 +73,14 @@ class MemberConsumer:
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
         on_revoked: Callable[[tuple[TopicPartition, ...]], GroupError | None],
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
+        renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
         self._runtime = runtime
         self._asker = Asker.of(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
+        self._renamed = renamed
         self._failure: GroupError | None = None
         self._refusals = 0
         self.identity: Identity | None = None
@@ -136,7 +139,9 @@ class MemberConsumer:
             now = None
         if now is not None and now.member not in self._known_as:
             self._known_as.append(now.member)
-        self.identity = now
+        if now != self.identity:
+            self.identity = now
+            self._renamed(now)
 
     def commit(self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]) -> None:
         """Commit as this member, any partition of the group, with a note beside each offset.

@@ -1,4 +1,5 @@
-"""Members of the group: the thread that owns a consumer, wherever it runs.
+"""Members of the group, wherever they live: here on a thread of their own, or at an agent.
 
-Runs in: the stream reader. Deliberately absent: decisions (``group``), which offsets are committed (``driver``).
+Runs in: the stream reader, agents. Deliberately absent: decisions (``group``), and which offsets are committed
+(``driver``).
 """

@@ -1,6 +1,6 @@
 """One slot of the group: the thread that owns a consumer and does everything on it.
 
-Runs in: the stream reader. Deliberately absent: decisions; the thread reports what Kafka says, holds
+Runs in: the stream reader, agents. Deliberately absent: decisions; the thread reports what Kafka says, holds
 a revocation until it is told to let go, and carries out orders. Nothing else ever touches the consumer: a commit on
 one thread while another polls never returns.
 """
@@ -35,7 +35,7 @@ STOOD_STILL_SHARE = 0.5
 class _Commit:
     share: Share
     notes: Mapping[TopicPartition, str]
-    done: "Future[None]"
+    done: Callable[[GroupError | None], None]
 
 
 _Order = ev.Release | ev.Subscribe | ev.Leave | _Commit
@@ -50,6 +50,7 @@ class Member:
         runtime: threads, clock and clients.
         known_as: takes each member id that the group gives it.
         report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
+        renamed: told who it is in the group now, whenever that changes. On its thread.
         replaced: asks whether a newer driver has this run's place, and waits for the answer; None: not known. Only a
             static member asks: a dynamic one has no place that could be another's.
     """
@@ -63,6 +64,7 @@ class Member:
         known_as: deque[str],
         report: Callable[[ev.Event], None],
         replaced: Callable[[], bool | None],
+        renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
         self._join = join
         self._settings = dict(settings) | ({"client.id": join.client_id} if join.client_id else {})
@@ -71,7 +73,7 @@ class Member:
         self._runtime = runtime
         self._known_as = known_as
         self._report = report
-        self._replaced = replaced
+        self._replaced, self._renamed = replaced, renamed
         self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
@@ -116,8 +118,18 @@ class Member:
             Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
         """
         done: Future[None] = self._runtime.future()
-        self._orders.put_nowait(_Commit(share, notes, done))
+        self.commit_then(
+            share,
+            notes,
+            lambda failure: done.set_result(None) if failure is None else done.set_exception(failure),
+        )
         return done
+
+    def commit_then(
+        self, share: Share, notes: Mapping[TopicPartition, str], done: Callable[[GroupError | None], None]
+    ) -> None:
+        """The same; ``done`` is given what it ended with, on the member's thread."""
+        self._orders.put_nowait(_Commit(share, notes, done))
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False when it did not in time."""
@@ -141,7 +153,10 @@ class Member:
             log.exception("slot %d failed", self.slot)
             self._report(ev.MemberFailed(**self._me(), reason=repr(sys.exc_info()[1])))
         finally:
-            self._end()
+            try:
+                self._end()
+            finally:
+                self._report(ev.MemberEnded(**self._me()))
 
     def _died(self, exc: BaseException) -> None:
         self._report(ev.Broken(error=InvariantBroken(f"the thread of slot {self.slot} does not run: {exc!r}")))
@@ -154,6 +169,7 @@ class Member:
             on_assigned=self._on_assigned,
             on_revoked=self._on_revoked,
             on_lost=self._on_lost,
+            renamed=self._renamed,
         )
         subscribed: tuple[str, ...] = ()
         self._ran_ms = self._runtime.now_ms()
@@ -193,9 +209,10 @@ class Member:
             if (why := order.share.outdated) is not None:
                 raise MemberStale(f"slot {self.slot}: {why}")
             self._consumer.commit(order.share.offsets, order.notes)
-            order.done.set_result(None)
         except GroupError as exc:
-            order.done.set_exception(exc)
+            order.done(exc)
+        else:
+            order.done(None)
 
     def _end(self) -> None:
         leave = self._leaving is not None and self._leaving.leave
@@ -207,7 +224,7 @@ class Member:
             while not self._orders.empty():
                 order = self._orders.get_nowait()
                 if isinstance(order, _Commit):
-                    order.done.set_exception(GroupError("the member has ended"))
+                    order.done(GroupError("the member has ended"))
 
     # --- callbacks, on the thread, inside poll ----------------------------------------------------------------------
 

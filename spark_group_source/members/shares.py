@@ -1,24 +1,59 @@
 """A member's share of a commit, and whether it may still be committed.
 
-Runs in: the stream reader, any of its threads. Deliberately absent: committing (``driver``, ``member``).
+Runs in: the stream reader and agents, any of their threads. Deliberately absent: committing (``driver``, ``member``).
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity
 from spark_group_source.model import TopicPartition
 
-if TYPE_CHECKING:
-    from spark_group_source.members.member import Member
+
+class SlotMember(Protocol):
+    """The member of a slot, wherever it lives."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who it is in the group now; None while it is no member."""
+
+    @property
+    def held(self) -> tuple[TopicPartition, ...]:
+        """Its partitions: from when it was given them to when it gave them back."""
+
+    @property
+    def static(self) -> bool:
+        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def client(self) -> int: ...
+
+    def start(self) -> None: ...
+
+    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
+        """Give it something to do; never waits."""
+
+    def commit(self, share: "Share", notes: Mapping[TopicPartition, str]) -> "Future[None]":
+        """Commit offsets as this member: the way where transactions are not allowed.
+
+        Returns:
+            Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
+        """
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait for it to end; False when it did not in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """What is to be committed of one member's partitions, and who it was when that was ordered."""
 
-    member: "Member"
+    member: SlotMember
     identity: Identity | None
     offsets: Mapping[TopicPartition, int]
 

@@ -26,6 +26,8 @@ class Scene:
     def __init__(self) -> None:
         self.runtime = HandRuntime()
         self.reported: list[ev.Event] = []
+        self.ended: list[ev.Event] = []
+        self.called_when_ended: list[Any] = []
         self.asked = 0
         self.replaced: bool | None = False
         self.member = self.make()
@@ -36,10 +38,17 @@ class Scene:
             settings,
             known_as=deque(),
             runtime=self.runtime,
-            report=self.reported.append,
+            report=self._report,
             replaced=self._ask_replaced,
         )
         return self.member
+
+    def _report(self, event: ev.Event) -> None:
+        if isinstance(event, ev.MemberEnded):
+            self.ended.append(event)
+            self.called_when_ended = self.runtime.called()
+        else:
+            self.reported.append(event)
 
     def _ask_replaced(self) -> bool | None:
         self.asked += 1
@@ -82,6 +91,12 @@ def test_it_is_known_by_the_names_that_it_was_given(scene: Scene) -> None:
     (settings,) = scene.runtime.called("Consumer")
     assert (settings["client.id"], settings["group.instance.id"]) == ("c-3", "g.s.3")
     assert scene.runtime.called("subscribe") == [("a",)]
+
+
+def test_its_end_is_told_when_the_consumer_is_closed(scene: Scene) -> None:
+    scene.run(scene.leave)
+    assert scene.ended == [ev.MemberEnded(slot=3, client=2)]
+    assert scene.called_when_ended[-1] == "close"
 
 
 def test_an_eager_member_that_is_given_a_second_assignment_has_lost_the_first(scene: Scene) -> None:
@@ -272,7 +287,7 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
     member = Member(JOIN, EAGER, runtime=Threads(), known_as=deque(), report=reported.append, replaced=lambda: False)
     member.start()
     assert member.wait_ended(10)
-    assert [type(event) for event in reported] == [ev.MemberFailed, ev.Broken]
+    assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.Broken]
 
 
 # --- committing as the member ---------------------------------------------------------------------------------------

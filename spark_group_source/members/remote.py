@@ -1,0 +1,183 @@
+"""A member of ours that lives at an agent, as the stream reader sees it: the same face as :class:`Member`.
+
+Runs in: the stream reader. Deliberately absent: the consumer, which is at the agent (``hosted``), and decisions.
+
+What it knows of the member is what that has told, so a commit in its name is ordered with who it was then, and refused
+by the broker if it is another by now. What it holds shrinks when the release is *sent*: from then on the partitions may
+be somebody else's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from itertools import count
+
+from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
+from spark_group_source.group import events as ev
+from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.members.messages import Commit, Committed, Give, Known, Order, Reported, Start
+from spark_group_source.members.shares import Share
+from spark_group_source.model import TopicPartition
+
+COMMITS_MAX = 100
+"""Commits that were not answered; the commit before is waited for, so more than a few are of an agent that is gone."""
+
+
+class RemoteMember:
+    """The member of one slot, from :meth:`start` until it is heard, or sure, that it has ended.
+
+    Args:
+        join: which slot, the number of its consumer, its names in the group, and its host.
+        runtime: locks and answers.
+        incremental: whether it keeps what it has through a rebalance.
+        tell: sends the agent an order; never raises, and goes on trying while the agent is there.
+        known_as: takes each member id that the group gives it.
+        report: takes each event; never raises.
+    """
+
+    def __init__(
+        self,
+        join: ev.Join,
+        *,
+        runtime: Runtime,
+        incremental: bool,
+        tell: Callable[[Order], None],
+        known_as: deque[str],
+        report: Callable[[ev.Event], None],
+    ) -> None:
+        self._join, self._runtime, self._incremental = join, runtime, incremental
+        self._tell, self._known_as, self._report = tell, known_as, report
+        self._lock = runtime.condition()
+        self._ended: Future[None] = runtime.future()
+        self._asks = count(1)
+        self._commits: dict[int, Future[None]] = {}
+        self._revoking: tuple[TopicPartition, ...] = ()
+        self.identity: Identity | None = None
+        """Who it is in the group, as far as it has told."""
+        self.held: tuple[TopicPartition, ...] = ()
+        """Its partitions: from when it was given them to when it was told to give them back."""
+
+    def start(self) -> None:
+        self._tell(Start(join=self._join))
+
+    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
+        if isinstance(order, ev.Release):
+            with self._lock:
+                self._gave_back(self._revoking)
+        self._tell(Give(slot=self.slot, client=self.client, order=order))
+
+    @property
+    def static(self) -> bool:
+        return self._join.instance_id is not None
+
+    @property
+    def slot(self) -> int:
+        return self._join.slot
+
+    @property
+    def client(self) -> int:
+        return self._join.client
+
+    @property
+    def host(self) -> str:
+        return self._join.host
+
+    def commit(self, share: Share, notes: Mapping[TopicPartition, str]) -> "Future[None]":
+        """Commit offsets as this member; the same promises as :meth:`Member.commit`."""
+        done: Future[None] = self._runtime.future()
+        who = share.identity
+        with self._lock:
+            if self._ended.done() or len(self._commits) >= COMMITS_MAX:
+                done.set_exception(GroupError("the member has ended"))
+                return done
+            ask = next(self._asks)
+            self._commits[ask] = done
+        self._tell(
+            Commit(
+                ask=ask,
+                slot=self.slot,
+                client=self.client,
+                generation=-1 if who is None else who.generation,
+                member="" if who is None else who.member,
+                metadata="" if who is None else bytes(who.metadata).hex(),
+                offsets=share.offsets,
+                notes={tp: notes[tp] for tp in share.offsets},
+            )
+        )
+        return done
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait for the member to end, or its host; False when neither did in time."""
+        try:
+            self._ended.result(timeout=timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # --- what its host says -----------------------------------------------------------------------------------------
+
+    def take(self, report: Reported | Known | Committed) -> None:
+        """One report of the member; in order, each once."""
+        match report:
+            case Known():
+                self._known(report)
+            case Committed():
+                self._committed(report)
+            case Reported():
+                self._note(report.event)
+                self._report(report.event)
+
+    def gone(self) -> None:
+        """Its host is lost, or has been told to end it."""
+        self._end()
+
+    def _known(self, who: Known) -> None:
+        if not who.member:
+            self.identity = None
+            return
+        if who.member not in self._known_as:
+            self._known_as.append(who.member)
+        self.identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))
+
+    def _note(self, event: ev.MemberReport | ev.MemberEnded) -> None:
+        with self._lock:
+            match event:
+                case ev.Assigned():
+                    self.held += event.partitions
+                case ev.Revoking():
+                    self._revoking = event.partitions
+                case ev.Lost():
+                    self._gave_back(event.partitions if self._incremental else self.held)
+                case ev.MemberFailed() | ev.MemberFenced():
+                    self.identity, self.held = None, ()
+        if isinstance(event, ev.MemberEnded):
+            self._end()
+
+    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
+        gone = set(partitions)
+        self.held = tuple(tp for tp in self.held if tp not in gone)
+
+    def _committed(self, answer: Committed) -> None:
+        with self._lock:
+            done = self._commits.pop(answer.ask, None)
+        if done is None:
+            return
+        match answer.failure:
+            case "":
+                done.set_result(None)
+            case "stale":
+                done.set_exception(MemberStale(answer.reason, thrown_out=answer.thrown_out))
+            case "denied":
+                done.set_exception(AccessDenied(answer.reason))
+            case _:
+                done.set_exception(CommitFailed(answer.reason))
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ended.done():
+                return
+            self.identity, self.held = None, ()
+            commits, self._commits = list(self._commits.values()), {}
+            self._ended.set_result(None)
+        for done in commits:
+            done.set_exception(GroupError("the member has ended"))
