@@ -70,6 +70,7 @@ class Commits:
         offsets: reads the group's offsets.
         runtime: clients.
         known_as: the ids under which the group knows, or knew, the members of this run.
+        lent: whether a slot of this run was ever lent to an agent.
         handle: takes each event; never raises.
     """
 
@@ -82,8 +83,10 @@ class Commits:
         offsets: GroupOffsets,
         runtime: Runtime,
         known_as: Collection[str],
+        lent: Callable[[], bool],
         handle: Callable[[ev.Event], None],
     ) -> None:
+        self._lent = lent
         self._admin, self._offsets, self._runtime, self._handle = admin, offsets, runtime, handle
         self._group, self._known_as = options.group_id, known_as
         slots = range(options.group_members)
@@ -122,10 +125,10 @@ class Commits:
         Args:
             partition: names any one of the group; nothing is committed for it.
         """
-        if self.by_members:
+        if self.by_members and not self._lent():
             return ev.ReplacedUnknown(slot=slot, reason="transactions are not allowed here", final=True)
         try:
-            if self._committer.lost:
+            if self._committer.lost or self.by_members:  # it may be an agent of this run that was frozen
                 return self._whose_places(slot)
             if self._committer.probe(partition()):
                 return ev.NotReplaced(slot=slot)

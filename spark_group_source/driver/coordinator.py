@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 HOLD_SHARE = 0.8
 """Of max.poll.interval.ms, which is the group's rebalance timeout: how long a revocation may be held. The rest is for
 the commit, the member's answer and the time that passed at the broker before we heard of it."""
+LEASE_SHARE = 0.6
+"""Of the session timeout: how long an agent may be silent. The next member takes its place over before the group, which
+may have heard of it later than we did, gives that to others."""
 CLOSE_S_MAX = 8.0
 """How long the members of an ending run may take to close."""
 WAIT_S = 0.5
@@ -82,7 +85,7 @@ class Coordinator:
         )
         self.hosts = Hosts(
             runtime=self._runtime,
-            lease_ms=options.session_timeout_ms,
+            lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
             known_as=self._worker.known_as,
             handle=self._handle,
@@ -233,6 +236,7 @@ class Coordinator:
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
         self._retire(join.slot)
+        self._worker.lent |= bool(join.host)
         member = self._members[join.slot] = self.hosts.make(join) if join.host else self._at_home(join)
         member.start()
 
@@ -292,7 +296,7 @@ def rules_of(options: Options) -> Rules:
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         broker_timeout_ms=options.broker_timeout_ms,
         classic=options.group_protocol == "classic",
-        lease_ms=options.session_timeout_ms,
+        lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,
         fail_on_data_loss=options.fail_on_data_loss,

@@ -84,6 +84,7 @@ class Hosts:
                 peer.send(ms.Pong(heard=link.heard))
                 broken = ev.HostGone(host=host, reason="it does not take what it is told")
                 self._handle(broken if link.broken else ev.HostHeard(host=host))
+                self._handle(ev.Tick())  # the worker may wait for brokers, and holds and leases have their bounds
             case ms.Told():
                 report = link.take(message)
                 if report is not None:

@@ -85,6 +85,8 @@ class Worker:
         self._commits: commits.Commits | None = None
         self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
         """The member ids that the run's members have and had."""
+        self.lent = False
+        """Whether a slot of the run was ever lent to an agent."""
         self._prepared = self._stopped = False
         self._prepare_at_ms = 0.0
         self._topics_every_ms = topics_every_s(options) * 1000
@@ -100,6 +102,7 @@ class Worker:
             offsets=self._offsets,
             runtime=self._runtime,
             known_as=self.known_as,
+            lent=lambda: self.lent,
             handle=self._handle,
         )
         self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms

@@ -49,7 +49,7 @@ class Rules:
     before the run gives up. ``broker_timeout_ms``: how long brokers may be silent; 0 is no bound.
     ``classic``: the protocol. KIP-848 members of a run that ends by itself are not static, because such cannot leave;
     and the broker looks at each member's own subscription, also of one that comes back to its place.
-    ``lease_ms``: how long an agent may be silent, which is as long as the group waits for a member. ``member_host``:
+    ``lease_ms``: how long an agent may be silent, which is less than the group waits for a member. ``member_host``:
     where members live: beside executors where agents can run (auto, executor), or in the stream reader (driver).
     """
 

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 PINGS_A_LEASE = 3
 """How often the agent shows in a lease that it lives."""
+HOLD_PING_MS = 1_000
+"""How often it does while a member of it holds a revocation."""
 DOUBT_S_MAX = 10.0
 """How long a member waits for the word whether its place is still its own."""
 CLOSE_S_MAX = 8.0
@@ -68,6 +70,7 @@ class Hosted:
         self._asks = count(1)
         self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._heard_ms = runtime.now_ms()
+        self._pinged_ms = 0
         self._fresh = True
         self._welcome = False  # on this channel
         self._why_end: str | None = None
@@ -237,8 +240,20 @@ class Hosted:
             case ev.Broken():  # what cannot work here may work elsewhere
                 failed = ev.MemberFailed(slot=join.slot, client=join.client, reason=str(event.error))
                 self._link.tell(ms.Reported(event=failed))
+            case ev.Tick():
+                self._holds()
             case _:
-                pass  # ticks: the coordinator bounds the hold by its own clock
+                log.warning("a member says what no member says: %s", type(event).__name__)
+
+    def _holds(self) -> None:
+        """A member holds a revocation, which the coordinator bounds by its clock: it is to look at that."""
+        with self._changed:
+            now_ms = self._runtime.now_ms()
+            due = self._welcome and now_ms - self._pinged_ms >= HOLD_PING_MS
+            if due:
+                self._pinged_ms = now_ms
+        if due:
+            self._send(ms.Ping(heard=self._link.heard))
 
     def _renamed(self, join: ev.Join, who: Identity | None) -> None:
         generation, member, metadata = (-1, "", "") if who is None else (*who[:2], bytes(who.metadata).hex())

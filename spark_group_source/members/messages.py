@@ -41,7 +41,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """It lives. ``heard``: the last order that it has."""
+    """It lives; more often while a member of it holds a revocation. ``heard``: the last order that it has."""
 
     heard: int
 

@@ -1,0 +1,343 @@
+"""A member at an agent and its face in the stream reader, joined by a channel that a test cuts, repeats and loses."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hand_made import A0, A1, HandRuntime, metadata
+
+from spark_group_source.driver.hosts import Hosts
+from spark_group_source.errors import AccessDenied, GroupError
+from spark_group_source.group import events as ev
+from spark_group_source.kafka import Identity, MemberStale
+from spark_group_source.members import messages as ms
+from spark_group_source.members.hosted import Hosted
+from spark_group_source.members.link import UNHEARD_MAX, Link
+from spark_group_source.members.remote import RemoteMember
+from spark_group_source.members.shares import Share
+
+LEASE_MS = 6_000
+SETTINGS = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": "10000"}
+JOIN = ev.Join(slot=3, client=2, topics=("a",), client_id="c-3", instance_id="g.s.3", host="h1")
+WHO = Identity(5, "m", metadata(5))
+
+
+class Wire:
+    """One channel: what one end sends the other takes, when the test says so."""
+
+    def __init__(self, pair: "Pair") -> None:
+        self.pair = pair
+        self.to_agent: deque[ms.ToAgent] = deque()
+        self.to_run: deque[ms.FromAgent] = deque()
+        self.cut = False
+
+    def send(self, message: ms.ToAgent) -> None:
+        self.to_agent.append(message)
+
+    def close(self) -> None:
+        self.cut = True
+
+
+class Pair:
+    """The stream reader's side and one agent."""
+
+    def __init__(self) -> None:
+        self.here, self.there = HandRuntime(), HandRuntime()
+        self.events: list[ev.Event] = []
+        self.ended: list[str] = []
+        self.doubts: list[Callable[[bool | None], None]] = []
+        self.present: dict[int, Any] = {}
+        self.known_as: deque[str] = deque()
+        self.hosts = Hosts(
+            runtime=self.here,
+            lease_ms=LEASE_MS,
+            incremental=True,
+            known_as=self.known_as,
+            handle=self._handle,
+            member=self.present.get,
+            ask_replaced=self.doubts.append,
+        )
+        self.wire = Wire(self)
+        self.agent = Hosted(
+            host="h1",
+            executor="7",
+            name="worker-1",
+            settings=SETTINGS,
+            runtime=self.there,
+            send=self._send,
+            ended=self.ended.append,
+        )
+        self.admits = True
+
+    def _send(self, message: ms.FromAgent) -> None:
+        self.wire.to_run.append(message)
+
+    def _handle(self, event: ev.Event) -> None:
+        self.events.append(event)
+        if isinstance(event, ev.HostCame):
+            if self.admits:
+                self.hosts.admit(event.host)
+            else:
+                self.hosts.dismiss(event.host, "no")
+
+    def carry(self) -> None:
+        """Until both ends are silent."""
+        while self.wire.to_run or self.wire.to_agent:
+            if self.wire.to_run:
+                self.hosts.take(self.wire, self.wire.to_run.popleft())
+            if self.wire.to_agent:
+                self.agent.take(self.wire.to_agent.popleft())
+
+    def open(self) -> None:
+        self.agent.opened()
+        self.carry()
+
+    def reconnect(self) -> None:
+        """What is under way is lost."""
+        before, self.wire = self.wire, Wire(self)
+        self.hosts.closed(before)
+        self.open()
+
+    def lend(self) -> RemoteMember:
+        member = self.hosts.make(JOIN)
+        self.present[3] = member
+        member.start()
+        self.carry()
+        return member
+
+    def says(self, event: ev.Event) -> None:
+        self.agent._report(JOIN, event)
+        self.carry()
+
+    def told(self) -> list[ev.Event]:
+        return [event for event in self.events if not isinstance(event, ev.HostCame | ev.HostHeard | ev.Tick)]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    pair = Pair()
+    pair.open()
+    return pair
+
+
+def assigned(*tps: Any) -> ev.Assigned:
+    return ev.Assigned(slot=3, client=2, partitions=tps, generation=5)
+
+
+# --- messages that arrive once and in order ------------------------------------------------------------------------
+
+
+def test_what_is_told_arrives_once_and_in_order_however_often_it_is_sent() -> None:
+    runtime = HandRuntime()
+    sent: list[ms.Told] = []
+    one, other = Link(runtime), Link(runtime)
+    one.connect(sent.append)
+    for ask in range(3):
+        one.tell(ms.Answered(ask=ask, replaced=None))
+    first, second, third = sent
+    assert other.take(second) is None
+    assert [other.take(told) for told in (first, first, second, third, second)] == [
+        first.body,
+        None,
+        second.body,
+        third.body,
+        None,
+    ]
+
+
+def test_a_new_channel_brings_what_was_not_heard_and_nothing_else() -> None:
+    sent: list[ms.Told] = []
+    link = Link(HandRuntime())
+    for ask in range(3):
+        link.tell(ms.Answered(ask=ask, replaced=None))
+    link.connect(sent.append, heard=2)
+    assert [told.number for told in sent] == [3]
+
+
+def test_what_was_swallowed_is_sent_again_when_it_should_have_been_heard() -> None:
+    sent: list[ms.Told] = []
+    link = Link(HandRuntime())
+    link.connect(sent.append)
+    link.tell(ms.Answered(ask=1, replaced=None))
+    link.other_heard(0)
+    assert len(sent) == 1  # it may be under way
+    link.other_heard(0)
+    assert len(sent) == 2
+    link.other_heard(1)
+    link.other_heard(1)
+    assert len(sent) == 2
+
+
+def test_what_is_kept_for_a_silent_end_is_bounded() -> None:
+    link = Link(HandRuntime())
+    for ask in range(UNHEARD_MAX + 1):
+        link.tell(ms.Answered(ask=ask, replaced=None))
+    assert link.broken
+
+
+# --- an agent comes and goes ---------------------------------------------------------------------------------------
+
+
+def test_an_agent_says_who_it_is_and_is_welcomed(pair: Pair) -> None:
+    assert pair.events == [ev.HostCame(host="h1", executor="7", name="worker-1", fresh=True)]
+    pair.reconnect()
+    assert pair.events[1:] == [
+        ev.HostCut(host="h1"),
+        ev.HostCame(host="h1", executor="7", name="worker-1", fresh=False),
+    ]
+
+
+def test_a_dismissed_agent_closes_its_members_and_ends(pair: Pair) -> None:
+    pair.lend()
+    pair.hosts.dismiss("h1", "its lease is over")
+    pair.carry()
+    assert pair.agent._wait() == "its lease is over"
+    pair.agent._end("its lease is over")
+    assert pair.ended == ["its lease is over"]
+    (member,) = pair.there.spawned
+    assert member[0] == "slot-3.2"
+
+
+def test_an_agent_that_hears_nothing_for_a_lease_ends(pair: Pair) -> None:
+    pair.there.clock_ms += LEASE_MS - 1
+    assert pair.agent._wait() is None
+    pair.there.clock_ms += LEASE_MS
+    assert "was not heard" in str(pair.agent._wait())
+
+
+def test_who_did_not_say_hello_is_sent_away(pair: Pair) -> None:
+    stranger = Wire(pair)
+    pair.hosts.take(stranger, ms.Ping(heard=0))
+    assert stranger.to_agent == deque([ms.Dismissed(reason="it is none of this run's agents")])
+    assert len(pair.events) == 1
+
+
+def test_a_run_that_has_ended_sends_agents_away(pair: Pair) -> None:
+    pair.hosts.end("the run has ended")
+    pair.carry()
+    assert pair.agent._wait() == "the run has ended"
+    late = Wire(pair)
+    pair.hosts.take(late, ms.Hello(host="h2", executor="8", name="", fresh=True, heard=0))
+    assert late.to_agent == deque([ms.Dismissed(reason="the run has ended")])
+
+
+def test_a_newer_channel_of_an_agent_closes_the_older_one_whose_end_says_nothing(pair: Pair) -> None:
+    before, pair.wire = pair.wire, Wire(pair)
+    pair.open()
+    assert before.cut
+    pair.hosts.closed(before)
+    assert not [event for event in pair.events if isinstance(event, ev.HostCut)]
+
+
+# --- a member there, and its face here -----------------------------------------------------------------------------
+
+
+def test_reports_come_in_order_also_over_a_channel_that_was_cut(pair: Pair) -> None:
+    member = pair.lend()
+    pair.says(assigned(A0))
+    pair.agent._report(JOIN, ev.Revoking(slot=3, client=2, partitions=(A0,), eager=False))
+    pair.wire.to_run.clear()
+    pair.reconnect()
+    assert [type(event) for event in pair.told()] == [ev.Assigned, ev.HostCut, ev.Revoking]
+    assert member.held == (A0,)
+
+
+def test_what_it_holds_shrinks_when_the_release_is_sent(pair: Pair) -> None:
+    member = pair.lend()
+    pair.says(assigned(A0, A1))
+    pair.says(ev.Revoking(slot=3, client=2, partitions=(A0,), eager=False))
+    share = Share(member, member.identity, {A0: 1})
+    member.order(ev.Release(slot=3, client=2))
+    assert member.held == (A1,)
+    assert share.outdated is not None
+
+
+def test_who_it_is_is_known_before_what_it_was_given(pair: Pair) -> None:
+    member = pair.lend()
+    pair.agent._renamed(JOIN, WHO)
+    pair.says(assigned(A0))
+    assert member.identity == WHO
+    assert pair.known_as == deque(["m"])
+    pair.agent._renamed(JOIN, None)
+    pair.carry()
+    assert member.identity is None
+
+
+def test_reports_of_a_member_that_was_replaced_or_of_another_host_are_ignored(pair: Pair) -> None:
+    pair.lend()
+    foreign = ms.Reported(event=ev.Assigned(slot=3, client=1, partitions=(A0,), generation=1))
+    pair.agent._link.tell(foreign)
+    pair.carry()
+    assert pair.told() == []
+
+
+def test_what_cannot_work_at_an_agent_may_work_elsewhere(pair: Pair) -> None:
+    pair.lend()
+    pair.says(ev.Broken(error=AccessDenied("no permission")))
+    assert pair.told() == [ev.MemberFailed(slot=3, client=2, reason="no permission")]
+
+
+def test_its_end_is_waited_for_and_a_lost_host_ends_it_too(pair: Pair) -> None:
+    member = pair.lend()
+    assert not member.wait_ended(0)
+    pair.says(ev.MemberEnded(slot=3, client=2))
+    assert member.wait_ended(0)
+    other = pair.hosts.make(JOIN)
+    pair.hosts.dismiss("h1", "its lease is over")
+    assert other.wait_ended(0) and other.identity is None
+
+
+def test_a_commit_as_a_lent_member_is_made_there_and_answered_here(pair: Pair) -> None:
+    member = pair.lend()
+    there = pair.agent._members[3]
+    there._renamed = lambda _: None
+    done = member.commit(Share(member, WHO, {A0: 7}), {A0: "note", A1: "other"})
+    pair.carry()
+    order = there._orders.get_nowait()
+    assert (order.share.identity, order.share.offsets, order.notes) == (WHO, {A0: 7}, {A0: "note"})  # type: ignore[union-attr]
+    order.done(MemberStale("joined again", thrown_out=True))  # type: ignore[union-attr]
+    pair.carry()
+    with pytest.raises(MemberStale, match="joined again") as raised:
+        done.result(0)
+    assert raised.value.thrown_out
+
+
+def test_a_commit_as_a_member_that_is_gone_fails(pair: Pair) -> None:
+    member = pair.lend()
+    done = member.commit(Share(member, WHO, {A0: 7}), {A0: ""})
+    pair.hosts.dismiss("h1", "its lease is over")
+    with pytest.raises(GroupError, match="has ended"):
+        done.result(0)
+    with pytest.raises(GroupError, match="has ended"):
+        member.commit(Share(member, WHO, {A0: 7}), {A0: ""}).result(0)
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_a_member_that_doubts_its_place_is_told_what_the_brokers_say(pair: Pair, answer: bool | None) -> None:
+    pair.lend()
+    pair.agent._link.tell(ms.Doubt(ask=9, slot=3, client=2))
+    pair.carry()
+    (asked,) = pair.doubts
+    asked(answer)
+    assert pair.wire.to_agent[0].body == ms.Answered(ask=9, replaced=answer)  # type: ignore[union-attr]
+
+
+def test_a_member_whose_place_another_one_of_this_run_has_is_told_that_it_was_replaced(pair: Pair) -> None:
+    pair.lend()
+    pair.agent._link.tell(ms.Doubt(ask=9, slot=3, client=2))
+    pair.carry()
+    del pair.present[3]  # while the brokers are asked
+    pair.doubts[0](False)
+    pair.agent._link.tell(ms.Doubt(ask=10, slot=3, client=2))
+    pair.hosts.take(pair.wire, pair.wire.to_run.popleft())
+    assert [told.body.replaced for told in pair.wire.to_agent] == [True, True]  # type: ignore[union-attr]
+    assert len(pair.doubts) == 1
+
+
+def test_a_hold_makes_the_coordinator_look_at_its_clock(pair: Pair) -> None:
+    pair.lend()
+    pair.there.clock_ms += 1_000
+    pair.says(ev.Tick())
+    pair.says(ev.Tick())
+    assert [type(event) for event in pair.events[1:]] == [ev.HostHeard, ev.Tick]
