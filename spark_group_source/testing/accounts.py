@@ -27,6 +27,7 @@ class Accounts:
     def __init__(self, world: World) -> None:
         self._world = world
         self._readers: dict[str, Reader] = {}
+        self._given_up: set[str] = set()  # agents that close their members by themselves
         self.books: dict[TopicPartition, Book] = {}
         self.starts_at_the_end = False  # startingOffsets=latest
         self.ledgers = False  # somebody writes to a table with a ledger

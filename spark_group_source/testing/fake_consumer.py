@@ -272,6 +272,12 @@ class FakeConsumer:
                 answers.append(Answered(tp.topic, tp.partition, entry.offset, entry.note or None))
         return answers
 
+    @property
+    def place(self) -> str | None:
+        """The place that it has, or tries to have, while it lives."""
+        client = self._client
+        return None if client is None or client.closed or self._closed or self._fatal is not None else self._instance
+
     def breaks(self) -> bool:
         """A fatal error of the library's own, which ends a member; False: this is none."""
         client = self._client

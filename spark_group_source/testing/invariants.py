@@ -29,6 +29,21 @@ class Invariants(Accounts):
         self._readers[process] = reader
         reader.began_ms = self._world.now_ms
 
+    def reads_for(self, process: str, reader: Reader) -> None:
+        """So do those of an agent's process."""
+        self._readers[process] = reader
+
+    def gives_up(self, process: str) -> None:
+        """An agent closes its members by itself: what they give back, their run only learns with the agent's end."""
+        self._given_up.add(process)
+
+    def host_lost(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
+        """A run counts these as lost, because their member's host is. Maybe they are nobody else's."""
+        for tp in self._there(tps):
+            for name, holding in list(self.books[tp].holders.items()):
+                if holding.reader is reader:
+                    self._close(tp, name, Cause.TOLD)
+
     def given(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
         for tp in self._there(tps):
@@ -64,7 +79,7 @@ class Invariants(Accounts):
         self._forget(tps, client)
         if self._readers[client.process.name].closing:
             return  # the consumer of a query that is stopped: as far as the group knows, nothing has changed
-        if client.leaving:
+        if client.leaving or client.process.name in self._given_up:
             self.told(tps, client)  # it gave up its membership itself, because it was thrown out or replaced
             return
         for tp in self._there(tps):

@@ -19,6 +19,7 @@ from spark_group_source.errors import (
     TopicMissing,
 )
 from spark_group_source.model import TopicPartition
+from spark_group_source.testing.agents import Executors, Luck
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants, Violation
 from spark_group_source.testing.kafka_group import REBALANCE_MS, SESSION_MS, Group
@@ -26,13 +27,18 @@ from spark_group_source.testing.misfortune import Misfortune
 from spark_group_source.testing.operators import Operator
 from spark_group_source.testing.ordinary_member import OrdinaryMember
 from spark_group_source.testing.sinks import Idempotent, Plain, Table
-from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, Query, Sink, SparkRun, Trigger
+from spark_group_source.testing.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
 from spark_group_source.testing.world import World
 
 PRODUCE_EVERY_MS = 400
 SHARES = (0.0, 0.002, 0.02)
 """Of all questions to the brokers, that one kind of misfortune meets."""
 TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
+CHANNEL_SHARES = (0.0, 0.01, 0.05)
+"""Of all messages between agents and stream reader, that one kind of misfortune meets."""
+CHANNEL_MS = (10, 100, 1_500)
+"""The longest that a message may take."""
+MEMBER_HOSTS: tuple[MemberHost, ...] = ("auto", "auto", "auto", "auto", "executor", "driver")
 SLOW_MS = (0, 300, 2_500)
 """Before metadata names something new, and then before a broker serves it."""
 WATCH_EVERY_MS = 1_000
@@ -53,7 +59,9 @@ START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
 class Scene:
     """One history's cast."""
 
-    def __init__(self, world: World, cluster: Cluster, truth: Invariants, protocol: str) -> None:
+    def __init__(
+        self, world: World, cluster: Cluster, truth: Invariants, protocol: str, *, agents: bool = False
+    ) -> None:
         self.world, self.cluster, self.truth, self.protocol = world, cluster, truth, protocol
         random = world.random
         self.producing = True
@@ -89,7 +97,21 @@ class Scene:
         truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
         truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
 
+        if agents:
+            self._with_agents()
+
     # --- the cast ---------------------------------------------------------------------------------------------------
+
+    def _with_agents(self) -> None:
+        """The queries have executors, with agents that host members."""
+        random = self.world.random
+        swallowed, repeated, cut = (random.choice(CHANNEL_SHARES) for _ in range(3))
+        for query in self.queries:
+            luck = Luck(swallowed, repeated, cut, random.choice(CHANNEL_MS))
+            query.executors = Executors(self.world, self.cluster, self.truth, luck)
+            member_host = random.choice(MEMBER_HOSTS)
+            options = query.habits.options | {"groupMembers": str(random.randint(1, 4))}
+            query.habits = replace(query.habits, options=options, member_host=member_host)
 
     def _query(self, name: str) -> Query:
         random = self.world.random
@@ -201,9 +223,12 @@ class Scene:
     def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
         """A run waits for the group as long as that is not at rest, or the brokers do not answer. Where nobody shuts
         it out, an older run of its stream may go on in the group: the members of both have the same names, and what
-        those have is waited for."""
-        older = [other for other in run.query.runs if other is not run and other.process.alive]
-        if not self.cluster.transactions_allowed and any(other.reader.party == run.reader.party for other in older):
+        those have is waited for. Nor is an older one shut out that has nothing to commit and no place of a name, as the
+        members of a bounded run under KIP-848."""
+        older = [other for other in run.query.runs if other is not run and other.lately_alive]
+        nameless = self.protocol == "consumer" and run.trigger != "default"
+        outlived = nameless or not self.cluster.transactions_allowed
+        if outlived and any(other.reader.party == run.reader.party for other in older):
             return
         rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
         if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
@@ -244,6 +269,9 @@ class Scene:
                     slack_ms += int(MEMBER_COMMIT_S_MAX * 1000)
                 if held_ms > run.watched.rules.hold_budget_ms + slack_ms and not stood_still:
                     raise self._violation(f"{run.process.name} holds a revocation for {held_ms} ms")
+                calm = run.executors is not None and now - trouble_ms > HOLD_SLACK_MS
+                if calm and run.executors is not None and (wrong := run.executors.wrong(run)) is not None:
+                    raise self._violation(f"{run.process.name}: {wrong}")
         self.world.at(WATCH_EVERY_MS, self._watch)
 
     def _violation(self, rule: str) -> Violation:
@@ -293,6 +321,8 @@ class Scene:
                 if run.publisher.drain:
                     run.stop()
         processes = [run.process for query in self.queries for run in query.runs]
+        for executors in [query.executors for query in self.queries if query.executors is not None]:
+            executors.calm()
         for tp in self.partitions():
             self.release(tp)
         for process in [*processes, *(other.process for other in self.others)]:

@@ -5,14 +5,16 @@ tells the same story. First up to a minute and a half of faults (``faults``), th
 to rest: each record processed, each offset committed. What is simulated is what ships: ``driver``, ``kafka``, ``group``
 and the decisions of ``delta.ledger`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
 
-Deliberately absent (not modelled): agents and slots that are lent, changed subscriptions, several groups, clocks that
+Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that
 jump, and time inside the machine (an event takes none).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from spark_group_source.testing.agent_faults import AgentFaults
 from spark_group_source.testing.books import Cause
 from spark_group_source.testing.classic_group import ClassicGroup, CooperativeGroup
 from spark_group_source.testing.cluster import Cluster
@@ -51,10 +53,15 @@ class Outcome:
     runs: int
     longest_call_ms: int
     steps: int
+    moves: int = 0
+    recalls: int = 0
 
 
-def run(seed: int, *, protocol: str | None = None) -> Outcome:
+def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outcome:
     """Play one history.
+
+    Args:
+        agents: the queries have executors, whose agents host members.
 
     Raises:
         Failed: a rule did not hold.
@@ -63,25 +70,34 @@ def run(seed: int, *, protocol: str | None = None) -> Outcome:
     names = sorted(PROTOCOLS)
     drawn = world.random.choice(names)
     protocol = protocol or drawn
+    with quietly():
+        try:
+            return _play(world, seed, protocol, agents=agents)
+        except Violation as exc:
+            raise Failed(
+                f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}\n"
+                f"again: python -m tests.simulation {seed} {protocol}{' agents' if agents else ''}"
+            ) from exc
+        finally:
+            world.close()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the product's log: a story tells more."""
     silent = logging.root.manager.disable
     logging.disable()
     try:
-        return _play(world, seed, protocol)
-    except Violation as exc:
-        raise Failed(
-            f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}\n"
-            f"again: python -m tests.simulation {seed} {protocol}"
-        ) from exc
+        yield
     finally:
         logging.disable(silent)
-        world.close()
 
 
-def _play(world: World, seed: int, protocol: str) -> Outcome:
+def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     truth = Invariants(world)
     cluster = Cluster(world, PROTOCOLS[protocol], truth)
-    scene = Scene(world, cluster, truth, protocol)
-    faults = Faults(scene)
+    scene = Scene(world, cluster, truth, protocol, agents=agents)
+    faults = AgentFaults(scene) if agents else Faults(scene)
     scene.begin()
     faults.begin()
     world.run_until(world.between(*FAULTS_MS))
@@ -108,6 +124,8 @@ def _play(world: World, seed: int, protocol: str) -> Outcome:
         runs=len(runs),
         longest_call_ms=max((run.longest_call_ms for run in runs), default=0),
         steps=world.steps,
+        moves=sum(run.machine.lending.moves for run in watched),
+        recalls=sum(run.machine.lending.recalls for run in watched),
     )
 
 

@@ -7,7 +7,7 @@ Deliberately absent: tasks and rows (a record is its offset), Spark's own retrie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from greenlet import GreenletExit
@@ -17,8 +17,10 @@ from spark_group_source.errors import DataLoss, SourceError
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.host import runs
+from spark_group_source.members import messages as ms
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.testing.agents import Channel, Executors, Inbox
 from spark_group_source.testing.books import Reader
 from spark_group_source.testing.cluster import Cluster
 from spark_group_source.testing.invariants import Invariants
@@ -37,6 +39,7 @@ COMMIT_SAID_LATE = 0.2
 """How often Spark's commit() comes so late that the next batch was planned meanwhile."""
 
 Trigger = Literal["default", "available now", "once"]
+MemberHost = Literal["auto", "executor", "driver"]
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Habits:
     trigger: Trigger = "default"
     sink_ms_max: int = 800
     crash: float = 0.0  # chance to die at each step of a batch
+    member_host: MemberHost = "auto"
 
 
 class Sink(Protocol):
@@ -88,6 +92,7 @@ class Query:
     runs: list["SparkRun"] = field(default_factory=list)
     durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
     threads_left: int | None = None  # how many the machine has for its next run
+    executors: Executors | None = None  # where its members may live besides
 
 
 class ConcurrentUpdate(Exception):
@@ -151,6 +156,8 @@ class SparkRun:
         self._runtime = SimulatedRuntime(self.process, cluster)
         self._runtime.threads_left, query.threads_left = query.threads_left, None
         self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
+        self.executors = query.executors
+        self._inbox: Inbox[tuple[Channel, ms.FromAgent | None]] | None = None
         self._coordinator: Coordinator | None = None
         self._thread: Thread | None = None
         self._stopping = False
@@ -173,6 +180,25 @@ class SparkRun:
             self._world.note(f"{self.process.name}: Spark stops the query")
             self._stopping = True
             self._thread.interrupt(SystemExit())
+
+    def heard(self, channel: Channel, message: ms.FromAgent) -> None:
+        """An agent's message has come."""
+        if self._inbox is None:
+            self._inbox = Inbox(self.process, self._take)
+        self._inbox.put((channel, message))
+
+    def cut(self, channel: Channel) -> None:
+        """An agent's channel is cut."""
+        if self._inbox is not None:
+            self._inbox.put((channel, None))
+
+    def _take(self, item: tuple[Channel, ms.FromAgent | None]) -> None:
+        channel, message = item
+        assert self._coordinator is not None
+        if message is None:
+            self._coordinator.hosts.closed(channel)
+        else:
+            self._coordinator.hosts.take(channel, message)
 
     @property
     def prepared(self) -> bool:
@@ -215,11 +241,14 @@ class SparkRun:
     def _gone(self, error: BaseException | None) -> None:
         self.ended_ms = self._world.now_ms
         self._truth.ended(self.reader)
+        if self.executors is not None:
+            self.executors.ended(self)
         self._on_end(self, error)
 
     def _query(self) -> None:
         self._coordinator = coordinator = Coordinator(self.options, runtime=self._runtime, publisher=self.publisher)
-        self.watched = WatchedRun(rules_of(self.options), self.process, self.reader, self._truth)
+        rules = replace(rules_of(self.options), member_host=self.query.habits.member_host)
+        self.watched = WatchedRun(rules, self.process, self.reader, self._truth)
         coordinator._run = self.watched
         if self.trigger == "available now":
             self._call("prepareForTriggerAvailableNow()", coordinator.prepare_available_now)
@@ -271,6 +300,8 @@ class SparkRun:
         assert coordinator is not None
         self._step(1, 30)
         self._call("partitions()", lambda: coordinator.replay(offset))
+        if self.executors is not None:
+            self.executors.task(self)
         self._step(5, self.query.habits.sink_ms_max)
         self.query.sink.write(self, offset, self._read)
         self._truth.durable(self.reader, offset.ranges)

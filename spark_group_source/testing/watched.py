@@ -50,8 +50,12 @@ class WatchedRun(Run):
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
         self._reader.closing |= isinstance(event, ev.Closing)
-        before, overruns = (self.machine.held(), self.overruns) if tick else (set(), 0)
+        lending = self.machine.lending
+        before, overruns = (self.machine.held(), self.overruns) if tick or lending.any else (set(), 0)
+        recalls = lending.recalls
         commands = super().handle(event, now_ms=now_ms)
+        if lending.recalls > recalls:
+            self._truth.host_lost(self._reader, sorted(before - self.machine.held()))
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_told(event, commands)}")
         if tick and self.overruns > overruns:

@@ -1,4 +1,4 @@
-"""``python -m tests.simulation SEED [PROTOCOL]`` plays one history and prints what it was made of, or its story."""
+"""``python -m tests.simulation SEED [PROTOCOL [agents]]`` plays one history and prints what came of it."""
 
 import sys
 
@@ -10,7 +10,8 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     try:
-        outcome = run(int(arguments[0]), protocol=arguments[1] if len(arguments) > 1 else None)
+        protocol = arguments[1] if len(arguments) > 1 else None
+        outcome = run(int(arguments[0]), protocol=protocol, agents="agents" in arguments[2:])
     except Failed as failed:
         sys.stdout.write(f"{failed}\n")
         return 1

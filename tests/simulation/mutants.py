@@ -22,6 +22,8 @@ from types import ModuleType
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
 SEEDS = 60
 """Histories of each protocol in the quick run: some seconds each."""
+AGENT_SEEDS = 40
+"""The same with agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Mutant:
     old: str
     new: str
     rule: str
+    agents: bool = False
+    """Whether it is looked for in histories with agents."""
 
     @property
     def module(self) -> str:
@@ -80,6 +84,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 P, M, S, E, L = "group/positions.py", "group/machine.py", "group/slots.py", "group/echo.py", "group/loss.py"
+LE, H = "group/lending.py", "group/hosts.py"
 
 MUTANTS = [
     # --- positions
@@ -319,6 +324,127 @@ MUTANTS = [
         "return False",
         "a plan of before a reset writes nothing",
     ),
+    # --- lending
+    Mutant(
+        "moves-what-is-on-its-way",
+        LE,
+        "if all(map(self._is_settled, slot.held)):",
+        "if True:",
+        "a slot moves only when Kafka has every position of its partitions",
+        agents=True,
+    ),
+    Mutant(
+        "trusts-the-silent",
+        H,
+        "if silent_ms >= self._rules.lease_ms:",
+        "if silent_ms < 0:",
+        "an agent that is silent for a lease is lost",
+        agents=True,
+    ),
+    Mutant(
+        "suffers-twins",
+        H,
+        "for twin in [host for host in self.all.values() if host.executor == event.executor]:",
+        "for twin in []:",
+        "a newer agent of an executor takes its twin's place",
+        agents=True,
+    ),
+    Mutant(
+        "leaves-slots-with-the-lost",
+        S,
+        "            self._move(slot, ev.HostLost)\n            self.join(slot)",
+        "            self._move(slot, ev.HostLost)",
+        "a slot whose host is lost joins from elsewhere",
+        agents=True,
+    ),
+    Mutant(
+        "counts-no-lost-host",
+        S,
+        "            self._lost(slot, tuple(slot.held), why, seq=seq)\n            self._move(slot, ev.HostLost)",
+        "            self._drop(slot, tuple(slot.held), ev.Lost, seq=seq)\n            self._move(slot, ev.HostLost)",
+        "what a lost host's members had is counted",
+        agents=True,
+    ),
+    Mutant(
+        "moves-without-a-close",
+        S,
+        "        self._out.order(ev.Leave(slot=slot.number, leave=False))",
+        "        pass",
+        "a slot that moves closes here before it joins there",
+        agents=True,
+    ),
+    Mutant(
+        "lends-what-stays-at-home",
+        LE,
+        'return self._rules.member_host != "driver" and self._slots.static',
+        "return self._slots.static",
+        "members stay in the stream reader where they are to",
+        agents=True,
+    ),
+    Mutant(
+        "admits-agents-of-former-runs",
+        H,
+        "if not event.fresh or event.host in self._gone:",
+        "if False:",
+        "an agent that another run admitted is dismissed",
+        agents=True,
+    ),
+    Mutant(
+        "believes-what-is-repeated",
+        "members/link.py",
+        "if told.number != self.heard + 1:",
+        "if told.number < 0:",
+        "a message counts once, and in its turn",
+        agents=True,
+    ),
+    Mutant(
+        "never-says-it-again",
+        "members/link.py",
+        "            for told in self._unheard:\n                self._send(told)",
+        "            pass",
+        "what was lost with a channel is sent again",
+        agents=True,
+    ),
+    Mutant(
+        "outlives-its-lease",
+        "members/hosted.py",
+        "if self._why_end is None and silent_ms >= self._lease_ms:",
+        "if self._why_end is None and silent_ms < 0:",
+        "an agent that hears nothing for a lease closes its members",
+        agents=True,
+    ),
+    Mutant(
+        "keeps-a-failure-to-itself",
+        "members/hosted.py",
+        "case ev.Assigned() | ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():",
+        "case ev.Assigned() | ev.Revoking() | ev.Lost() | ev.MemberFenced():",
+        "a member that broke at an agent is said to have",
+        agents=True,
+    ),
+    Mutant(
+        "knows-nobody",
+        "members/remote.py",
+        "self.identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))",
+        "pass",
+        "offsets of a lent slot are committed in the name that its member told",
+        agents=True,
+    ),
+    Mutant(
+        "holds-what-it-gave-back",
+        "members/remote.py",
+        "                self._gave_back(self._revoking)",
+        "                pass",
+        "what a lent member was told to give back is not committed any more",
+        agents=True,
+    ),
+    Mutant(
+        "tells-the-replaced-to-go-on",
+        "driver/hosts.py",
+        "        if self._is_present(doubt):\n            self._ask_replaced(answer)",
+        "        if True:\n            self._ask_replaced(answer)",
+        "a member whose place another one of its run has does not join again",
+        agents=True,
+    ),
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
@@ -363,7 +489,8 @@ def histories(name: str) -> list[str]:
     """Arguments: the history that is known to find this mutant, then all of the quick run."""
     from spark_group_source.testing.simulation import PROTOCOLS
 
-    quick = [(protocol, seed) for protocol in PROTOCOLS for seed in range(SEEDS)]
+    seeds = AGENT_SEEDS if any(mutant.agents for mutant in MUTANTS if mutant.name == name) else SEEDS
+    quick = [(protocol, seed) for protocol in PROTOCOLS for seed in range(seeds)]
     return [str(word) for pair in [FOUND_BY[name], *quick] for word in pair]
 
 
@@ -394,7 +521,7 @@ def main(arguments: list[str]) -> int:
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
     for protocol, seed in pairs or [FOUND_BY[mutant.name]]:
         try:
-            run(seed, protocol=protocol)
+            run(seed, protocol=protocol, agents=mutant.agents)
         except Failed as failed:
             sys.stdout.write(f"found by {protocol} {seed}: {str(failed).splitlines()[0]}\n")
             return 1

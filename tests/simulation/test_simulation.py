@@ -10,11 +10,13 @@ import sys
 from collections import Counter
 
 import pytest
-from simulation.mutants import SEEDS
+from simulation.mutants import AGENT_SEEDS, SEEDS
 
 from spark_group_source.testing.books import Cause
+from spark_group_source.testing.calm import lend
 from spark_group_source.testing.simulation import PROTOCOLS, Failed, Outcome, run
 
+CALM_SEEDS = 8
 SOAK_SEEDS = 10_000
 SOAK_CHUNK = 500
 KINDS = {
@@ -43,6 +45,17 @@ KINDS = {
     "delete_topic",
     "new_topic",
 }
+AGENT_KINDS = {
+    "kill_agent",
+    "freeze_agent",
+    "cut_channel",
+    "silence_channel",
+    "bye_agent",
+    "twin_agent",
+    "cut_agent_off",
+    "break_lent_member",
+    "change_executors",
+}
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -53,12 +66,40 @@ def test_every_record_is_processed_once_or_counted_and_nothing_is_skipped(protoc
         _worth_running(outcomes)
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed: int | None) -> None:
+    seeds = range(AGENT_SEEDS) if only_seed is None else [only_seed]
+    outcomes = [run(seed, protocol=protocol, agents=True) for seed in seeds]
+    if only_seed is None:
+        assert {fault for outcome in outcomes for fault in outcome.faults} >= AGENT_KINDS
+        assert sum(outcome.moves for outcome in outcomes) > AGENT_SEEDS
+        assert sum(outcome.recalls for outcome in outcomes) > AGENT_SEEDS // 4
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_g7_lending_and_lost_agents_alone_make_no_classic_group_rebalance(protocol: str) -> None:
+    outcomes = [lend(seed, protocol) for seed in range(CALM_SEEDS)]
+    assert sum(outcome.moves for outcome in outcomes) > CALM_SEEDS
+    assert sum(outcome.recalls for outcome in outcomes) > CALM_SEEDS
+    lost = sum(outcome.recalls for outcome in outcomes)
+    rebalances = sum(outcome.rebalances for outcome in outcomes)
+    assert rebalances <= (2 * lost if protocol == "consumer" else 0)  # it left with its session, and came back
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, SOAK_SEEDS, SOAK_CHUNK))
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_thousands_of_histories(protocol: str, first: int) -> None:
     for seed in range(first, first + SOAK_CHUNK):
         run(seed, protocol=protocol)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, SOAK_SEEDS, SOAK_CHUNK))
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_thousands_of_histories_with_agents(protocol: str, first: int) -> None:
+    for seed in range(first, first + SOAK_CHUNK):
+        run(seed, protocol=protocol, agents=True)
 
 
 def _worth_running(outcomes: list[Outcome]) -> None:
