@@ -71,6 +71,7 @@ class Commits:
         runtime: clients.
         known_as: the ids under which the group knows, or knew, the members of this run.
         lent: whether a slot of this run was ever lent to an agent.
+        slots: how many there are.
         handle: takes each event; never raises.
     """
 
@@ -84,13 +85,13 @@ class Commits:
         runtime: Runtime,
         known_as: Collection[str],
         lent: Callable[[], bool],
+        slots: Callable[[], int],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._lent = lent
+        self._lent, self._slots = lent, slots
         self._admin, self._offsets, self._runtime, self._handle = admin, offsets, runtime, handle
         self._group, self._known_as = options.group_id, known_as
-        slots = range(options.group_members)
-        self._places = {names.instance_id(options.group_id, stream, slot) for slot in slots}
+        self._stream = stream
         self._stays_ms = int(SESSIONS_OF_ANOTHER * options.session_timeout_ms)
         self._taken_since_ms: dict[str, int] = {}  # by member id
         self._denials = 0
@@ -156,7 +157,8 @@ class Commits:
         """A member that has a place of this run, and is none of it."""
         found = self._admin.group(self._group).members
         mine = frozenset(self._known_as)
-        return next((m for m in found if m.instance_id in self._places and m.member_id not in mine), None)
+        places = {names.instance_id(self._group, self._stream, slot) for slot in range(self._slots())}
+        return next((m for m in found if m.instance_id in places and m.member_id not in mine), None)
 
     def settle(self) -> None:
         """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.

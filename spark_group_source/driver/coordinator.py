@@ -80,6 +80,7 @@ class Coordinator:
             topics=self._questions.topics,
             member=self._members.get,
             handle=self._handle,
+            slots=lambda: self._run.machine.slot_count,
             until_deadline_s=self._until_deadline_s,
             published=self._publish,
         )

@@ -62,6 +62,7 @@ class Worker:
         member: the member of a slot now, if it has one. Called inside :meth:`order`: later the slot may have another
             member of the same name.
         handle: takes each event; never raises.
+        slots: how many there are.
         until_deadline_s: seconds to the core's next deadline, or None.
         published: called after each piece of work.
     """
@@ -75,11 +76,12 @@ class Worker:
         topics: Callable[[], Mapping[str, int]],
         member: Callable[[int], SlotMember | None],
         handle: Callable[[ev.Event], None],
+        slots: Callable[[], int],
         until_deadline_s: Callable[[], float | None],
         published: Callable[[], None],
     ) -> None:
         self._options, self._admin, self._runtime = options, admin, runtime
-        self._topics, self._member, self._handle = topics, member, handle
+        self._topics, self._member, self._handle, self._slots = topics, member, handle, slots
         self._until_deadline_s, self._published = until_deadline_s, published
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
         self._commits: commits.Commits | None = None
@@ -103,6 +105,7 @@ class Worker:
             runtime=self._runtime,
             known_as=self.known_as,
             lent=lambda: self.lent,
+            slots=self._slots,
             handle=self._handle,
         )
         self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms

@@ -116,6 +116,10 @@ class Hosts:
         now_ms = self._out.now_ms
         return [h for h in self.all.values() if h.state is HostState.HERE and now_ms >= h.put_off_until_ms]
 
+    def coming(self) -> bool:
+        """Whether some have come that must stay for a while."""
+        return any(host.state is HostState.NEW for host in self.all.values())
+
     def reaches(self, id_: str) -> bool:
         """Whether a slot that is lent to it may join from there again."""
         host = self.all.get(id_)

@@ -32,6 +32,8 @@ CLOSE_MS_MAX = 3_000
 """How long a slot that moves waits for its last member to close; then the next one joins anyway."""
 BACK_MS_MAX = 5_000
 """How long the next plan waits in all for a slot that moves; then it goes without."""
+TOGETHER_MS_MAX = 15_000
+"""How long agents that stay wait for others that came, so that their slots join together."""
 LEASES_OUT_MAX = 2
 """For how many leases a slot may be without an assignment at an agent, before it is called home from there. After the
 loss of a KIP-848 member its place is free when its session has ended, which is one."""
@@ -55,6 +57,8 @@ class Lending:
         self._look_at_ms = 0
         self._coming: set[int] = set()  # slots that moved, and that the next plan waits for
         self._out_ms_max = min(LEASES_OUT_MAX * rules.lease_ms, rules.joining_budget_ms // 2)
+        self._unfit_since_ms: int | None = None  # since when there are too few slots, or too many
+        self._too_many = False
         self._told_dynamic = False
         self.moves = self.recalls = 0
 
@@ -77,13 +81,14 @@ class Lending:
 
     def ended(self, event: ev.MemberEnded) -> None:
         """A member has closed: the slot that moves joins from where it belongs."""
-        slot = self._slots.all[event.slot]
-        if slot.state is SlotState.MOVING and event.client == slot.client:
+        slot = self._slots.get(event.slot)
+        if slot is not None and slot.state is SlotState.MOVING and event.client == slot.client:
             self._slots.join(slot)
 
     def boundary(self, *, seq: int) -> None:
         """Begin the moves that are due and can begin."""
         now_ms = self._out.now_ms
+        self._fit(seq=seq)
         self._due = self._misplaced() if now_ms >= self._look_at_ms or self._due else []
         left = []
         for slot, host in self._due:
@@ -187,6 +192,33 @@ class Lending:
         return due
 
     # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _fit(self, *, seq: int) -> None:
+        """As many slots as agents that stay, where that is not fixed: more at once for all that came together, fewer
+        only when agents have stayed away for long. Each change is a rebalance."""
+        if not (self._rules.auto_slots and self._may_lend):
+            return
+        now_ms, slots = self._out.now_ms, self._slots.all
+        wanted = max(1, min(len(self._ready()), self._rules.slots_max))
+        if wanted == len(slots):
+            self._unfit_since_ms = None
+            return
+        if self._unfit_since_ms is None or (wanted < len(slots)) != self._too_many:
+            self._unfit_since_ms, self._too_many = now_ms, wanted < len(slots)
+        unfit_ms = now_ms - self._unfit_since_ms
+        if wanted > len(slots) and (unfit_ms >= TOGETHER_MS_MAX or not self.hosts.coming()):
+            self._out.say(f"{wanted} agents stay: {wanted - len(slots)} members more")
+            while len(slots) < wanted:
+                self._slots.add()
+        elif wanted < len(slots) and unfit_ms >= self._rules.shrink_ms:
+            self._out.say(f"{len(slots) - wanted} agents stayed away: their members leave")
+            while len(slots) > wanted and self._may_leave(slots[-1]):
+                self._slots.remove_last(seq=seq)
+            self._coming.intersection_update(range(len(slots)))
+            self._due = [(slot, host) for slot, host in self._due if slot.number < len(slots)]
+
+    def _may_leave(self, slot: Slot) -> bool:
+        return self._slots.may_move(slot) and all(map(self._is_settled, slot.held))
 
     def _move(self, slot: Slot, host: str, *, seq: int) -> None:
         where = self.hosts.name(host) or "the stream reader"

@@ -164,7 +164,8 @@ class GroupMachine:
 
     def awaits_end(self, slot: int) -> bool:
         """Whether anything waits for a slot's member to have closed. Any thread: who asks was ordered to close."""
-        return self._slots.all[slot].state is SlotState.MOVING
+        found = self._slots.get(slot)
+        return found is not None and found.state is SlotState.MOVING
 
     @property
     def rebalances(self) -> int:

@@ -51,6 +51,8 @@ class Rules:
     and the broker looks at each member's own subscription, also of one that comes back to its place.
     ``lease_ms``: how long an agent may be silent, which is less than the group waits for a member. ``member_host``:
     where members live: beside executors where agents can run (auto, executor), or in the stream reader (driver).
+    ``auto_slots``: one slot for each agent that stays, and ``slots`` is how many there are to begin with; a slot too
+    many leaves when its agent has stayed away for ``shrink_ms``.
     """
 
     group: str
@@ -61,6 +63,9 @@ class Rules:
     classic: bool = True
     lease_ms: int = 45_000
     member_host: Literal["auto", "executor", "driver"] = "auto"
+    auto_slots: bool = False
+    slots_max: int = 1_000
+    shrink_ms: int = 300_000
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     starting: Starting = FromTheBeginning()
     fail_on_data_loss: bool = True

@@ -49,6 +49,7 @@ class Slots:
         self._before: tuple[str, ...] = ()
         self._told_at: dict[int, int] = {}  # generations in which slots that came back were told the topics of now
         self.all = [Slot(number) for number in range(rules.slots)]
+        self._former: dict[int, int] = {}  # slots that left: their last client
         self._holding: set[int] = set()  # in state REVOKING: thousands of others need not be looked at
         self._wake_at_ms: dict[int, int] = {}  # when a slot joins again, or asks again whether it was replaced
         self._assigned_count = 0
@@ -70,8 +71,8 @@ class Slots:
 
     def take(self, event: ev.MemberReport, *, seq: int) -> SourceError | None:
         """What a member reports; ``seq`` is the last durable batch. Returns what the run must end with, if anything."""
-        slot = self.all[event.slot]
-        if event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
+        slot = self.get(event.slot)
+        if slot is None or event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
             return None  # a late event of a consumer that was replaced or closed
         match event:
             case ev.Assigned():
@@ -101,16 +102,16 @@ class Slots:
 
     def not_replaced(self, event: ev.NotReplaced) -> SourceError | None:
         """An older process of this stream took the place, maybe one that was frozen: the slot takes it back."""
-        slot = self.all[event.slot]
-        if slot.state is not SlotState.ASKING:
+        slot = self.get(event.slot)
+        if slot is None or slot.state is not SlotState.ASKING:
             return None
         self._move(slot, ev.NotReplaced)
         return self._joins_again(slot, "an older process of this stream had taken its place")
 
     def replaced_unknown(self, event: ev.ReplacedUnknown) -> SourceError | None:
         """Nobody could say who took the place: asked again, for as long as brokers are waited for."""
-        slot = self.all[event.slot]
-        if slot.state is not SlotState.ASKING:
+        slot = self.get(event.slot)
+        if slot is None or slot.state is not SlotState.ASKING:
             return None
         self._move(slot, ev.ReplacedUnknown)
         if event.final:
@@ -183,6 +184,21 @@ class Slots:
         slot.left, slot.host, slot.moved_ms, slot.out_since_ms = slot.host, host, self._out.now_ms, None
         self._out.order(ev.Leave(slot=slot.number, leave=False))
 
+    def add(self) -> None:
+        """One more slot, which joins at once."""
+        number = len(self.all)
+        self.all.append(Slot(number, client=self._former.pop(number, 0)))
+        self.join(self.all[-1])
+
+    def remove_last(self, *, seq: int) -> None:
+        """The last slot leaves the group. It may move, and Kafka has its positions."""
+        slot = self.all[-1]
+        self._drop(slot, tuple(slot.held), ev.Moves, seq=seq)
+        self._move(slot, ev.Leave)
+        self._former[slot.number] = slot.client
+        self.all.pop()
+        self._out.order(ev.Leave(slot=slot.number, leave=True))
+
     def host_lost(self, slot: Slot, host: str, why: str, *, seq: int) -> None:
         """Where its member lived is gone: the next one joins at once. If the first still lives, it is fenced."""
         if slot.state is SlotState.MOVING:
@@ -200,6 +216,9 @@ class Slots:
                 self._move(slot, ev.Fail)
 
     # --- what may be asked ------------------------------------------------------------------------------------------
+
+    def get(self, number: int) -> Slot | None:
+        return self.all[number] if number < len(self.all) else None
 
     @property
     def all_assigned(self) -> bool:

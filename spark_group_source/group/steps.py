@@ -156,7 +156,7 @@ class Steps:
         if waited_ms >= patience_ms and not self._told_waiting:
             self._told_waiting = True
             self._say(
-                f"group {self.rules.group} has not given an assignment to all {self.rules.slots} members after "
+                f"group {self.rules.group} has not given an assignment to all {self.machine.slot_count} members after "
                 f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member may be in "
                 "a long batch. A query that has two loads of this group, as a self-join of one load() has, waits for "
                 "itself: give each side a load() with a group of its own",
@@ -322,9 +322,9 @@ class Steps:
             else ""
         )
         return RebalanceTimeout(
-            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s, for all {self.rules.slots} "
-            f"members of this query ({slots}). {others}`spark-group describe` shows who is in the group. The last "
-            f"events:\n"
+            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s, for all "
+            f"{self.machine.slot_count} members of this query ({slots}). {others}`spark-group describe` shows who is "
+            f"in the group. The last events:\n"
             f"{self.machine.story()}",
             group=self.rules.group,
             waited_ms=waited_ms,

@@ -43,7 +43,8 @@ class CalmScene(Scene):
         cluster.transactions_allowed = True
         self.queries = self.queries[:1]
         query = self.queries[0]
-        query.habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800, member_host="auto")
+        habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
+        query.habits = replace(habits, member_host="auto", auto_slots=False)  # another number of slots is a rebalance
 
     def begin(self) -> None:
         self.start(self.queries[0])

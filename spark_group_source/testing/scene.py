@@ -111,7 +111,8 @@ class Scene:
             query.executors = Executors(self.world, self.cluster, self.truth, luck)
             member_host = random.choice(MEMBER_HOSTS)
             options = query.habits.options | {"groupMembers": str(random.randint(1, 4))}
-            query.habits = replace(query.habits, options=options, member_host=member_host)
+            auto_slots = random.random() < 0.3
+            query.habits = replace(query.habits, options=options, member_host=member_host, auto_slots=auto_slots)
 
     def _query(self, name: str) -> Query:
         random = self.world.random

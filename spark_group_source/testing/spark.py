@@ -38,6 +38,9 @@ ON_ITS_WAY_MS_MAX = 5_000
 COMMIT_SAID_LATE = 0.2
 """How often Spark's commit() comes so late that the next batch was planned meanwhile."""
 
+SHRINK_MS = 20_000
+"""How long agents must have stayed away before their slots leave."""
+
 Trigger = Literal["default", "available now", "once"]
 MemberHost = Literal["auto", "executor", "driver"]
 
@@ -68,6 +71,7 @@ class Habits:
     sink_ms_max: int = 800
     crash: float = 0.0  # chance to die at each step of a batch
     member_host: MemberHost = "auto"
+    auto_slots: bool = False
 
 
 class Sink(Protocol):
@@ -247,7 +251,10 @@ class SparkRun:
 
     def _query(self) -> None:
         self._coordinator = coordinator = Coordinator(self.options, runtime=self._runtime, publisher=self.publisher)
-        rules = replace(rules_of(self.options), member_host=self.query.habits.member_host)
+        habits = self.query.habits
+        rules = replace(rules_of(self.options), member_host=habits.member_host)
+        if habits.auto_slots:
+            rules = replace(rules, slots=1, auto_slots=True, shrink_ms=SHRINK_MS)
         self.watched = WatchedRun(rules, self.process, self.reader, self._truth)
         coordinator._run = self.watched
         if self.trigger == "available now":

@@ -77,6 +77,7 @@ class Scene:
             topics=self._topics,
             member=self._member,
             handle=self.handled.append,
+            slots=lambda: parsed.group_members,
             until_deadline_s=self._until_deadline_s,
             published=lambda: None,
         )

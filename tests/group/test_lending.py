@@ -5,7 +5,14 @@ import pytest
 from spark_group_source.group import events as ev
 from spark_group_source.group.hosts import PUT_OFF_MS as HOST_PUT_OFF_MS
 from spark_group_source.group.hosts import STAY_MS
-from spark_group_source.group.lending import BACK_MS_MAX, BEGIN_MS_MAX, CLOSE_MS_MAX, PUT_OFF_MS, STAYS_MS
+from spark_group_source.group.lending import (
+    BACK_MS_MAX,
+    BEGIN_MS_MAX,
+    CLOSE_MS_MAX,
+    PUT_OFF_MS,
+    STAYS_MS,
+    TOGETHER_MS_MAX,
+)
 from spark_group_source.group.names import slot_of
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
@@ -13,6 +20,7 @@ from spark_group_source.testing.run_harness import RunHarness
 
 A, B, C = tps("orders", 0, 1, 2)
 LEASE_MS = 45_000
+SHRINK_MS = 120_000
 
 
 def hosts_of(g: GroupHarness) -> list[str]:
@@ -299,6 +307,93 @@ def test_a_close_of_the_run_closes_a_slot_that_moves() -> None:
     g.tick(ms=STAY_MS)
     begun(g)
     assert g.feed(ev.Closing(leave=True)) == [ev.Leave(slot=0, leave=True)]
+
+
+# --- as many slots as agents ----------------------------------------------------------------------------------------
+
+
+def growing(*hosts: str, slots: int = 1) -> GroupHarness:
+    """A group of as many slots as agents, when these have stayed."""
+    g = GroupHarness(slots, auto_slots=True, shrink_ms=SHRINK_MS)
+    g.born()
+    for slot, tp in zip(range(slots), (A, B, C), strict=False):
+        g.settled(tp, slot=slot)
+    for host in hosts:
+        g.host_came(host)
+    g.stay(STAY_MS)
+    return g
+
+
+def joins(g: GroupHarness) -> list[tuple[int, str]]:
+    return [(join.slot, join.host) for join in only(ev.Join, g.feed(ev.Boundary()))]
+
+
+def test_agents_that_came_together_bring_their_slots_together() -> None:
+    g = growing("h1", "h2", "h3")
+    assert [slot for slot, _ in joins(g)] == [1, 2]
+    assert sorted(hosts_of(g)) == ["h1", "h2", "h3"]
+    assert joins(g) == []
+
+
+def test_slots_wait_for_those_that_are_coming_but_not_for_long() -> None:
+    g = growing("h1", "h2")
+    for number in range(TOGETHER_MS_MAX // 1_000):
+        g.host_came(f"x{number}")  # there is always one that has just come
+        assert joins(g) == []
+        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
+        g.stay(1_000)
+    assert [slot for slot, _ in joins(g)] == [1]
+
+
+def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
+    g = growing("h1", "h2", slots=2)
+    begun(g)
+    for slot, tp in enumerate((A, B)):
+        g.member_ended(slot)
+        g.settled(tp, slot=slot)
+    g.feed(ev.HostGone(host="h2", reason="its executor is gone"))
+    g.settled(B, slot=1)
+    begun(g)
+    g.stay(SHRINK_MS - 1_000)
+    assert begun(g) == []
+    g.stay(1_000)
+    assert g.feed(ev.Boundary()) == [ev.Leave(slot=1, leave=True)]
+    assert g.machine.plannable() == {A: 100}
+    assert g.machine.gathered
+    assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
+
+
+def test_the_last_slot_never_leaves() -> None:
+    g = growing("h1")
+    g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+    begun(g)
+    g.stay(2 * SHRINK_MS)
+    assert begun(g) == []
+    assert g.machine.slot_count == 1
+
+
+def test_a_slot_that_comes_again_is_told_from_its_former_self() -> None:
+    g = growing("h1", slots=2)
+    begun(g)
+    g.member_ended(0)
+    g.settled(A, slot=0)
+    g.member_ended(1)
+    g.settled(B, slot=1)
+    g.stay(SHRINK_MS)
+    assert begun(g) == [1]
+    g.host_came("h2")
+    g.stay(STAY_MS)
+    ((slot, _),) = joins(g)
+    assert (slot, g.clients[1]) == (1, 3)
+
+
+def test_a_number_fixes_how_many_there_are() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    g.host_came("h2")
+    g.stay(STAY_MS)
+    assert joins(g) == []
+    assert g.machine.slot_count == 1
 
 
 # --- the next plan --------------------------------------------------------------------------------------------------
