@@ -130,6 +130,10 @@ class Lending:
         load = self._load()
         return min(ready, key=lambda host: load[host.id]).id if ready else HOME
 
+    def places(self) -> tuple[str, ...]:
+        """Where each slot's member lives, by name."""
+        return tuple(self.hosts.name(slot.host) for slot in self._slots.all)
+
     def waits_until_ms(self) -> int | None:
         """Until when the next plan waits for slots that should move, or are on their way; None: it need not."""
         all_ = self._slots.all

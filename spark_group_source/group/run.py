@@ -47,6 +47,9 @@ class Run(Steps):
             self.machine.statistics(self.state.value),
             unreachable_since_ms=self.outage.since_ms or 0,
             records_lost=self.lookout.records_lost,
+            hosts=self.machine.lending.places(),
+            moves=self.machine.lending.moves,
+            recalls=self.machine.lending.recalls,
         )
 
     @property

@@ -23,6 +23,12 @@ class Statistics:
     slots: tuple[str, ...]
     assigned: tuple[int, ...]
     """Partitions that each slot has."""
+    hosts: tuple[str, ...] = ()
+    """Where each slot's member lives: the name of an agent, empty for the stream reader itself."""
+    moves: int = 0
+    """Slots that moved from one host to another, between two batches."""
+    recalls: int = 0
+    """Slots that were called back from agents that were gone, or could not join the group."""
     unreachable_since_ms: int
     """Since when the brokers have not answered, on the run's clock; 0: they do."""
     uncommitted: int
@@ -57,8 +63,9 @@ class Statistics:
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
         """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
-        values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
-        return cls(**values | {name: tuple(doc[name]) for name in ("slots", "assigned")})
+        later: dict[str, Any] = {"hosts": (), "moves": 0, "recalls": 0, **doc}  # those that an earlier release lacks
+        values: dict[str, Any] = {field.name: later[field.name] for field in fields(cls)}
+        return cls(**values | {name: tuple(later[name]) for name in ("slots", "assigned", "hosts")})
 
 
 @dataclass(slots=True)
