@@ -10,7 +10,7 @@ nothing here waits, and no lock of this module is held while an event is handed 
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Runtime
@@ -23,11 +23,11 @@ from spark_group_source.members.shares import SlotMember
 class Peer(Protocol):
     """The other end of one channel."""
 
-    def send(self, message: ms.ToAgent) -> None:
+    def send(self, message: Any) -> object:
         """Send; never raises, never waits. What is lost with a channel that is cut is sent again on the next."""
 
-    def close(self) -> None:
-        """Cut it."""
+    def drop(self, reason: str) -> object:
+        """Cut it; any thread."""
 
 
 class Hosts:
@@ -112,7 +112,7 @@ class Hosts:
             self._peers[hello.host], self._hosts[peer] = peer, hello.host
             self._heard[hello.host] = hello.heard
         if before is not None and before is not peer:
-            before.close()
+            before.drop("the agent has a newer one")
         self._handle(ev.HostCame(host=hello.host, executor=hello.executor, name=hello.name, fresh=hello.fresh))
 
     def _report(self, host: str, report: ms.Report | ms.Order) -> None:

@@ -57,7 +57,7 @@ class Hosted:
         name: str,
         settings: Mapping[str, str],
         runtime: Runtime,
-        send: Callable[[ms.FromAgent], None],
+        send: Callable[[ms.FromAgent], object],
         ended: Callable[[str], None],
     ) -> None:
         self._host, self._executor, self._name = host, executor, name

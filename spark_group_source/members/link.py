@@ -13,7 +13,7 @@ from spark_group_source.members.messages import Order, Report, Told
 UNHEARD_MAX = 10_000
 """Messages that the other side has not heard; beyond this it is given up: it would know of nothing that matters."""
 
-Send = Callable[[Told], None]
+Send = Callable[[Told], object]
 
 
 class Link:

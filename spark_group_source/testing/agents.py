@@ -87,7 +87,8 @@ class Channel:
     def send(self, message: ms.ToAgent) -> None:
         self.carry("agent", lambda: self.agent.heard(self, message))
 
-    def close(self) -> None:
+    def drop(self, reason: str) -> None:
+        del reason
         self.cut()
 
     # --- both -------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class Agent:
         self.process = Process(world, f"{run.process.name}/{executor}.{number}")
         self.silent_until_ms = 0  # its channels carry nothing before
         self.ended = False
-        self.began_ms = world.now_ms
+        self.gone_ms: int | None = None  # since when it is dead
         self.channel: Channel | None = None
         self._world = world
         truth.reads_for(self.process.name, run.reader)
@@ -172,6 +173,7 @@ class Agent:
         """With all members, none of which closes."""
         if self.process.alive:
             self.process.kill()
+            self.gone_ms = self._world.now_ms
             if self.channel is not None and self._world.chance(0.7):
                 self.channel.cut()  # else the whole machine is gone, and nobody says so
 
@@ -218,7 +220,7 @@ class Agent:
 
     def _ended(self, why: str) -> None:
         del why
-        self.ended = True
+        self.ended, self.gone_ms = True, self._world.now_ms
         self.process.kill("ends")
 
 
@@ -272,6 +274,10 @@ class Executors:
         executors = [host.executor for host in lending.hosts.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
+        for agent in self.agents:
+            gone_ms = 0 if agent.gone_ms is None or agent.hosted._host not in lending.hosts.all else agent.gone_ms
+            if gone_ms and now_ms - gone_ms > run.watched.rules.lease_ms + LOOK_MS:
+                return f"{agent.process.name} is gone for {now_ms - gone_ms} ms, and is a host"
         for slot in run.watched.machine._slots.all:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:

@@ -35,8 +35,8 @@ class Wire:
     def send(self, message: ms.ToAgent) -> None:
         self.to_agent.append(message)
 
-    def close(self) -> None:
-        self.cut = True
+    def drop(self, reason: str) -> None:
+        self.cut = bool(reason)
 
 
 class Pair:
