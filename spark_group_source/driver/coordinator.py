@@ -18,11 +18,11 @@ from typing import assert_never
 
 from spark_group_source.driver.hosts import Hosts
 from spark_group_source.driver.questions import Questions
+from spark_group_source.driver.rules import rules_of
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.rules import Rules
 from spark_group_source.group.run import Run
 from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
@@ -34,12 +34,6 @@ from spark_group_source.options.table import Options
 
 log = logging.getLogger(__name__)
 
-HOLD_SHARE = 0.8
-"""Of max.poll.interval.ms, which is the group's rebalance timeout: how long a revocation may be held. The rest is for
-the commit, the member's answer and the time that passed at the broker before we heard of it."""
-LEASE_SHARE = 0.6
-"""Of the session timeout: how long an agent may be silent. The next member takes its place over before the group, which
-may have heard of it later than we did, gives that to others."""
 CLOSE_S_MAX = 8.0
 """How long the members of an ending run may take to close."""
 WAIT_S = 0.5
@@ -286,22 +280,3 @@ class Coordinator:
             with self._changed:
                 statistics, drained = self._run.statistics(), self._run.drained
             self._publisher.publish(statistics, drained=drained)
-
-
-def rules_of(options: Options) -> Rules:
-    """What the options say to the protocol."""
-    return Rules(
-        group=options.group_id,
-        slots=options.group_members,
-        hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
-        joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
-        broker_timeout_ms=options.broker_timeout_ms,
-        classic=options.group_protocol == "classic",
-        lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
-        leave_on_stop=options.leave_on_stop,
-        starting=options.starting,
-        fail_on_data_loss=options.fail_on_data_loss,
-        max_offsets=options.max_offsets_per_trigger,
-        min_offsets=options.min_offsets_per_trigger,
-        max_delay_ms=options.max_trigger_delay_ms,
-    )

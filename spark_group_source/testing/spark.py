@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol
 
 from greenlet import GreenletExit
 
-from spark_group_source.driver.coordinator import Coordinator, rules_of
+from spark_group_source.driver.coordinator import Coordinator
+from spark_group_source.driver.rules import rules_of
 from spark_group_source.errors import DataLoss, SourceError
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.statistics import Statistics

@@ -13,6 +13,7 @@ from streams import PROTOCOLS, Engine, numbered, texts, values_of
 
 from spark_group_source import DeltaSink
 from spark_group_source.driver import coordinator
+from spark_group_source.driver.rules import rules_of
 from spark_group_source.errors import RebalanceTimeout
 from spark_group_source.host import runs
 
@@ -27,7 +28,6 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
     """Another member is asked for a partition and does not give it back (KIP-848): more may be on its way to us."""
     name = scene.topic(4)
     scene.produce(name, numbered(0, 3, 4))
-    rules_of = coordinator.rules_of
     monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
     monkeypatch.setattr("spark_group_source.group.steps.SETTLE_MS_MAX", 500)  # the first batch goes without its share
     given = scene.options("consumer", subscribe=name)
