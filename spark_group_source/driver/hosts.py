@@ -19,6 +19,9 @@ from spark_group_source.members.link import Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.members.shares import SlotMember
 
+TICK_MS = 250
+"""How often at most the machine is asked to look at its clock, however many agents there are."""
+
 
 class Peer(Protocol):
     """The other end of one channel."""
@@ -63,6 +66,7 @@ class Hosts:
         self._links: dict[str, Link] = {}  # of hosts that were admitted
         self._members: dict[tuple[int, int], RemoteMember] = {}
         self._closed: str | None = None
+        self._ticked_ms = 0
 
     # --- from the channel -------------------------------------------------------------------------------------------
 
@@ -84,13 +88,20 @@ class Hosts:
                 peer.send(ms.Pong(heard=link.heard))
                 broken = ev.HostGone(host=host, reason="it does not take what it is told")
                 self._handle(broken if link.broken else ev.HostHeard(host=host))
-                self._handle(ev.Tick())  # the worker may wait for brokers, and holds and leases have their bounds
+                self._tick()
             case ms.Told():
                 report = link.take(message)
                 if report is not None:
                     self._report(host, report)
             case ms.Bye():
                 self._handle(ev.HostGone(host=host, reason=message.reason))
+
+    def _tick(self) -> None:
+        """The worker may wait for brokers, and holds and leases have their bounds."""
+        now_ms = self._runtime.now_ms()
+        if now_ms - self._ticked_ms >= TICK_MS:
+            self._ticked_ms = now_ms
+            self._handle(ev.Tick())
 
     def closed(self, peer: Peer) -> None:
         """A channel is cut."""

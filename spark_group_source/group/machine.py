@@ -67,7 +67,7 @@ class GroupMachine:
         self._out.begin(now_ms)
         try:
             self._take(event)
-            if self.phase not in (Phase.CLOSED, Phase.NEW):
+            if self.phase not in (Phase.CLOSED, Phase.NEW) and not isinstance(event, ev.HostHeard):
                 self._pump()
         except NotInTable as exc:
             self._require(False, str(exc))
