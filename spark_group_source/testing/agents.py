@@ -148,6 +148,7 @@ class Agent:
         self.silent_until_ms = 0  # its channels carry nothing before
         self.ended = False
         self.gone_ms: int | None = None  # since when it is dead
+        self.former = False  # another run had admitted it
         self.channel: Channel | None = None
         self._world = world
         truth.reads_for(self.process.name, run.reader)
@@ -247,6 +248,7 @@ class Executors:
         for agent in self.agents:
             over = agent.run is not run and agent.healthy and agent.channel is None
             if over and not agent.run.process.alive and self._world.chance(0.3):
+                agent.former |= not agent.hosted._fresh
                 agent.run = run  # one of a run that is over finds this one
 
     def start(self, run: "SparkRun", executor: str) -> None:
@@ -275,6 +277,8 @@ class Executors:
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
         for agent in self.agents:
+            if agent.former and agent.hosted._host in lending.hosts.all:
+                return f"{agent.process.name} was another run's, and is a host of this one"
             gone_ms = 0 if agent.gone_ms is None or agent.hosted._host not in lending.hosts.all else agent.gone_ms
             if gone_ms and now_ms - gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                 return f"{agent.process.name} is gone for {now_ms - gone_ms} ms, and is a host"
