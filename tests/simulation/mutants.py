@@ -398,14 +398,6 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
-        "never-says-it-again",
-        "members/link.py",
-        "            for told in self._unheard:\n                self._send(told)",
-        "            pass",
-        "what was lost with a channel is sent again",
-        agents=True,
-    ),
-    Mutant(
         "outlives-its-lease",
         "members/hosted.py",
         "if self._why_end is None and silent_ms >= self._lease_ms:",
@@ -433,7 +425,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "lends-what-stays-at-home": ("cooperative", 18),
     "admits-agents-of-former-runs": ("consumer", 0),
     "believes-what-is-repeated": ("eager", 32),
-    "never-says-it-again": ("consumer", 14),
     "outlives-its-lease": ("cooperative", 4),
     "knows-nobody": ("consumer", 1),
     "takes-back-what-it-commits": ("eager", 1),
