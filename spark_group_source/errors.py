@@ -92,7 +92,8 @@ class RebalanceTimeout(GroupError):
 
 
 class ChannelBroken(GroupError):
-    """An executor and the stream reader of its run do not reach each other, or no longer. ``fields``: waited_ms."""
+    """An executor and the stream reader of its run do not reach each other, or no longer. ``fields``: waited_ms, and
+    refused: whether all that listens at its addresses is nobody."""
 
     retriable = True
 

@@ -4,6 +4,7 @@ Runs in: executor processes, tasks. Deliberately absent: connecting again. A con
 wants another makes another :class:`Client`, and knows why and for how long.
 """
 
+import errno
 import logging
 import os
 import selectors
@@ -107,6 +108,7 @@ class Client:
                 raise ChannelBroken(
                     f"the stream reader was not reached within {within_s:.1f} s: {told or 'it has no address'}",
                     waited_ms=int(within_s * 1000),
+                    refused=bool(met) and set(met.values()) == {os.strerror(errno.ECONNREFUSED)},
                 )
             threading.Event().wait(min(AGAIN_S, left_s))
 

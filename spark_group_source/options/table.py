@@ -25,7 +25,8 @@ from spark_group_source.options.starting import (
 from spark_group_source.options.values import (
     did_you_mean,
     flag,
-    member_host,
+    members,
+    memory_bytes,
     non_empty,
     one_of,
     pattern,
@@ -96,10 +97,21 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="Fail when records that were still to be read are gone; else warn and go on with those that are left."),
     Option("includeHeaders", "include_headers", flag, "true or false", default=False,
            doc="Add the column `headers`."),
-    Option("groupMembers", "group_members", whole(1, GROUP_MEMBERS_MAX), "members", default=1,
-           doc="How many members of the group this query is, 1 to 1000."),
-    Option("memberHost", "member_host", member_host, "driver or executor", default="driver",
-           doc="Where the members live. `executor` is not available in this release."),
+    Option("groupMembers", "group_members", members(GROUP_MEMBERS_MAX), "members or auto", default=1,
+           doc="How many members of the group this query is, 1 to 1000. auto: one for each executor that takes part, "
+               "where members live beside executors, else 1."),
+    Option("memberHost", "member_host", one_of("auto", "executor", "driver"), "auto, executor or driver",
+           default="driver",
+           doc="Where the members live: in the stream reader on the driver's host, or beside executors, each in an "
+               "agent that reads ahead between batches. auto: beside executors where agents can run, else on the "
+               "driver's host; executor: the query fails where the stream reader cannot listen for them."),
+    Option("coordinatorPort", "coordinator_port", whole(0, 65_535), "port", default=0, default_text="any free one",
+           doc="Where the stream reader listens for agents and tasks, when members live beside executors."),
+    Option("coordinatorHost", "coordinator_host", non_empty, "name or address",
+           default_text="all addresses of the driver's host",
+           doc="How executors reach the stream reader's host."),
+    Option("agentMemory", "agent_memory_bytes", memory_bytes(1 << 20, 1 << 40), "size", default=64 << 20,
+           default_text="64m", doc="What each agent may hold of records that it read ahead."),
     Option("leaveOnStop", "leave_on_stop", one_of("auto", "always", "never"), "auto, always or never",
            default="auto",
            doc="Whether the members leave the group when the query stops. auto: an AvailableNow or Once run leaves, a "
@@ -166,8 +178,11 @@ class Options:
     max_records_per_partition: int | None = None
     fail_on_data_loss: bool = True
     include_headers: bool = False
-    group_members: int = 1
-    member_host: Literal["driver", "executor"] = "driver"
+    group_members: int | Literal["auto"] = 1
+    member_host: Literal["auto", "executor", "driver"] = "driver"
+    coordinator_port: int = 0
+    coordinator_host: str | None = None
+    agent_memory_bytes: int = 64 << 20
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     group_protocol: Literal["classic", "consumer"] = "classic"
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"

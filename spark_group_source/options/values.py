@@ -13,6 +13,8 @@ from typing import Final
 INT64_MAX: Final = 2**63 - 1
 
 _TOPIC_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_MEMORY = re.compile(r"([0-9]{1,19})([kmg]?)b?")
+_MEMORY_SHIFTS: Final[Mapping[str, int]] = {"": 0, "k": 10, "m": 20, "g": 30}
 _TIME = re.compile(r"([0-9]{1,19})([a-z]+)?")
 _TIME_UNITS_US: Final[Mapping[str, int]] = {
     "us": 1,
@@ -106,12 +108,30 @@ def time_ms(text: str) -> int:
     return int(match[1]) * unit_us // 1_000
 
 
-def member_host(text: str) -> str:
-    """Where members live; only "driver" works so far."""
-    host = one_of("executor", "driver")(text)
-    if host == "executor":
-        raise ValueError("executor is not available in this release; it must be driver")
-    return host
+def members(at_most: int) -> Callable[[str], int | str]:
+    """A reader of a number from 1 on, or the word auto."""
+    number = whole(1, at_most)
+
+    def parse(text: str) -> int | str:
+        try:
+            return "auto" if text.strip().lower() == "auto" else number(text)
+        except ValueError as exc:
+            raise ValueError(f"{exc}, or auto") from None
+
+    return parse
+
+
+def memory_bytes(at_least: int, at_most: int) -> Callable[[str], int]:
+    """A reader of sizes as Spark writes them: a number and k, m or g; no unit is bytes."""
+
+    def parse(text: str) -> int:
+        match = _MEMORY.fullmatch(text.strip().lower())
+        size = int(match[1]) << _MEMORY_SHIFTS[match[2] or ""] if match else -1
+        if not at_least <= size <= at_most:
+            raise ValueError(f"it must be a size such as 512k, 64m or 1g, from {at_least} to {at_most} bytes")
+        return size
+
+    return parse
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -296,7 +296,6 @@ def test_B19_any_other_delay_is_refused(text: str) -> None:
     [
         ("groupMembers", "0", "from 1 to 1000"),
         ("groupMembers", "1001", "from 1 to 1000"),
-        ("memberHost", "executor", "executor is not available in this release"),
         ("memberHost", "drivers", "did you mean 'driver'?"),
         ("leaveOnStop", "maybe", "auto or always or never"),
         ("failOnDataLoss", "yes", "it must be true or false"),
