@@ -8,7 +8,6 @@ It is the only importer of pyspark.sql.datasource.
 
 import atexit
 import logging
-import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -18,7 +17,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from spark_group_source.errors import CheckpointMismatch, OptionError
+from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
 from spark_group_source.executor.records import spark_ddl
 from spark_group_source.group.admission import pack
 from spark_group_source.group.offsets import StreamOffset, parse
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from spark_group_source.driver.coordinator import Coordinator
+    from spark_group_source.driver.hosts import Lent
+    from spark_group_source.driver.reception import Reception
+    from spark_group_source.executor.tasks import Call
 
 
 FORMAT = "kafka-group"
@@ -36,15 +38,18 @@ LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
 
 
 class RangesPartition(InputPartition):
-    """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time."""
+    """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time; and
+    whom to ask where the stream reader says which task reads what."""
 
     def __init__(
         self,
         ranges: Sequence[OffsetRange],
         topic_ids: Mapping[str, str],
         leader_epochs: Mapping[TopicPartition, int],
+        call: "Call | None" = None,
     ) -> None:
         super().__init__(None)
+        self.call = call
         self.ranges = tuple(ranges)
         self.topic_ids = {topic: topic_ids[topic] for topic in {r.tp.topic for r in ranges} & topic_ids.keys()}
         """The topics as they were planned: one that is deleted and made anew has another id."""
@@ -97,9 +102,10 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._path = tuple(path)
         self._coordinator: Coordinator | None = None
+        self._reception: Reception | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_path": self._path, "_coordinator": None}
+        return {"_options": self._options, "_path": self._path, "_coordinator": None, "_reception": None}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -115,7 +121,10 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         parsed = self._parse(start)
-        latest = self._started().latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
+        coordinator = self._started()
+        latest = coordinator.latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
+        if self._reception is not None and latest is not parsed:
+            self._reception.read_ahead(latest, coordinator.lent())
         return start if latest is parsed else latest.to_json_dict()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
@@ -126,13 +135,31 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:  # noqa: ARG002
         parsed = self._parse(end)
-        self._started().replay(parsed)
+        coordinator = self._started()
+        coordinator.replay(parsed)
+        if self._reception is not None:
+            return self._claimed(self._reception, parsed, coordinator.lent())
         tasks = pack(
             parsed.batch(),
             min_partitions=self._options.min_partitions,
             max_records=self._options.max_records_per_partition,
         )
         return [RangesPartition(ranges, parsed.topic_ids, parsed.leader_epochs) for ranges in tasks]
+
+    def _claimed(self, reception: "Reception", batch: StreamOffset, lent: "list[Lent]") -> Sequence[InputPartition]:
+        from spark_group_source.executor.tasks import Call
+
+        plan = reception.cut(batch, lent)
+        late = plan.binding == "late"
+        return [
+            RangesPartition(
+                () if late else piece.ranges,
+                batch.topic_ids,
+                batch.leader_epochs,
+                Call(reception.addresses, reception.secret, reception.run, plan.name, task, late),
+            )
+            for task, piece in enumerate(plan.pieces)
+        ]
 
     def commit(self, end: dict[str, Any]) -> None:
         self._started().commit(self._parse(end))
@@ -142,6 +169,8 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             # Spark closes our socket and sends SIGTERM at the same moment: the second must not end this half way.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._coordinator.close()
+            if self._reception is not None:
+                self._reception.stop()
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
@@ -150,6 +179,8 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
             self._coordinator = Coordinator(self._options)
+            if self._options.member_host != "driver":
+                self._reception = _received(self._options, self._coordinator)
             atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
         return self._coordinator
 
@@ -167,19 +198,26 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --- in an executor worker --------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
-        from spark_group_source.executor.fetch import read_ranges
+        from spark_group_source.executor.tasks import Ranges, read_piece
 
         assert isinstance(partition, RangesPartition)
-        return read_ranges(
-            self._options.consumer_settings(),
-            partition.ranges,
-            topic_ids=partition.topic_ids,
-            leader_epochs=partition.leader_epochs,
-            include_headers=self._options.include_headers,
-            fail_on_data_loss=self._options.fail_on_data_loss,
-            deadline_s=self._options.poll_timeout_ms / 1000,
-            silence_s=self._options.broker_timeout_ms / 1000 or math.inf,
-        )
+        piece = Ranges(partition.ranges, partition.topic_ids, partition.leader_epochs)
+        return read_piece(self._options, piece, partition.call)
+
+
+def _received(options: Options, coordinator: "Coordinator") -> "Reception | None":
+    """Where agents and tasks reach this run, if it can listen."""
+    from spark_group_source.driver.reception import Reception
+
+    reception = Reception(options, hosts=coordinator.hosts, died=coordinator.died)
+    try:
+        reception.start()
+    except ChannelBroken as exc:
+        if options.member_host == "executor":
+            raise OptionError(f"memberHost is executor, and {exc}", option="memberHost") from exc
+        logging.getLogger(__name__).warning("members stay in the stream reader: %s", exc)
+        return None
+    return reception
 
 
 def _prepare_process() -> None:

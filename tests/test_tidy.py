@@ -39,9 +39,10 @@ WALLS: dict[str, set[str]] = {
     "group": VALUES,
     "options": VALUES,
     "kafka": VALUES | {"options"},
-    "executor": VALUES | {"options", "kafka"},
+    "channel": VALUES,
+    "executor": VALUES | {"options", "kafka", "channel", "members", "host"},
     "members": VALUES | {"options", "group", "kafka"},
-    "driver": VALUES | {"options", "group", "kafka", "host", "members"},
+    "driver": VALUES | {"options", "group", "kafka", "host", "members", "channel"},
     "host": VALUES | {"group"},
     "delta": VALUES | {"group", "host"},  # the sink tells the run beside it what is durable
     "local": VALUES,

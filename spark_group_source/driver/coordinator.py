@@ -16,17 +16,18 @@ import logging
 from collections.abc import Mapping
 from typing import assert_never
 
-from spark_group_source.driver.hosts import Hosts
+from spark_group_source.driver.hosts import Hosts, Lent
 from spark_group_source.driver.questions import Questions
 from spark_group_source.driver.rules import rules_of
 from spark_group_source.driver.worker import Worker
-from spark_group_source.errors import BrokerUnavailable, SourceError
+from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.run import Run
 from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
 from spark_group_source.members.member import Member
+from spark_group_source.members.remote import RemoteMember
 from spark_group_source.members.settings import member_settings
 from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
@@ -128,6 +129,17 @@ class Coordinator:
         """The end offsets seen last."""
         return self._run.lookout.ends
 
+    def lent(self) -> list[Lent]:
+        """What is held beside executors now."""
+        with self._changed:
+            hosts = self._run.machine.lending.hosts.all
+            at = [(m.host, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
+            return [Lent(host, hosts[host].executor, held) for host, held in at if host in hosts]
+
+    def died(self, exc: BaseException) -> None:
+        """What this run needs has ended. Any thread."""
+        self._handle(ev.Broken(error=InvariantBroken(f"the control channel does not run: {exc!r}")))
+
     def close(self) -> None:
         """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
         stream = self._run.machine.stream
@@ -227,7 +239,7 @@ class Coordinator:
 
     def _join(self, join: ev.Join) -> None:
         if not self._members and not self._ended:
-            stream, slots = self._run.machine.stream, self._options.group_members
+            stream, slots = self._run.machine.stream, self._run.machine.slot_count
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
         self._retire(join.slot)

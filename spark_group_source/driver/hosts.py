@@ -10,7 +10,7 @@ nothing here waits, and no lock of this module is held while an event is handed 
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Runtime
@@ -18,9 +18,18 @@ from spark_group_source.members import messages as ms
 from spark_group_source.members.link import Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.members.shares import SlotMember
+from spark_group_source.model import TopicPartition
 
 TICK_MS = 250
 """How often at most the machine is asked to look at its clock, however many agents there are."""
+
+
+class Lent(NamedTuple):
+    """What members of ours have that live at an agent."""
+
+    host: str
+    executor: str
+    partitions: tuple[TopicPartition, ...]
 
 
 class Peer(Protocol):

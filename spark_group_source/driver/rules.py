@@ -18,12 +18,14 @@ def rules_of(options: Options) -> Rules:
     """What the options say to the protocol."""
     return Rules(
         group=options.group_id,
-        slots=options.group_members,
+        slots=1 if options.group_members == "auto" else options.group_members,
+        auto_slots=options.group_members == "auto" and options.member_host != "driver",
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
         joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
         broker_timeout_ms=options.broker_timeout_ms,
         classic=options.group_protocol == "classic",
         lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
+        member_host=options.member_host,
         leave_on_stop=options.leave_on_stop,
         starting=options.starting,
         fail_on_data_loss=options.fail_on_data_loss,

@@ -135,7 +135,8 @@ class Member:
         """Wait for the thread to end; False when it did not in time."""
         if self._thread is None:
             return True
-        self._thread.join(timeout_s)
+        if timeout_s > 0:  # its own thread asks, too, while it reports its end
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # --- the thread -------------------------------------------------------------------------------------------------

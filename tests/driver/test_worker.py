@@ -10,6 +10,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
 from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS
+from spark_group_source.driver.rules import rules_of
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import (
     AccessDenied,
@@ -77,7 +78,7 @@ class Scene:
             topics=self._topics,
             member=self._member,
             handle=self.handled.append,
-            slots=lambda: parsed.group_members,
+            slots=lambda: rules_of(parsed).slots,
             until_deadline_s=self._until_deadline_s,
             published=lambda: None,
         )

@@ -5,28 +5,11 @@ host).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spark_group_source.model import TopicPartition
+from spark_group_source.channel.messages import Ahead
 
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """From where to read ahead. It replaces what was told before: partitions that are not named are read no more."""
-
-    plan: int
-    """Of plans that were told out of order the one with the highest number counts."""
-    positions: Mapping[TopicPartition, int]
-    """Where the next plan will begin. Lower than before is a rewind: all that is held of the partition is dropped."""
-    keep: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Where the batch in flight begins, for tasks that have still to ask; what lies below it is dropped. A partition
-    that is missing has no batch in flight: its position counts."""
-    topic_ids: Mapping[str, str] = field(default_factory=dict)
-    """The topics as they were planned (KIP-516). With another id all that is held of a topic is dropped."""
-    leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Of the leaders that told the ends of the last plans (KIP-320). With another epoch all that is held of the
-    partition is dropped: its log may have been cut. A partition that is missing keeps the former one."""
+__all__ = ["Ahead", "Hosted", "Nobody"]
 
 
 class Hosted(Protocol):

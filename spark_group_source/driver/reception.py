@@ -1,0 +1,169 @@
+"""Where agents and tasks reach the stream reader: the channel's server, claims to pieces, and word of the next plan.
+
+Runs in: the stream reader. Deliberately absent: which slot is lent to whom (``hosts`` and the run), and who may claim
+what (``group.claims``).
+"""
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from spark_group_source.channel.addresses import places
+from spark_group_source.channel.client import Address
+from spark_group_source.channel.messages import CLAIM_MESSAGES, Ahead, Claim, Given, NotGiven, TaskEnded
+from spark_group_source.channel.peer import Peer
+from spark_group_source.channel.proof import Secret
+from spark_group_source.channel.server import Server
+from spark_group_source.channel.wire import Codec, WireError
+from spark_group_source.driver import garbage
+from spark_group_source.driver.hosts import Hosts, Lent
+from spark_group_source.group.claims import Claims, Plan, Unknown
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.members import messages as ms
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import Options
+
+log = logging.getLogger(__name__)
+
+LARGE_RANGES = 10_000
+"""Ranges of a plan that make the collector of garbage stop the channel for long."""
+RUN_DIGITS = 12
+"""Of a run's name, which no other run has."""
+
+
+class Reception:
+    """Of one run, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        options: the query's.
+        hosts: takes what agents say.
+        died: is given what ended the channel's thread.
+    """
+
+    def __init__(self, options: Options, *, hosts: Hosts, died: Callable[[BaseException], None]) -> None:
+        self._options, self._hosts = options, hosts
+        self.run, self.secret = uuid.uuid4().hex[:RUN_DIGITS], Secret.new()
+        self.addresses: tuple[Address, ...] = ()
+        self._lock = threading.Lock()
+        self._claims = Claims(
+            self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
+        )
+        self._agents: dict[Peer, _Agent] = {}
+        places_ = places(None, options.coordinator_host)
+        self._told = places_.told
+        self._server = Server(
+            Codec((*ms.TYPES, *CLAIM_MESSAGES)),
+            self.secret,
+            on_open=lambda _: None,
+            on_message=self._heard,
+            on_closed=self._closed,
+            died=died,
+            hosts=places_.bind,
+            port=options.coordinator_port,
+        )
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ChannelBroken: it cannot.
+        """
+        port = self._server.start()
+        self.addresses = tuple((host, port) for host in self._told)
+        log.info("listening for agents and tasks at %s, port %d", ", ".join(self._told), port)
+
+    def stop(self) -> None:
+        if not self._server.stop():
+            log.warning("the control channel did not end in time")
+
+    def cut(self, offset: StreamOffset, lent: Iterable[Lent]) -> Plan:
+        """The pieces of a batch."""
+        if len(offset.ranges) >= LARGE_RANGES:
+            garbage.set_aside()
+        with self._lock:
+            return self._claims.cut(offset, {tp: one.executor for one in lent for tp in one.partitions})
+
+    def read_ahead(self, offset: StreamOffset, lent: Iterable[Lent]) -> None:
+        """Tell agents where the batch after this one begins."""
+        held: dict[str, list[TopicPartition]] = {}
+        for one in lent:
+            held.setdefault(one.host, []).extend(one.partitions)
+        with self._lock:
+            agents = {agent.host: peer for peer, agent in self._agents.items()}
+        for host, tps in held.items():
+            if (peer := agents.get(host)) is not None:
+                _send(peer, _ahead(offset, tps))
+
+    # --- on the channel's thread ------------------------------------------------------------------------------------
+
+    def _heard(self, peer: Peer, message: Any, asks: int) -> None:
+        match message:
+            case Claim():
+                peer.answer(asks, self._given(message))
+            case TaskEnded():
+                with self._lock:
+                    self._claims.ended(message.plan, message.task, message.executor)
+            case ms.Hello() | ms.Ping() | ms.Bye() | ms.Told():
+                with self._lock:
+                    agent = self._agents.setdefault(peer, _Agent(peer))
+                    if isinstance(message, ms.Hello):
+                        agent.host = message.host
+                self._hosts.take(agent, message)
+            case _:
+                peer.drop(f"it said {type(message).__name__}, which is not for it to say")
+
+    def _closed(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            agent = self._agents.pop(peer, None)
+        if agent is not None:
+            log.info("the channel to agent %s is cut: %s", agent.host, reason)
+            self._hosts.closed(agent)
+
+    def _given(self, claim: Claim) -> Given | NotGiven:
+        with self._lock:
+            piece = self._claims.claim(claim.plan, claim.task, claim.executor)
+            plan = self._claims.plan(claim.plan)
+        if isinstance(piece, Unknown) or plan is None:
+            return NotGiven(reason=piece.reason if isinstance(piece, Unknown) else "its plan is gone")
+        tps = {r.tp for r in piece.ranges}
+        ids, epochs = plan.offset.topic_ids, plan.offset.leader_epochs
+        return Given(
+            ranges=piece.ranges,
+            topic_ids={topic: ids[topic] for topic in {tp.topic for tp in tps} & ids.keys()},
+            leader_epochs={tp: epochs[tp] for tp in tps & epochs.keys()},
+        )
+
+
+class _Agent:
+    """One agent's channel, as ``hosts`` knows it."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.host = ""
+
+    def send(self, message: ms.ToAgent) -> None:
+        _send(self._peer, message)
+
+    def drop(self, reason: str) -> None:
+        self._peer.drop(reason)
+
+
+def _send(peer: Peer, message: Any) -> None:
+    try:
+        peer.send(message)
+    except WireError:
+        log.exception("a message that the channel does not take")
+        peer.drop("what was to be said to it cannot be said")
+
+
+def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:
+    mine = [tp for tp in tps if tp in offset.ranges]
+    return Ahead(
+        plan=offset.seq,
+        positions={tp: offset.ranges[tp][1] for tp in mine},
+        keep={tp: offset.ranges[tp][0] for tp in mine},
+        topic_ids={topic: id_ for topic, id_ in offset.topic_ids.items() if topic in {tp.topic for tp in mine}},
+        leader_epochs={tp: offset.leader_epochs[tp] for tp in mine if tp in offset.leader_epochs},
+    )

@@ -1,0 +1,131 @@
+"""The members that live in an agent, and the channel to their coordinator.
+
+Runs in: agents. Deliberately absent: what members do (``members``), and reading ahead. The channel is opened again when
+it is cut, for as long as the stream reader's lease lasts; where nobody listens any more, the run is over.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spark_group_source.channel.client import Client
+from spark_group_source.channel.messages import CLAIM_MESSAGES, Ahead
+from spark_group_source.channel.proof import Secret
+from spark_group_source.channel.wire import Codec, WireError
+from spark_group_source.errors import ChannelBroken
+from spark_group_source.kafka import Runtime
+from spark_group_source.members import messages as ms
+from spark_group_source.members.hosted import Hosted
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 3.0
+"""For one try to reach the stream reader at all of its addresses."""
+AGAIN_S = 0.5
+"""Between two tries."""
+NOBODY_S = 5.0
+"""When all addresses say for so long that nobody listens, the stream reader has ended: it listens all its life."""
+
+NAME = "spark_group_source.executor.agent.membership:Membership"
+"""As ``start.Order.hosted`` takes it."""
+
+
+def codec() -> Codec:
+    """Of the channel between the stream reader on one side, agents and tasks on the other."""
+    return Codec((*ms.TYPES, *CLAIM_MESSAGES))
+
+
+class Membership:
+    """What an agent hosts: see ``agent.messages.Hosted``.
+
+    Args:
+        given: JSON: ``addresses``, ``secret`` (hex), ``executor``, ``name``, and ``settings`` of members.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        runtime = Runtime()
+        self._addresses = [(str(host), int(port)) for host, port in given["addresses"]]
+        self._secret = Secret.revealed(given["secret"])
+        self._client: Client | None = None
+        self._cut = threading.Event()
+        self._over = threading.Event()
+        self._why = ""
+        self._read_ahead: Callable[[Ahead], None] = lambda _: None
+        self._hosted = Hosted(
+            host=runtime.new_id(),
+            executor=given["executor"],
+            name=given["name"],
+            settings=given["settings"],
+            runtime=runtime,
+            send=self._send,
+            ended=self._ended,
+        )
+
+    def start(self, read_ahead: Callable[[Ahead], None]) -> None:
+        self._read_ahead = read_ahead
+        self._hosted.begin()
+        threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
+
+    def ended(self) -> str:
+        return self._why
+
+    def has_coordinator(self) -> bool:
+        return self._client is not None
+
+    def stop(self, timeout_s: float) -> None:
+        self._hosted.close("the agent ends")
+        self._over.wait(timeout_s)
+        if (client := self._client) is not None:
+            client.close()
+
+    # --- the channel ------------------------------------------------------------------------------------------------
+
+    def _stay_connected(self) -> None:
+        refused_since_s: float | None = None
+        while not self._over.is_set():
+            client = Client(
+                self._addresses, codec(), self._secret, on_message=self._heard, on_closed=self._closed, name="channel"
+            )
+            self._cut.clear()
+            try:
+                address = client.open(OPEN_S)
+            except ChannelBroken as exc:
+                now_s = time.monotonic()
+                refused_since_s = (refused_since_s or now_s) if exc.fields.get("refused") else None
+                if refused_since_s is not None and now_s - refused_since_s >= NOBODY_S:
+                    self._hosted.close(f"the stream reader has ended: {exc}")
+                    return
+                self._over.wait(AGAIN_S)
+                continue
+            refused_since_s = None
+            log.info("the stream reader answers at %s, port %d", *address)
+            self._client = client
+            self._hosted.opened()
+            self._cut.wait()
+
+    def _send(self, message: ms.FromAgent) -> None:
+        client = self._client
+        if client is not None:
+            try:
+                client.send(message)
+            except WireError:
+                log.exception("a message that the channel does not take")
+                client.close()
+
+    def _heard(self, _: Client, message: Any, __: int) -> None:
+        if isinstance(message, Ahead):
+            self._read_ahead(message)
+        else:
+            self._hosted.take(message)
+
+    def _closed(self, client: Client, reason: str) -> None:
+        log.info("the channel to the stream reader is cut: %s", reason)
+        if self._client is client:
+            self._client = None
+        self._cut.set()
+
+    def _ended(self, why: str) -> None:
+        self._why = why
+        self._over.set()

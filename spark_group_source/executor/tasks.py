@@ -1,0 +1,229 @@
+"""What a task does to read its piece of a batch.
+
+Runs in: executor workers. Deliberately absent: reading (``fetch``, ``agent.near``) and which piece it is (the stream
+reader says).
+
+Where members live beside executors a task finds or starts its executor's agent, asks the stream reader which piece it
+is to read, and takes from the agent what that has in memory. Under a *fixed* binding its piece is known beforehand: it
+asks only so that the stream reader knows that it could, and not reaching it costs nothing but the agent. Under a *late*
+binding it must be told.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spark_group_source.channel.client import Address, Client
+from spark_group_source.channel.messages import Claim, Given, NotGiven, TaskEnded
+from spark_group_source.channel.proof import Secret
+from spark_group_source.errors import ChannelBroken
+from spark_group_source.executor.agent import membership, near, start
+from spark_group_source.executor.agent.processes import Process, executor
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.members.settings import member_settings
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.table import Options
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_group_source.executor.agent.home import Home
+
+log = logging.getLogger(__name__)
+
+REACH_S = 2.0
+"""How long a task whose piece is known tries to reach the stream reader."""
+AGAIN_S = 60.0
+"""After that did not work, this worker does not try again for so long."""
+CLAIM_S = 60.0
+"""How long a task that has to be told its piece waits for it."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Call:
+    """Where the stream reader is reached, and what the task is to it. Holds the run's secret, so it has no repr."""
+
+    addresses: tuple[Address, ...]
+    secret: Secret
+    run: str
+    plan: str
+    task: int
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """What a task reads: ranges, of topics with these ids, and with these leaders when the batch was planned."""
+
+    ranges: Sequence[OffsetRange]
+    topic_ids: Mapping[str, str]
+    leader_epochs: Mapping[TopicPartition, int]
+
+
+def read_piece(options: Options, piece: Ranges, call: Call | None) -> "Iterator[pa.RecordBatch]":
+    """The records of a task's piece.
+
+    Args:
+        piece: what it reads, unless it is told otherwise.
+        call: None where members live in the stream reader.
+
+    Raises:
+        ChannelBroken: it has to be told what it reads, and the stream reader cannot be reached.
+        GroupError: see :func:`fetch.read_ranges`.
+    """
+    settings = options.consumer_settings()
+    bounds: dict[str, Any] = {
+        "fail_on_data_loss": options.fail_on_data_loss,
+        "deadline_s": options.poll_timeout_ms / 1000,
+        "silence_s": options.broker_timeout_ms / 1000 or math.inf,
+    }
+    if call is None:
+        yield from read_ranges(
+            settings,
+            piece.ranges,
+            topic_ids=piece.topic_ids,
+            leader_epochs=piece.leader_epochs,
+            include_headers=options.include_headers,
+            **bounds,
+        )
+        return
+    at = executor()
+    home = _agent(options, call, at) if at is not None else None
+    with _claimed(call, piece, name_of(at)) as given:
+        yield from near.read_near(
+            home,
+            settings,
+            given.ranges,
+            topic_ids=given.topic_ids,
+            leader_epochs=given.leader_epochs,
+            include_headers=options.include_headers,
+            **bounds,
+        )
+
+
+def name_of(at: Process | None) -> str:
+    """An executor as this module names it: no two living ones of a cluster have one name."""
+    host = socket.gethostname()
+    return f"{host}-{at.pid}-{at.started}" if at is not None else f"{host}-worker-{os.getpid()}"
+
+
+def _agent(options: Options, call: Call, at: Process) -> "Home | None":
+    return start.start(
+        start.Order(
+            run=call.run,
+            settings=options.consumer_settings(),
+            include_headers=options.include_headers,
+            memory_bytes=options.agent_memory_bytes,
+            hosted=membership.NAME,
+            given={
+                "addresses": call.addresses,
+                "secret": call.secret.reveal(),
+                "executor": name_of(at),
+                "name": f"{socket.gethostname()}-{at.pid}",
+                "settings": member_settings(options),
+            },
+        ),
+        at,
+    )
+
+
+# --- claims ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _claimed(call: Call, piece: Ranges, executor_name: str) -> "Iterator[Ranges]":
+    """The task's piece, as long as it reads."""
+    claim = Claim(plan=call.plan, task=call.task, executor=executor_name)
+    line = _line(call)
+    given = line.told(claim) if call.late else line.said(claim, piece)
+    try:
+        yield given
+    finally:
+        line.say(TaskEnded(plan=call.plan, task=call.task, executor=executor_name))
+
+
+class _Line:
+    """This worker's connection to one stream reader, kept from task to task."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._client: Client | None = None
+        self._again_s = 0.0
+
+    def said(self, claim: Claim, piece: Ranges) -> Ranges:
+        """Ask, and read the piece that is known whatever comes of it."""
+        if self._client is None and time.monotonic() < self._again_s:
+            return piece
+        try:
+            self._ask(claim, REACH_S)
+        except ChannelBroken as exc:
+            self._again_s = time.monotonic() + AGAIN_S
+            log.warning("reading directly, without an agent: %s", exc)
+        return piece
+
+    def told(self, claim: Claim) -> Ranges:
+        """Ask, and read what is given.
+
+        Raises:
+            ChannelBroken: nothing was, in time.
+        """
+        until_s = time.monotonic() + CLAIM_S
+        while True:
+            try:
+                answer = self._ask(claim, max(until_s - time.monotonic(), 0.1))
+                break
+            except ChannelBroken as exc:
+                if time.monotonic() >= until_s:
+                    raise ChannelBroken(
+                        f"this task was not told what to read within {CLAIM_S:.0f} s: {exc}. See that executors reach "
+                        "the driver's host (options coordinatorHost and coordinatorPort), or set memberHost to driver",
+                        waited_ms=int(CLAIM_S * 1000),
+                    ) from None
+        if isinstance(answer, Given):
+            return Ranges(answer.ranges, answer.topic_ids, answer.leader_epochs)
+        reason = answer.reason if isinstance(answer, NotGiven) else f"it answered {type(answer).__name__}"
+        raise ChannelBroken(f"this task was not told what to read: {reason}")
+
+    def say(self, message: TaskEnded) -> None:
+        if self._client is not None:
+            self._client.send(message)
+
+    def _ask(self, claim: Claim, within_s: float) -> object:
+        until_s = time.monotonic() + within_s
+        if self._client is None or self._client.ended is not None:
+            client = Client(
+                self._call.addresses,
+                membership.codec(),
+                self._call.secret,
+                on_message=lambda *_: None,
+                on_closed=lambda *_: None,
+                name="claims",
+            )
+            client.open(within_s)
+            self._client = client
+        return self._client.request(claim, max(until_s - time.monotonic(), 0.1))
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+_lines: dict[tuple[int, str], _Line] = {}
+"""By process and run. A worker reads for one run at a time; a forked one has none of its parent's."""
+
+
+def _line(call: Call) -> _Line:
+    me = (os.getpid(), call.run)
+    if me not in _lines:
+        for (pid, _), line in _lines.items():
+            if pid == os.getpid():
+                line.close()
+        _lines.clear()
+        _lines[me] = _Line(call)
+    return _lines[me]
