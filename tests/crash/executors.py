@@ -1,4 +1,4 @@
-"""The job of the test that kills an executor: a group into a Delta table, on two executors of one core each.
+"""The job of the tests that kill executors: a group into a Delta table, on two executors of one core each.
 
 Its tasks say which partition they read, where, and wait as long as there is a file ``hold``. Arguments, as one JSON
 object: servers, group, topic, home (a directory: table, checkpoint, scratch and what the tasks say), options.
@@ -27,10 +27,24 @@ HOLD_S_MAX = 120
 HOLD_LOOK_S = 0.05
 
 
-def main(servers: str, group: str, topic: str, home: str, **options: str) -> None:
-    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("executors")
+def main(
+    servers: str,
+    group: str,
+    topic: str,
+    home: str,
+    master: str = "",
+    py_files: str = "",
+    python: str = "",
+    **options: str,
+) -> None:
+    """``master``: of a cluster whose executors know of the package by ``py_files`` alone, and run ``python``."""
+    builder = SparkSession.builder.master(master or "local-cluster[2,1,1024]").appName("executors")
     paths = os.pathsep.join(path for path in sys.path if path)
-    own = {"spark.executor.memory": "512m", "spark.executorEnv.PYTHONPATH": paths, "spark.task.maxFailures": "4"}
+    own = {"spark.executor.memory": "512m", "spark.task.maxFailures": "4"}
+    if master:
+        own |= {"spark.submit.pyFiles": py_files, "spark.pyspark.python": python, "spark.driver.host": "127.0.0.1"}
+    else:
+        own["spark.executorEnv.PYTHONPATH"] = paths
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()

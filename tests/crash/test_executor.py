@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             [sys.executable, str(JOB), json.dumps({**arguments, "home": str(home)})],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+            env={"PYSPARK_PYTHON": sys.executable, **os.environ},
         )
         try:
             yield process
         finally:
-            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            for each in tree:
-                if each.is_running():
-                    each.kill()
+            with suppress(psutil.NoSuchProcess):
+                for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
             process.wait(30)
 
 

@@ -1,0 +1,108 @@
+"""A real Spark cluster on loopback: a master and workers from pyspark's own scripts, with a Python that has no package
+of ours. What executors know of it, ``--py-files`` brings.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyspark
+from conftest import await_until
+
+import spark_group_source
+
+START_S = 90
+
+
+class Standalone:
+    """One master, and workers of one core each."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._port = _free_port()
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self._master = self._spawn("master", "master.Master", "--host", "127.0.0.1", "--port", str(self._port))
+
+    @property
+    def url(self) -> str:
+        return f"spark://127.0.0.1:{self._port}"
+
+    def add_worker(self) -> None:
+        number = len(self.workers)
+        known = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--work-dir", str(self.home / f"w{number}"))
+        self.workers.append(self._spawn(f"worker{number}", "worker.Worker", *known, self.url))
+        log = self.home / f"worker{number}.log"
+        await_until(lambda: "Successfully registered with master" in log.read_text(), START_S, what="a worker")
+
+    def close(self) -> None:
+        for process in (*self.workers, self._master):
+            with contextlib.suppress(psutil.Error):
+                for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+                    each.kill()
+            process.wait(30)
+
+    def _spawn(self, name: str, main: str, *arguments: str) -> subprocess.Popen[bytes]:
+        log4j = self.home / "log4j2.properties"
+        log4j.write_text(
+            "rootLogger.level=info\nrootLogger.appenderRef.out.ref=out\nappender.out.type=Console\n"
+            "appender.out.name=out\nappender.out.layout.type=PatternLayout\nappender.out.layout.pattern=%p %m%n%ex\n"
+        )
+        script = Path(pyspark.__file__).parent / "bin" / "spark-class"
+        options = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} -Dlog4j2.configurationFile={log4j}"
+        with (self.home / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [str(script), f"org.apache.spark.deploy.{main}", "--webui-port", "0", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "SPARK_DAEMON_JAVA_OPTS": options, "SPARK_LOCAL_IP": "127.0.0.1"},
+            )
+
+
+@contextlib.contextmanager
+def standalone(home: Path, workers: int) -> Iterator[Standalone]:
+    home.mkdir()
+    cluster = Standalone(home)
+    try:
+        log = home / "master.log"
+        await_until(lambda: re.search("I have been elected leader", log.read_text()), START_S, what="the master")
+        for _ in range(workers):
+            cluster.add_worker()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def python_without_package(home: Path) -> Path:
+    """A Python with all that the package needs, and not the package: nothing of the ``.pth`` files is looked at."""
+    script = home / "python"
+    places = sysconfig.get_paths()["purelib"]
+    base = Path(sys.executable).resolve()
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{places}" exec {base} -S "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def package_as_zip(home: Path) -> Path:
+    found = home / "package.zip"
+    root = Path(spark_group_source.__file__).parent.parent
+    with zipfile.ZipFile(found, "w") as archive:
+        for package in ("spark_group_source", "pyspark_kafka_group"):
+            for path in sorted((root / package).rglob("*.py")):
+                archive.write(path, path.relative_to(root))
+        for path in sorted((root / "conf").iterdir()):
+            archive.write(path, Path("spark_group_source") / "conf" / path.name)
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
