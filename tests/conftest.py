@@ -5,9 +5,12 @@ nothing. Whatever starts a JVM asks for the fixture ``jvm`` (or has a marker tha
 tests out, and for all others there is no Java.
 """
 
+import contextlib
+import gc
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +72,7 @@ LANES = {
 """Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. The
 longest lane is the first. A test that is missing here works as well; it may start a second Spark."""
 
+JAVA_HOME = os.environ.get("JAVA_HOME")
 NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
 """JAVA_HOME of tests that start no JVM; the error of one that does shows it."""
 
@@ -106,6 +110,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+# The threads of admin clients run Python for moments, in which garbage may be collected: an admin client that is
+# found there is ended by its own thread, and for that librdkafka ends the process.
+gc.disable()
+COLLECT_EVERY_S = 5.0
+_collected_s = [0.0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Between two tests it is this thread that collects."""
+    result = yield
+    if time.monotonic() - _collected_s[0] >= COLLECT_EVERY_S:
+        gc.collect()
+        _collected_s[0] = time.monotonic()
+    return result
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """A test that starts a JVM must say so: for the others there is none."""
@@ -121,9 +142,14 @@ def quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     if not any(item.get_closest_marker("jvm") for item in request.session.items):
         yield
         return
-    with pytest.MonkeyPatch.context() as patch, quick_spark.prepared():
-        patch.setenv("SPARK_HOME", str(quick_spark.home()))
-        patch.setenv("SPARK_SUBMIT_OPTS", quick_spark.submit_options())
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as java:  # the test that asks for this first may be one that has none
+            java.setenv("JAVA_HOME", JAVA_HOME) if JAVA_HOME else java.delenv("JAVA_HOME", raising=False)
+            stack.enter_context(quick_spark.prepared())
+            home, options = str(quick_spark.home()), quick_spark.submit_options()
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("SPARK_HOME", home)
+        patch.setenv("SPARK_SUBMIT_OPTS", options)
         yield
 
 
