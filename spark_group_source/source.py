@@ -8,6 +8,7 @@ It is the only importer of pyspark.sql.datasource.
 
 import atexit
 import logging
+import math
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -198,11 +199,28 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --- in an executor worker --------------------------------------------------------------------------------------
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        assert isinstance(partition, RangesPartition)
+        options = self._options
+        bounds: dict[str, Any] = {
+            "include_headers": options.include_headers,
+            "fail_on_data_loss": options.fail_on_data_loss,
+            "deadline_s": options.poll_timeout_ms / 1000,
+            "silence_s": options.broker_timeout_ms / 1000 or math.inf,
+        }
+        if partition.call is None:  # what agents need is not even loaded: a worker's first task would wait for it
+            from spark_group_source.executor.fetch import read_ranges
+
+            return read_ranges(
+                options.consumer_settings(),
+                partition.ranges,
+                topic_ids=partition.topic_ids,
+                leader_epochs=partition.leader_epochs,
+                **bounds,
+            )
         from spark_group_source.executor.tasks import Ranges, read_piece
 
-        assert isinstance(partition, RangesPartition)
         piece = Ranges(partition.ranges, partition.topic_ids, partition.leader_epochs)
-        return read_piece(self._options, piece, partition.call)
+        return read_piece(options, piece, partition.call, **bounds)
 
 
 def _received(options: Options, coordinator: "Coordinator") -> "Reception | None":

@@ -41,7 +41,7 @@ WALLS: dict[str, set[str]] = {
     "kafka": VALUES | {"options"},
     "channel": VALUES,
     "executor": VALUES | {"options", "kafka", "channel", "members", "host"},
-    "members": VALUES | {"options", "group", "kafka"},
+    "members": VALUES | {"options", "group", "kafka", "channel"},
     "driver": VALUES | {"options", "group", "kafka", "host", "members", "channel"},
     "host": VALUES | {"group"},
     "delta": VALUES | {"group", "host"},  # the sink tells the run beside it what is durable

@@ -12,16 +12,17 @@ from typing import Any
 
 from spark_group_source.channel.addresses import places
 from spark_group_source.channel.client import Address
-from spark_group_source.channel.messages import CLAIM_MESSAGES, Ahead, Claim, Given, NotGiven, TaskEnded
+from spark_group_source.channel.messages import Ahead, Claim, Given, NotGiven, TaskEnded
 from spark_group_source.channel.peer import Peer
 from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import Codec, WireError
+from spark_group_source.channel.wire import WireError
 from spark_group_source.driver import garbage
 from spark_group_source.driver.hosts import Hosts, Lent
 from spark_group_source.group.claims import Claims, Plan, Unknown
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.members import messages as ms
+from spark_group_source.members.dialect import codec
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -54,7 +55,7 @@ class Reception:
         places_ = places(None, options.coordinator_host)
         self._told = places_.told
         self._server = Server(
-            Codec((*ms.TYPES, *CLAIM_MESSAGES)),
+            codec(),
             self.secret,
             on_open=lambda _: None,
             on_message=self._heard,

@@ -11,7 +11,6 @@ binding it must be told.
 
 import contextlib
 import logging
-import math
 import os
 import socket
 import time
@@ -25,7 +24,7 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import membership, near, start
 from spark_group_source.executor.agent.processes import Process, executor
-from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.members.dialect import codec
 from spark_group_source.members.settings import member_settings
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
@@ -66,43 +65,26 @@ class Ranges:
     leader_epochs: Mapping[TopicPartition, int]
 
 
-def read_piece(options: Options, piece: Ranges, call: Call | None) -> "Iterator[pa.RecordBatch]":
+def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "Iterator[pa.RecordBatch]":
     """The records of a task's piece.
 
     Args:
         piece: what it reads, unless it is told otherwise.
-        call: None where members live in the stream reader.
+        bounds: the other arguments of :func:`fetch.read_ranges`.
 
     Raises:
         ChannelBroken: it has to be told what it reads, and the stream reader cannot be reached.
         GroupError: see :func:`fetch.read_ranges`.
     """
-    settings = options.consumer_settings()
-    bounds: dict[str, Any] = {
-        "fail_on_data_loss": options.fail_on_data_loss,
-        "deadline_s": options.poll_timeout_ms / 1000,
-        "silence_s": options.broker_timeout_ms / 1000 or math.inf,
-    }
-    if call is None:
-        yield from read_ranges(
-            settings,
-            piece.ranges,
-            topic_ids=piece.topic_ids,
-            leader_epochs=piece.leader_epochs,
-            include_headers=options.include_headers,
-            **bounds,
-        )
-        return
     at = executor()
     home = _agent(options, call, at) if at is not None else None
     with _claimed(call, piece, name_of(at)) as given:
         yield from near.read_near(
             home,
-            settings,
+            options.consumer_settings(),
             given.ranges,
             topic_ids=given.topic_ids,
             leader_epochs=given.leader_epochs,
-            include_headers=options.include_headers,
             **bounds,
         )
 
@@ -199,7 +181,7 @@ class _Line:
         if self._client is None or self._client.ended is not None:
             client = Client(
                 self._call.addresses,
-                membership.codec(),
+                codec(),
                 self._call.secret,
                 on_message=lambda *_: None,
                 on_closed=lambda *_: None,

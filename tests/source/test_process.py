@@ -85,6 +85,24 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
     assert set(threading.enumerate()) == threads
 
 
+LOADED = """
+import sys
+from pyspark.sql.types import StructType
+from spark_group_source.source import KafkaGroupDataSource, RangesPartition
+options = {"kafka.bootstrap.servers": "127.0.0.1:1", "kafka.group.id": "g", "subscribe": "t"}
+KafkaGroupDataSource(options).streamReader(StructType()).read(RangesPartition((), {}, {}))
+print(*(name for name in sys.modules if name.startswith("spark_group_source.")))
+"""
+
+
+def test_a_task_that_has_no_agent_loads_nothing_of_agents() -> None:
+    """It would take six times as long to load as what reads, in every worker's first task."""
+    said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=CHILD_S)
+    loaded = set(said.stdout.split())
+    assert "spark_group_source.executor.fetch" in loaded
+    assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
+
+
 def _latest(reader: GroupStreamReader, start: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(reader.latestOffset(start, reader.getDefaultReadLimit())))
     return found

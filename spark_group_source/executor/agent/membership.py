@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_group_source.channel.client import Client
-from spark_group_source.channel.messages import CLAIM_MESSAGES, Ahead
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.wire import Codec, WireError
+from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
+from spark_group_source.members.dialect import codec
 from spark_group_source.members.hosted import Hosted
 
 log = logging.getLogger(__name__)
@@ -30,11 +31,6 @@ NOBODY_S = 5.0
 
 NAME = "spark_group_source.executor.agent.membership:Membership"
 """As ``start.Order.hosted`` takes it."""
-
-
-def codec() -> Codec:
-    """Of the channel between the stream reader on one side, agents and tasks on the other."""
-    return Codec((*ms.TYPES, *CLAIM_MESSAGES))
 
 
 class Membership:
