@@ -106,10 +106,15 @@ class Seal:
 
 
 class _Talk:
-    """What both ends have said, as both ends sign it."""
+    """What both ends have said, as both ends sign it.
 
-    def __init__(self, secret: Secret, codec: Codec) -> None:
-        self._secret = secret
+    Args:
+        secret, codec: the run's.
+        challenge: 32 bytes that were never used.
+    """
+
+    def __init__(self, secret: Secret, codec: Codec, challenge: bytes) -> None:
+        self._secret, self._challenge, self._dialect = secret, challenge, codec.dialect
         self._about = (b"spark-group", str(VERSION).encode(), codec.dialect.encode())
         self._challenges: tuple[bytes, bytes] = (b"", b"")
 
@@ -122,16 +127,7 @@ class _Talk:
 
 
 class ServerSide(_Talk):
-    """The stream reader's part.
-
-    Args:
-        secret, codec: the run's.
-        challenge: 32 bytes that were never used.
-    """
-
-    def __init__(self, secret: Secret, codec: Codec, challenge: bytes) -> None:
-        super().__init__(secret, codec)
-        self._challenge, self._dialect = challenge, codec.dialect
+    """The stream reader's part."""
 
     def greeting(self) -> bytes:
         """What is said to whoever connects."""
@@ -156,16 +152,7 @@ def refusal(reason: str) -> bytes:
 
 
 class ClientSide(_Talk):
-    """The part of whoever connects.
-
-    Args:
-        secret, codec: the run's.
-        challenge: 32 bytes that were never used.
-    """
-
-    def __init__(self, secret: Secret, codec: Codec, challenge: bytes) -> None:
-        super().__init__(secret, codec)
-        self._challenge, self._dialect = challenge, codec.dialect
+    """The part of whoever connects."""
 
     def answer(self, greeting: bytes) -> bytes:
         """What is said to the greeting.

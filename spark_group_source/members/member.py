@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
-from spark_group_source.members.shares import Share
+from spark_group_source.members.shares import OfSlot, Share
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
@@ -41,7 +41,7 @@ class _Commit:
 _Order = ev.Release | ev.Subscribe | ev.Leave | _Commit
 
 
-class Member:
+class Member(OfSlot):
     """The member of one slot, from :meth:`start` until its thread ends.
 
     Args:
@@ -66,7 +66,7 @@ class Member:
         replaced: Callable[[], bool | None],
         renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
-        self._join = join
+        super().__init__(join)
         self._settings = dict(settings) | ({"client.id": join.client_id} if join.client_id else {})
         if join.instance_id is not None:
             self._settings["group.instance.id"] = join.instance_id
@@ -97,19 +97,6 @@ class Member:
     def identity(self) -> Identity | None:
         """Who it is in the group, as of its last poll; None while it is no member."""
         return None if self._consumer is None else self._consumer.identity
-
-    @property
-    def static(self) -> bool:
-        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
-        return self._join.instance_id is not None
-
-    @property
-    def slot(self) -> int:
-        return self._join.slot
-
-    @property
-    def client(self) -> int:
-        return self._join.client
 
     def commit(self, share: Share, notes: Mapping[TopicPartition, str]) -> "Future[None]":
         """Commit offsets as this member: the way where transactions are not allowed.

@@ -16,14 +16,14 @@ from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
 from spark_group_source.members.messages import Commit, Committed, Give, Known, Order, Reported, Start
-from spark_group_source.members.shares import Share
+from spark_group_source.members.shares import OfSlot, Share
 from spark_group_source.model import TopicPartition
 
 COMMITS_MAX = 100
 """Commits that were not answered; the commit before is waited for, so more than a few are of an agent that is gone."""
 
 
-class RemoteMember:
+class RemoteMember(OfSlot):
     """The member of one slot, from :meth:`start` until it is heard, or sure, that it has ended.
 
     Args:
@@ -45,7 +45,8 @@ class RemoteMember:
         known_as: deque[str],
         report: Callable[[ev.Event], None],
     ) -> None:
-        self._join, self._runtime, self._incremental = join, runtime, incremental
+        super().__init__(join)
+        self._runtime, self._incremental = runtime, incremental
         self._tell, self._known_as, self._report = tell, known_as, report
         self._lock = runtime.condition()
         self._ended: Future[None] = runtime.future()
@@ -65,18 +66,6 @@ class RemoteMember:
             with self._lock:
                 self._gave_back(self._revoking)
         self._tell(Give(slot=self.slot, client=self.client, order=order))
-
-    @property
-    def static(self) -> bool:
-        return self._join.instance_id is not None
-
-    @property
-    def slot(self) -> int:
-        return self._join.slot
-
-    @property
-    def client(self) -> int:
-        return self._join.client
 
     @property
     def host(self) -> str:

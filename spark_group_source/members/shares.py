@@ -49,6 +49,25 @@ class SlotMember(Protocol):
         """Wait for it to end; False when it did not in time."""
 
 
+class OfSlot:
+    """What a member is by the order to join, wherever it lives."""
+
+    def __init__(self, join: ev.Join) -> None:
+        self._join = join
+
+    @property
+    def static(self) -> bool:
+        return self._join.instance_id is not None
+
+    @property
+    def slot(self) -> int:
+        return self._join.slot
+
+    @property
+    def client(self) -> int:
+        return self._join.client
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What is to be committed of one member's partitions, and who it was when that was ordered."""
