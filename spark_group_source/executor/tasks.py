@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ AGAIN_S = 60.0
 """After that did not work, this worker does not try again for so long."""
 CLAIM_S = 60.0
 """How long a task that has to be told its piece waits for it."""
+TRY_S, PAUSE_S = 5.0, 0.5
+"""Of that, for one try, and before the next one on a new connection."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -140,13 +143,13 @@ class _Line:
 
     def said(self, claim: Claim, piece: Ranges) -> Ranges:
         """Ask, and read the piece that is known whatever comes of it."""
-        if self._client is None and time.monotonic() < self._again_s:
+        if time.monotonic() < self._again_s:
             return piece
         try:
             self._ask(claim, REACH_S)
         except ChannelBroken as exc:
             self._again_s = time.monotonic() + AGAIN_S
-            log.warning("reading directly, without an agent: %s", exc)
+            log.warning("this task reads what was planned for it, and the stream reader does not know: %s", exc)
         return piece
 
     def told(self, claim: Claim) -> Ranges:
@@ -158,9 +161,10 @@ class _Line:
         until_s = time.monotonic() + CLAIM_S
         while True:
             try:
-                answer = self._ask(claim, max(until_s - time.monotonic(), 0.1))
+                answer = self._ask(claim, TRY_S)
                 break
             except ChannelBroken as exc:
+                threading.Event().wait(PAUSE_S)
                 if time.monotonic() >= until_s:
                     raise ChannelBroken(
                         f"this task was not told what to read within {CLAIM_S:.0f} s: {exc}. See that executors reach "
@@ -177,6 +181,7 @@ class _Line:
             self._client.send(message)
 
     def _ask(self, claim: Claim, within_s: float) -> object:
+        """One try. A connection on which no answer came may be cut without a word, and is not used again."""
         until_s = time.monotonic() + within_s
         if self._client is None or self._client.ended is not None:
             client = Client(
@@ -189,7 +194,11 @@ class _Line:
             )
             client.open(within_s)
             self._client = client
-        return self._client.request(claim, max(until_s - time.monotonic(), 0.1))
+        try:
+            return self._client.request(claim, max(until_s - time.monotonic(), 0.1))
+        except ChannelBroken:
+            self._client.close()
+            raise
 
     def close(self) -> None:
         if self._client is not None:

@@ -1,0 +1,99 @@
+"""How a task asks what it is to read, of a stream reader whose channel is real and whose answers are the test's."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from spark_group_source.channel.messages import Claim, Given, NotGiven
+from spark_group_source.channel.peer import Peer
+from spark_group_source.channel.proof import Secret
+from spark_group_source.channel.server import Server
+from spark_group_source.errors import ChannelBroken
+from spark_group_source.executor import tasks
+from spark_group_source.executor.tasks import Call, Ranges
+from spark_group_source.members.dialect import codec
+from spark_group_source.model import OffsetRange, TopicPartition
+
+PLANNED = Ranges((), {}, {})
+CLAIM = Claim(plan="r.1", task=0, executor="here")
+GIVEN = Given(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
+
+Answers = Callable[[Peer, Any, int], None]
+
+
+@contextmanager
+def listening(answers: Answers) -> Iterator[Call]:
+    """A stream reader that answers like this."""
+    secret = Secret.new()
+    server = Server(
+        codec(),
+        secret,
+        on_open=lambda _: None,
+        on_message=answers,
+        on_closed=lambda *_: None,
+        died=lambda exc: None,
+        hosts=("127.0.0.1",),
+    )
+    port = server.start()
+    try:
+        yield Call((("127.0.0.1", port),), secret, "run", CLAIM.plan, CLAIM.task, late=True)
+    finally:
+        server.stop()
+
+
+def test_a_connection_that_swallows_a_claim_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that is cut without a word looks like this."""
+    monkeypatch.setattr(tasks, "TRY_S", 0.3)
+    peers: list[Peer] = []
+
+    def answers(peer: Peer, _: Any, asks: int) -> None:
+        if peer not in peers:
+            peers.append(peer)
+        if peer is not peers[0]:
+            peer.answer(asks, GIVEN)
+
+    with listening(answers) as call:
+        line = tasks._Line(call)
+        found = line.told(CLAIM)
+        line.close()
+    assert found == Ranges(GIVEN.ranges, GIVEN.topic_ids, GIVEN.leader_epochs)
+    assert len(peers) == 2
+
+
+def test_a_task_that_is_told_nothing_ends_with_what_settles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "TRY_S", 0.1)
+    monkeypatch.setattr(tasks, "CLAIM_S", 0.5)
+    with (
+        listening(lambda *_: None) as call,
+        pytest.raises(ChannelBroken, match=r"coordinatorHost and coordinatorPort.*memberHost"),
+    ):
+        tasks._Line(call).told(CLAIM)
+
+
+def test_a_claim_that_is_refused_is_not_tried_again() -> None:
+    asked = []
+
+    def answers(peer: Peer, message: Any, asks: int) -> None:
+        asked.append(message)
+        peer.answer(asks, NotGiven(reason="no plan 'r.1'"))
+
+    with listening(answers) as call, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
+        tasks._Line(call).told(CLAIM)
+    assert asked == [CLAIM]
+
+
+def test_a_stream_reader_that_is_not_reached_costs_the_tasks_of_a_worker_one_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tasks, "REACH_S", 0.3)
+    asked = []
+    with listening(lambda _, message, __: asked.append(message)) as call:
+        line = tasks._Line(call)
+        for _ in range(3):
+            assert line.said(CLAIM, PLANNED) is PLANNED
+    assert asked == [CLAIM], "the connection was there, and nobody answered on it"
+    assert caplog.text.count("the stream reader does not know") == 1
+    assert line._again_s > time.monotonic()
