@@ -26,6 +26,8 @@ OPEN_S = 3.0
 """For one try to reach the stream reader at all of its addresses."""
 AGAIN_S = 0.5
 """Between two tries."""
+LOOK_S = 1.0
+"""While it is connected: how often to look whether the agent ends."""
 NOBODY_S = 5.0
 """When all addresses say for so long that nobody listens, the stream reader has ended: it listens all its life."""
 
@@ -99,7 +101,9 @@ class Membership:
             log.info("the stream reader answers at %s, port %d", *address)
             self._client = client
             self._hosted.opened()
-            self._cut.wait()
+            while not (self._cut.wait(LOOK_S) or self._over.is_set()):
+                pass
+            self._client = None
 
     def _send(self, message: ms.FromAgent) -> None:
         client = self._client
@@ -116,10 +120,8 @@ class Membership:
         else:
             self._hosted.take(message)
 
-    def _closed(self, client: Client, reason: str) -> None:
+    def _closed(self, _: Client, reason: str) -> None:
         log.info("the channel to the stream reader is cut: %s", reason)
-        if self._client is client:
-            self._client = None
         self._cut.set()
 
     def _ended(self, why: str) -> None:

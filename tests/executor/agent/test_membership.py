@@ -1,0 +1,109 @@
+"""The channel between an agent and its coordinator, a real one: what the agent does when it is cut, and when nobody is
+there any more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from kafka_words import await_until
+
+from spark_group_source.channel.messages import Ahead
+from spark_group_source.channel.peer import Peer
+from spark_group_source.channel.proof import Secret
+from spark_group_source.channel.server import Server
+from spark_group_source.executor.agent import membership
+from spark_group_source.executor.agent.membership import Membership
+from spark_group_source.members import messages as ms
+from spark_group_source.members.dialect import codec
+
+LEASE_MS = 600_000
+"""No test lives so long: what ends an agent here is no lease."""
+
+
+class Reader:
+    """A stream reader that welcomes every agent."""
+
+    def __init__(self) -> None:
+        self.hellos: list[ms.Hello] = []
+        self.byes: list[ms.Bye] = []
+        self.peers: list[Peer] = []
+        self.secret = Secret.new()
+        self.server = Server(
+            codec(),
+            self.secret,
+            on_open=self.peers.append,
+            on_message=self._heard,
+            on_closed=lambda *_: None,
+            died=lambda exc: None,
+            hosts=("127.0.0.1",),
+        )
+        self.port = self.server.start()
+
+    def _heard(self, peer: Peer, message: Any, _: int) -> None:
+        match message:
+            case ms.Hello():
+                self.hellos.append(message)
+                peer.send(ms.Welcome(lease_ms=LEASE_MS, heard=0))
+            case ms.Bye():
+                self.byes.append(message)
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    started = Reader()
+    yield started
+    started.server.stop()
+
+
+@contextmanager
+def agent(reader: Reader) -> Iterator[tuple[Membership, list[Ahead]]]:
+    told: list[Ahead] = []
+    given = {
+        "addresses": [["127.0.0.1", reader.port]],
+        "secret": reader.secret.reveal(),
+        "executor": "executor-1",
+        "name": "one",
+        "settings": {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "session.timeout.ms": str(LEASE_MS)},
+    }
+    made = Membership(given)
+    made.start(told.append)
+    try:
+        yield made, told
+    finally:
+        with suppress(Exception):
+            made.stop(3)
+
+
+def test_an_agent_whose_channel_is_cut_comes_back_as_the_one_that_it_was(reader: Reader) -> None:
+    with agent(reader) as (made, told):
+        await_until(lambda: reader.hellos, 20, what="the agent")
+        ahead = Ahead(plan=3, positions={})
+        reader.peers[0].send(ahead)
+        await_until(lambda: told == [ahead], 20, what="word of the next plan")
+        reader.peers[0].drop("the test cuts it")
+        await_until(lambda: len(reader.hellos) == 2, 20, what="the agent on another channel")
+        first, second = reader.hellos
+        assert (first.host, first.executor, first.fresh) == (second.host, "executor-1", True)
+        assert not second.fresh, "it was welcomed before"
+        assert made.has_coordinator()
+        assert made.ended() == ""
+
+
+def test_an_agent_ends_soon_after_nobody_listens_any_more(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before its lease is over: the stream reader listens as long as it lives."""
+    monkeypatch.setattr(membership, "NOBODY_S", 0.5)
+    with agent(reader) as (made, _):
+        await_until(lambda: reader.hellos, 20, what="the agent")
+        reader.server.stop()
+        await_until(made.ended, 20, what="the end of the agent")
+        assert "the stream reader has ended" in made.ended()
+        assert not made.has_coordinator()
+
+
+def test_an_agent_that_is_told_to_end_says_so_before(reader: Reader) -> None:
+    with agent(reader) as (made, _):
+        await_until(lambda: reader.hellos, 20, what="the agent")
+        made.stop(10)
+        await_until(lambda: reader.byes, 20, what="its last word")
+        assert made.ended() == "the agent ends"
