@@ -179,9 +179,10 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
-            self._coordinator = Coordinator(self._options)
+            coordinator = Coordinator(self._options)
             if self._options.member_host != "driver":
-                self._reception = _received(self._options, self._coordinator)
+                self._reception = _received(self._options, coordinator)
+            self._coordinator = coordinator
             atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
         return self._coordinator
 

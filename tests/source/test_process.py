@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from streams import (
     values_of,
 )
 
+from spark_group_source.errors import OptionError
 from spark_group_source.source import GroupStreamReader, KafkaGroupDataSource
 
 if TYPE_CHECKING:
@@ -101,6 +103,27 @@ def test_a_task_that_has_no_agent_loads_nothing_of_agents() -> None:
     loaded = set(said.stdout.split())
     assert "spark_group_source.executor.fetch" in loaded
     assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
+
+
+@pytest.mark.parametrize("host", ["executor", "auto"])
+def test_where_agents_cannot_reach_the_stream_reader_is_told_at_the_start(
+    host: str, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        more = {"memberHost": host, "coordinatorPort": port, "coordinatorHost": "127.0.0.1"}
+        reader = KafkaGroupDataSource(options_of("127.0.0.1:1", group_id, subscribe="t", **more)).streamReader(
+            StructType()
+        )
+        for _ in range(2):  # asked again it is not forgotten
+            if host == "executor":
+                with pytest.raises(OptionError, match=rf"memberHost is executor.*port {port}.*coordinatorPort"):
+                    reader._started()
+            else:
+                assert reader._started() is reader._coordinator
+    assert ("members stay in the stream reader" in caplog.text) == (host == "auto")
+    reader.stop()
 
 
 def _latest(reader: GroupStreamReader, start: dict[str, Any]) -> dict[str, Any]:
