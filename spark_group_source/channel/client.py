@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from spark_group_source.channel.asking import Questions
+from spark_group_source.channel.asking import Talking
 from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.proof import (
     HANDSHAKE_BYTES_MAX,
@@ -49,8 +49,8 @@ UNHEARD_MS: Final = 30_000
 RECEIVE_BYTES: Final = 1 << 16
 
 
-class Client:
-    """One connection to the stream reader. Any thread may call anything.
+class Client(Talking):
+    """One connection to the stream reader. Any thread may call anything; sending waits at most :data:`SEND_S`.
 
     Args:
         addresses: where the stream reader may be reached, the likeliest first.
@@ -71,6 +71,7 @@ class Client:
         on_closed: Callable[["Client", str], None],
         name: str = "channel",
     ) -> None:
+        super().__init__()
         self._addresses, self._codec, self._secret = tuple(addresses), codec, secret
         self._on_message, self._on_closed, self._name = on_message, on_closed, name
         self._socket: socket.socket | None = None
@@ -79,7 +80,6 @@ class Client:
         self._frames = Frames(HANDSHAKE_BYTES_MAX)
         self._sending = threading.Lock()
         self._sent_s = 0.0
-        self._questions = Questions()
         self._ending = threading.Lock()
         self._ended: str | None = None
         self._thread: threading.Thread | None = None
@@ -112,29 +112,10 @@ class Client:
                 )
             threading.Event().wait(min(AGAIN_S, left_s))
 
-    def send(self, message: Any) -> bool:
-        """Say something; waits at most :data:`SEND_S`. False: the connection has ended.
-
-        Raises:
-            WireError: this is no message of the channel.
-        """
-        return self._post(Envelope(message))
-
-    def answer(self, asks: int, message: Any) -> bool:
-        """Answer the question with this number; like :meth:`send`."""
-        return self._post(Envelope(message, answers=asks))
-
     def request(self, message: Any, within_s: float) -> Any:
-        """Ask, and wait for the answer; not from ``on_message``.
-
-        Raises:
-            ChannelBroken: none came in time, or the connection ended.
-        """
         assert threading.current_thread() is not self._thread, "the thread that reads the answer must not wait for it"
         assert self._socket is not None, "open() comes first"
-        number, answer = self._questions.ask()
-        self._post(Envelope(message, asks=number))
-        return self._questions.wait(number, answer, within_s)
+        return super().request(message, within_s)
 
     def close(self) -> None:
         """End it."""

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from spark_group_source.channel.asking import Questions
+from spark_group_source.channel.asking import Talking
 from spark_group_source.channel.frames import Frames
 from spark_group_source.channel.proof import (
     HANDSHAKE_BYTES_MAX,
@@ -68,10 +68,12 @@ class Owner(Protocol):
     def gone(self, peer: "Peer", reason: str, *, was_open: bool) -> None: ...
 
 
-class Peer(asyncio.Protocol):
-    """One connection. :meth:`send`, :meth:`answer`, :meth:`request` and :meth:`drop` are for any thread."""
+class Peer(Talking, asyncio.Protocol):
+    """One connection. :meth:`send`, :meth:`answer`, :meth:`request` and :meth:`drop` are for any thread; sending never
+    waits, and closes a peer that does not take what it is sent."""
 
     def __init__(self, codec: Codec, secret: Secret, limits: Limits, owner: Owner) -> None:
+        super().__init__()
         self._codec, self._limits, self._owner = codec, limits, owner
         self._proof: ServerSide | None = ServerSide(secret, codec, challenge())
         self._in: Seal | None = None
@@ -87,7 +89,6 @@ class Peer(asyncio.Protocol):
         self._waking = self._closed = self._overfull = False
         self._closed_s = 0.0
         self._reason = ""
-        self._questions = Questions()
         self.address = "?"
         """Of the other end, for logs."""
 
@@ -96,29 +97,9 @@ class Peer(asyncio.Protocol):
 
     # --- for any thread ---------------------------------------------------------------------------------------------
 
-    def send(self, message: Any) -> bool:
-        """Say something. Never waits. False: the peer is closed, or now is because it does not take what it is sent.
-
-        Raises:
-            WireError: this is no message of the channel.
-        """
-        return self._post(Envelope(message))
-
-    def answer(self, asks: int, message: Any) -> bool:
-        """Answer the question with this number; like :meth:`send`."""
-        return self._post(Envelope(message, answers=asks))
-
     def request(self, message: Any, within_s: float) -> Any:
-        """Ask, and wait for the answer; not on the server's own thread.
-
-        Raises:
-            ChannelBroken: none came in time, or the peer is gone.
-        """
         assert threading.get_ident() != self._thread, "the thread that would take the answer must not wait for it"
-        number, answer = self._questions.ask()
-        if not self._post(Envelope(message, asks=number)):
-            self._questions.end("it is closed")
-        return self._questions.wait(number, answer, within_s)
+        return super().request(message, within_s)
 
     def drop(self, reason: str) -> None:
         """Close the connection, behind what was sent."""
