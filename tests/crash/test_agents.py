@@ -15,8 +15,8 @@ from conftest import Produce, TopicFactory, await_until, committed_of, end_offse
 from delta_files import living_rows
 from streams import numbered, options_of
 
+from crash.running import BATCH_S, START_S, job
 from crash.standalone import package_as_zip, python_without_package, standalone
-from crash.test_executor import BATCH_S, START_S, job
 from spark_group_source.executor.agent.home import agents
 from spark_group_source.host import runs
 from spark_group_source.local.broker import Broker

@@ -1,12 +1,7 @@
 """B64, G7: an executor that dies in the middle of a batch is the business of Spark alone."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +12,11 @@ from conftest import Produce, TopicFactory, await_until, committed_of, end_offse
 from delta_files import living_rows
 from streams import numbered, options_of
 
+from crash.running import BATCH_S, START_S, job
 from spark_group_source.host import runs
 from spark_group_source.local.broker import Broker
 
-JOB = Path(__file__).with_name("executors.py")
 PARTITIONS = 4
-START_S = 200
-"""Bound of a Spark with three JVMs, on a machine that is busy."""
-BATCH_S = 120
-
-
-@contextmanager
-def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The job, until the block ends; its output is in ``home/log``."""
-    for folder in ("scratch", "said"):
-        (home / folder).mkdir()
-    with (home / "log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(JOB), json.dumps({**arguments, "home": str(home)})],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={"PYSPARK_PYTHON": sys.executable, **os.environ},
-        )
-        try:
-            yield process
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
-                    with suppress(psutil.NoSuchProcess):
-                        each.kill()
-            process.wait(30)
 
 
 @pytest.mark.crash

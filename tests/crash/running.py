@@ -1,0 +1,38 @@
+"""The job of ``executors.py`` as a process, from its start to its end, whatever a test did to it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+JOB = Path(__file__).with_name("executors.py")
+START_S = 200
+"""Bound of a Spark with three JVMs, on a machine that is busy."""
+BATCH_S = 120
+
+
+@contextmanager
+def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The job, until the block ends; its output is in ``home/log``."""
+    for folder in ("scratch", "said"):
+        (home / folder).mkdir()
+    with (home / "log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(JOB), json.dumps({**arguments, "home": str(home)})],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={"PYSPARK_PYTHON": sys.executable, **os.environ},
+        )
+        try:
+            yield process
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+            process.wait(30)
