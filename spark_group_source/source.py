@@ -168,7 +168,8 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         if self._coordinator is not None:
             # Spark closes our socket and sends SIGTERM at the same moment: the second must not end this half way.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # A handler, for a signal that is ignored stays ignored in every process that is started from here.
+            signal.signal(signal.SIGTERM, lambda *_: None)
             self._coordinator.close()
             if self._reception is not None:
                 self._reception.stop()

@@ -30,7 +30,8 @@ PARENT_CHECK_MS = 1_000
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with(supervisor: int) -> None:
+def _begin(supervisor: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a JVM that inherits it ignored would never stop in order
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != supervisor:  # it died before the request was in place
@@ -62,7 +63,7 @@ def main() -> int:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=lambda: _die_with(me),  # noqa: PLW1509 - safe: this process has one thread
+            preexec_fn=lambda: _begin(me),  # noqa: PLW1509 - safe: this process has one thread
         )
     print(child.pid, flush=True)
     stdin = sys.stdin.fileno()

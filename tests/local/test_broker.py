@@ -19,7 +19,7 @@ from kafka_words import await_until, create_topic, end_offsets_of, produce_to
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local import background as local_broker
 from spark_group_source.local import jars
-from spark_group_source.local.broker import Broker
+from spark_group_source.local.broker import Broker, _Node
 from spark_group_source.local.conf import read_conf
 from spark_group_source.local.jars import SetupError
 
@@ -212,6 +212,20 @@ def test_a_node_ends_with_a_supervisor_that_is_killed(holder: tuple[subprocess.P
 
 
 # --- three nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_stopped_in_order_also_by_a_process_that_ignores_the_signal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        process = _Node(["sleep", "60"], tmp_path / "log", remove=None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    try:
+        process.signal(signal.SIGTERM)
+        assert process.wait(10)
+    finally:
+        process.kill()
+        process.close()
 
 
 @pytest.mark.crash

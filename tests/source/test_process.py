@@ -123,7 +123,12 @@ def test_where_agents_cannot_reach_the_stream_reader_is_told_at_the_start(
             else:
                 assert reader._started() is reader._coordinator
     assert ("members stay in the stream reader" in caplog.text) == (host == "auto")
-    reader.stop()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        reader.stop()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN  # whatever starts here inherits that
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _latest(reader: GroupStreamReader, start: dict[str, Any]) -> dict[str, Any]:
