@@ -96,6 +96,11 @@ def test_a_short_demo_proves_that_each_order_is_there_once_and_leaves_nothing(tm
     assert not processes_that_know(tmp_path)
 
 
+def _as_in_a_terminal() -> None:
+    """A shell starts what runs in its background so that Ctrl-C is ignored, and so would be the tests' children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.broker
 @pytest.mark.spark
 @pytest.mark.slow
@@ -109,6 +114,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         text=True,
         env=environment() | {"TMPDIR": str(tmp_path)},
         start_new_session=True,
+        preexec_fn=_as_in_a_terminal,  # noqa: PLW1509 - nothing of it can wait for another thread
     )
     try:
         await_until(
