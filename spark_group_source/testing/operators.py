@@ -113,7 +113,11 @@ class Operator:
             plan = reset.plan(targets, committed, ledger, topics)
             self._world.note(f"operator: reset {plan.epoch} to {_text(targets)}: {_text(plan.offsets)}")
             self._truth.resets(plan.epoch)
-            self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
+            try:
+                self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
+            except GroupError:
+                self._truth.half_done(plan.offsets)  # one that was not answered may still arrive, behind the next look
+                raise
             if table is not None and halfway:
                 self._truth.half_done(plan.offsets)
             elif table is not None:
