@@ -247,6 +247,9 @@ class HandAdmin:
     def describe_consumer_groups(self, groups: list[str], **bounds: float) -> dict[str, "Future[Any]"]:
         return self._done(self.runtime.answer("describe_consumer_groups", tuple(groups), {}))
 
+    def alter_consumer_group_offsets(self, groups: list[Any], **bounds: float) -> dict[str, "Future[Any]"]:
+        return self._done(self.runtime.answer("alter_consumer_group_offsets", groups, {}))
+
     def list_topics(self, **bounds: float) -> None:
         """Learns where the leaders are."""
 

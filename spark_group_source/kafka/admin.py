@@ -229,7 +229,8 @@ class Admin:
             notes: the text beside each offset; a partition that is not in it gets none.
 
         Raises:
-            CommitFailed: Kafka refused one of them, for example because the group has members.
+            CommitFailed: Kafka refused one of them, for example because the group has members; or it was not answered,
+                and then it may still happen.
         """
         entries = [to_kafka(tp, offset, (notes or {}).get(tp, "")) for tp, offset in offsets.items()]
         request = [ConsumerGroupTopicPartitions(group, entries)]
@@ -237,9 +238,15 @@ class Admin:
             future = self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group]
             answer = self._answer(Request.ALTER, future)
         except KafkaException as exc:
-            missing = self._asker.needs(Request.ALTER, exc.args[0].code(), group)
+            error = exc.args[0]
+            if error.code() < 0:  # librdkafka's own word: no broker has said anything
+                raise CommitFailed(
+                    f"Kafka did not answer whether group {group!r} was moved ({error.str()}). It may be yet: look with "
+                    "spark-group describe, then do this again"
+                ) from exc
+            missing = self._asker.needs(Request.ALTER, error.code(), group)
             needs = f". {self._asker.user} needs {missing}" if missing else ""
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {exc.args[0].str()}{needs}") from exc
+            raise CommitFailed(f"Kafka refused to move group {group!r}: {error.str()}{needs}") from exc
         if isinstance(answer, Missing):
             raise CommitFailed(f"Kafka refused to move group {group!r}: a topic does not exist")
         refused = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]

@@ -106,3 +106,16 @@ def test_reading_back_gives_up(runtime: HandRuntime) -> None:
     with pytest.raises(CommitFailed, match="a-0 was committed at 5, but the group shows"):
         offsets.wait_shown({A0: 5})
     assert runtime.clock_ms < 20_000
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (KafkaError._TIMED_OUT, "did not answer whether group 'g' was moved .*describe, then do this again"),
+        (KafkaError.NON_EMPTY_GROUP, "refused to move group 'g'"),
+    ],
+)
+def test_a_group_that_may_have_been_moved_is_not_called_refused(runtime: HandRuntime, code: int, said: str) -> None:
+    runtime.will("alter_consumer_group_offsets", {"g": refusal(code)})
+    with pytest.raises(CommitFailed, match=said):
+        Admin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
