@@ -106,7 +106,7 @@ def test_after_a_restore_the_query_stops_and_with_a_new_checkpoint_every_record_
 
 
 @pytest.mark.spark
-@pytest.mark.slow
+@pytest.mark.soak  # each RESTORE is ten seconds of CPU; what a history of them says is tested above
 def test_a_restore_that_takes_nothing_of_the_stream_away_or_that_is_taken_back_is_no_reason_to_stop(
     query: Query, table: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
+@pytest.mark.parametrize("strategy", [pytest.param("range", marks=pytest.mark.soak), "consumer"])
 def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_a_record_lost_or_doubled(
     strategy: str, scene: HandOver
 ) -> None:
