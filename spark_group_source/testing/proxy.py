@@ -181,6 +181,7 @@ class Proxy:
         return len(chosen)
 
     async def _half_open(self, keep: Direction) -> int:
+        await self._cut(lambda link: not link.whole)  # what has one end only cannot lose the other
         chosen = [link for link in self._links if link.kept is None]
         for link in chosen:
             link.keep_only(keep)
@@ -250,6 +251,11 @@ class _Link:
         self._proxy = proxy
         self._ends = {Direction.TO_CLIENT: (reader, writer)}
         self._pumps: list[asyncio.Task[None]] = []
+
+    @property
+    def whole(self) -> bool:
+        """The target has taken it, too."""
+        return len(self._ends) == len(Direction)
 
     async def run(self) -> None:
         try:

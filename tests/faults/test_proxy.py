@@ -209,6 +209,21 @@ def test_the_server_of_a_half_open_connection_hears_nothing(proxy: Proxy, client
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
 
 
+@pytest.mark.parametrize("keep", list(Direction))
+def test_a_connection_that_the_target_has_not_taken_yet_is_ended_instead_of_half_opened(keep: Direction) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with (
+            socket.create_connection(address),
+            Proxy(target=address) as proxy,
+            connect(proxy) as waits,
+        ):  # one fills its queue
+            await_until(lambda: proxy.connections == 1, REPLY_S, what="the connection")
+            assert proxy.half_open(keep) == 0
+            with pytest.raises(ConnectionResetError):
+                waits.recv(1)
+
+
 @pytest.mark.parametrize("count", [1, 300, 100_000])
 def test_an_answer_is_cut_in_its_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
     proxy.lay(Line(cut_after=count), Direction.TO_CLIENT)
