@@ -123,18 +123,24 @@ class Born:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durable:
-    """Sink and commit log have the batch that ends at ``offset``. The first one also names the stream."""
+    """Sink and commit log have the batch that ends at ``offset``. The first one also names the stream.
+
+    ``places``: how many members of a former run of the stream the group still has, as far as that was asked.
+    """
 
     offset: StreamOffset
     topics: tuple[str, ...] = ()
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Spark runs a batch again that an earlier run planned: it is in flight until :class:`Durable` names it."""
+    """Spark runs a batch again that an earlier run planned: it is in flight until :class:`Durable` names it. ``places``
+    as there."""
 
     offset: StreamOffset
     topics: tuple[str, ...] = ()
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,7 +210,7 @@ class GroupMachine:
         offset = event.offset
         if self.phase is Phase.NEW:
             self._move_phase(ev.Durable)
-            self._adopt(offset, event.topics, seq=offset.seq)
+            self._adopt(event, seq=offset.seq)
             return
         self._require(offset.stream == self.stream, f"offset of stream {offset.stream!r}, not of {self.stream!r}")
         if self.plan is not None and offset.seq == self.plan.seq:
@@ -222,7 +222,8 @@ class GroupMachine:
         # commit() repeats, one batch late, what the start of latestOffset() said before
         self._require(offset.seq <= self.seq, f"batch {offset.seq} is durable but was never planned here")
 
-    def _adopt(self, offset: StreamOffset, topics: tuple[str, ...], *, seq: int) -> None:
+    def _adopt(self, event: ev.Durable | ev.Replay, *, seq: int) -> None:
+        offset, topics = event.offset, event.topics
         self.stream, self.seq, self._lookups.known = offset.stream, seq, offset.known
         self.positions.epoch = offset.epoch
         replay = seq < offset.seq
@@ -232,7 +233,7 @@ class GroupMachine:
         self.positions.remember(after, as_of=seq, ranges=ranges, planned=replay, cut=offset.cut, lost=offset.lost)
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
-        self._slots.join_all(self.stream, topics, before=before, static=self.static)
+        self._slots.join_all(self.stream, topics, before=before, static=self.static, places=event.places)
 
     def _replay(self, event: ev.Replay) -> None:
         if self.phase is not Phase.NEW:
@@ -242,7 +243,7 @@ class GroupMachine:
             )
             return  # the plan of this run, read once more
         self._move_phase(ev.Replay)
-        self._adopt(event.offset, event.topics, seq=event.offset.seq - 1)
+        self._adopt(event, seq=event.offset.seq - 1)
         self.plan = event.offset
         self.positions.replayed(event.offset.ranges)
 

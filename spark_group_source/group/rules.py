@@ -51,8 +51,8 @@ class Rules:
     and the broker looks at each member's own subscription, also of one that comes back to its place.
     ``lease_ms``: how long an agent may be silent, which is less than the group waits for a member. ``member_host``:
     where members live: beside executors where agents can run (auto, executor), or in the stream reader (driver).
-    ``auto_slots``: one slot for each agent that stays, and ``slots`` is how many there are to begin with; a slot too
-    many leaves when its agent has stayed away for ``shrink_ms``.
+    ``auto_slots``: one slot for each agent that stays, and ``slots`` is how many there are to begin with, or as many as
+    a former run left in the group; a slot too many leaves when its agent has stayed away for ``shrink_ms``.
     """
 
     group: str

@@ -12,6 +12,7 @@ from typing import assert_never
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, OptionError
 from spark_group_source.group import events as ev
+from spark_group_source.group import names
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outage import Asker
 from spark_group_source.group.positions import NotInTable
@@ -80,10 +81,15 @@ class Run(Steps):
                 self._stopping(event)
             case ev.TopicsListed():
                 self._answered(Asker.CALL)
-                self._begin(dict(event.topics))
+                self._topics = dict(event.topics)
+                if not self._asks_for_places:
+                    self._begin(self._topics)
             case ev.GroupSeen():
                 self._answered(Asker.CALL)
-                self._seen = event
+                if self.state is RunState.STARTING and self._topics is not None:
+                    self._begin(self._topics, self._places(event))
+                else:
+                    self._seen = event
             case ev.Looked():
                 self._answered(Asker.CALL)
                 self._look = None if self._look is None else self.lookout.take(event)
@@ -186,12 +192,31 @@ class Run(Steps):
         if self._error is None:
             self._move(ev.Reading)
 
-    def _begin(self, topics: dict[str, int]) -> None:
+    @property
+    def _past(self) -> StreamOffset:
+        """Where the call that began the run says that the stream stands."""
+        assert self._first is not None
+        return self._first.offset if isinstance(self._first, ev.Reading) else self._first.start
+
+    @property
+    def _asks_for_places(self) -> bool:
+        """A stream that has as many slots as agents comes back before these: its places in the group say how many
+        there were. With fewer at first the rest would go to ghosts until the session ends, and be moved twice."""
+        return self.rules.auto_slots and self.machine.static and not self._past.is_initial
+
+    def _places(self, seen: ev.GroupSeen) -> int:
+        numbers = [names.slot_of(self._past.stream, client) for client in seen.given]
+        places = 1 + max((number for number in numbers if number is not None), default=-1)
+        if places > self.rules.slots:
+            self._say(f"the group still has {places} members of this stream: it begins with as many")
+        return places
+
+    def _begin(self, topics: dict[str, int], places: int = 0) -> None:
         """The topics are listed: name the stream, or go on with the checkpoint's, and let its members join."""
-        first, names = self._first, tuple(topics)
+        first, listed = self._first, tuple(topics)
         if isinstance(first, ev.Reading):
             self._adopt(first.offset)
-            self._machine(ev.Replay(offset=first.offset, topics=names))
+            self._machine(ev.Replay(offset=first.offset, topics=listed, places=places))
             self._move(ev.Replay)
         elif first is not None and first.start.is_initial:
             try:
@@ -199,11 +224,11 @@ class Run(Steps):
             except OptionError as exc:
                 self._fail(exc)
                 return
-            self._machine(ev.Born(stream=first.name, known=topics, topics=names))
+            self._machine(ev.Born(stream=first.name, known=topics, topics=listed))
             self._move(ev.Born)
         elif first is not None:
             self._adopt(first.start)
-            self._machine(ev.Durable(offset=first.start, topics=names))
+            self._machine(ev.Durable(offset=first.start, topics=listed, places=places))
             self._move(ev.Durable)
 
     def _adopt(self, offset: StreamOffset) -> None:

@@ -56,16 +56,20 @@ class Slots:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def join_all(self, stream: str, topics: tuple[str, ...], *, before: tuple[str, ...] = (), static: bool) -> None:
+    def join_all(
+        self, stream: str, topics: tuple[str, ...], *, before: tuple[str, ...] = (), static: bool, places: int = 0
+    ) -> None:
         """The stream has a name: every slot's member joins.
 
         Args:
+            places: that a former run left; each has a slot at first.
             before: the topics as a former run of the stream knew them, if they were others. Who comes back to a place
                 is given what that had, and of another subscription the broker takes no notice before the next
                 rebalance (classic). A member that changes it causes one. So it is told the former topics first.
         """
         self._stream, self._topics, self.static = stream, topics, static
         self._before = before if before != topics and static and self._rules.classic else ()
+        self.all += [Slot(number) for number in range(len(self.all), min(places, self._rules.slots_max))]
         for slot in self.all:
             self.join(slot)
 

@@ -51,6 +51,7 @@ class Steps:
         self.outage = Outage()
         self.lookout = Lookout(fail_on_data_loss=rules.fail_on_data_loss)
         self._first: ev.Asked | ev.Reading | None = None  # the call that began it
+        self._topics: dict[str, int] | None = None  # those that there are, once they are listed
         self._start = StreamOffset.initial(rules.group)
         self._unlimited = self._returning = self._drain = False
         self._since_ms = 0  # in this state
@@ -99,7 +100,7 @@ class Steps:
             case RunState.AIMING:
                 return ev.TakeTarget()
             case RunState.STARTING:
-                return ev.ListTopics()
+                return ev.ListTopics() if self._topics is None else ev.Describe()
             case RunState.GATHERING:
                 return self._gathering()
             case RunState.SETTLING:

@@ -52,6 +52,7 @@ class RunHarness:
         self.ends = dict.fromkeys(partitions, 0)
         self.committed: dict[TopicPartition, ev.Committed] = {}
         self.gives: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {0: tuple(partitions)}
+        self.left: set[int] = set()  # places of a former run
         self.group_state = "stable"
         self.sibling: int | None = None
         self.look_ms = 0
@@ -207,7 +208,8 @@ class RunHarness:
                     took_ms=self.look_ms,
                 )
             case ev.Describe():
-                joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in self.clients}
+                there = self.clients.keys() | self.left
+                joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
                 given = {names.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
                 return ev.GroupSeen(state=self.group_state, given=given)
             case ev.LookForSiblings():

@@ -8,7 +8,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import GROUP, STREAM, tps
+from spark_group_source.testing.harness import GROUP, STREAM, only, tps
 from spark_group_source.testing.run_harness import ANSWER_MS, RunHarness
 
 A, B = tps("orders", 0, 1)
@@ -185,3 +185,80 @@ def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
     planned = run.batch()
     assert planned.ranges == {A: (20, 25), B: (30, 30)}
     assert planned.topic_ids == {"orders": "id-new"}
+
+
+# --- as many members as there were ----------------------------------------------------------------------------------
+
+
+def coming_back(left: set[int], *, durable: bool = True, **rules: Any) -> RunHarness:
+    """A run that has one slot for each agent, of a stream with these places in the group."""
+    run = RunHarness.returning(PAST, slots=1, auto_slots=True, **rules)
+    run.left, run.gives = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
+    if not durable:
+        run.call(ev.Reading(offset=PAST))
+    return run
+
+
+def members(run: RunHarness) -> list[int]:
+    return [join.slot for join in only(ev.Join, run.history)]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_run_with_a_member_for_each_agent_begins_with_those_that_the_group_still_has(durable: bool) -> None:
+    run = coming_back({0, 1, 2}, durable=durable)
+    run.ends = {A: 160, B: 50}
+    assert run.batch().ranges == {A: (150, 160), B: (40, 50)}
+    assert members(run) == [0, 1, 2]
+    assert not only(ev.Leave, run.history)
+    assert run.said()[:1] == ["the group still has 3 members of this stream: it begins with as many"]
+
+
+def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:
+    run = coming_back({0, 2})
+    run.gives[1] = ()
+    run.batch()
+    assert members(run) == [0, 1, 2]
+
+
+def test_members_that_stay_without_agents_leave_after_a_while() -> None:
+    run = coming_back({0, 1}, shrink_ms=60_000)
+    run.batch()
+    run.feed(ev.HostCame(host="h1", executor="1"))
+    for _ in range(120):
+        run.pass_time(1_000)
+        run.feed(ev.HostHeard(host="h1"))
+        run.batch()
+    assert [leave.slot for leave in only(ev.Leave, run.history) if leave.leave] == [1]
+
+
+@pytest.mark.parametrize("left", [set(), {0}])
+def test_where_the_group_has_none_or_one_a_run_begins_with_one(left: set[int]) -> None:
+    run = coming_back(left)
+    run.gives = {0: (A, B)}
+    run.batch()
+    assert members(run) == [0]
+
+
+def test_members_of_other_streams_and_a_group_that_cannot_be_asked_at_once_change_nothing() -> None:
+    run = coming_back({0, 1})
+    run.down_until_ms = run.clock() + 10_000
+    answer = run.answer
+
+    def with_others(step: ev.Step) -> ev.Event:
+        told = answer(step)
+        if isinstance(told, ev.GroupSeen):
+            others = {"spark-group-other-7": frozenset({A}), "app-9": frozenset[TopicPartition]()}
+            return ev.GroupSeen(state=told.state, given={**told.given, **others})
+        return told
+
+    run.answer = with_others  # type: ignore[method-assign]
+    run.batch()
+    assert members(run) == [0, 1]
+
+
+def test_a_number_of_members_is_not_looked_up() -> None:
+    run = RunHarness.returning(PAST, slots=1)
+    run.left = {0, 1, 2}
+    run.batch()
+    assert members(run) == [0]
+    assert not run.took(ev.Describe)

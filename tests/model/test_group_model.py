@@ -11,6 +11,7 @@ time.)
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -46,8 +47,8 @@ class GroupRun:
         self.send(ev.Born(stream=STREAM, known=KNOWN, topics=("orders",)))
         self.divide(owned)
 
-    def begin(self) -> None:
-        self.machine = GroupMachine(RULES)
+    def begin(self, slots: int = SLOTS) -> None:
+        self.machine = GroupMachine(replace(RULES, slots=slots))
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
         self.echoes: list[tuple[ev.Echo, Counter[TopicPartition]]] = []
@@ -209,12 +210,13 @@ class GroupRun:
             self.send(ev.Durable(offset=self.last))
 
     def restart(self, reset: list[int] | None, owned: list[int]) -> None:
-        """The driver is killed; an operator may reset the group; the next run finds the checkpoint, as text."""
+        """The driver is killed; an operator may reset the group; the next run finds the checkpoint, as text, and maybe
+        only from the group how many members it has."""
         if self.logged is None:
             return
         durable = self.logged is self.last
         offset = parse(self.logged.to_json())
-        self.begin()
+        self.begin(slots=1 + offset.seq % SLOTS)
         model = self.model
         if reset is not None:
             epoch = 1 + max([offset.epoch, *(found.epoch for found in model.kafka.values())])
@@ -224,10 +226,10 @@ class GroupRun:
         model.memory = {tp: (at, model.seq) for tp, at in positions.items()}
         if durable:
             model.start = {tp: start for tp, (start, _) in offset.ranges.items()}
-            self.send(ev.Durable(offset=offset, topics=("orders",)))
+            self.send(ev.Durable(offset=offset, topics=("orders",), places=SLOTS))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
-            self.send(ev.Replay(offset=offset, topics=("orders",)))
+            self.send(ev.Replay(offset=offset, topics=("orders",), places=SLOTS))
         self.divide(owned)
 
     # --- what Kafka answers -----------------------------------------------------------------------------------------
