@@ -9,6 +9,7 @@ It is the only importer of pyspark.sql.datasource.
 import atexit
 import logging
 import math
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -202,7 +203,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         assert isinstance(partition, RangesPartition)
-        options = self._options
+        options = self._options.on_executor(os.environ)
         bounds: dict[str, Any] = {
             "include_headers": options.include_headers,
             "fail_on_data_loss": options.fail_on_data_loss,
@@ -243,8 +244,6 @@ def _received(options: Options, coordinator: "Coordinator") -> "Reception | None
 def _prepare_process() -> None:
     """The stream reader is a process of its own: give it a log, and let SIGTERM, with which Spark ends every query,
     run ``stop()``: without a handler nothing does."""
-    import os
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(
         level=os.environ.get(LOG_LEVEL_ENV, "WARNING"),

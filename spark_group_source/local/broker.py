@@ -323,6 +323,9 @@ class Broker:
             "share.coordinator.state.topic.replication.factor": str(nodes),
             "share.coordinator.state.topic.min.isr": in_sync,
         }
+        if nodes == 3:  # each is a rack, and serves those who say that they are in it
+            settings["broker.rack"] = f"rack-{node}"
+            settings["replica.selector.class"] = "org.apache.kafka.common.replica.RackAwareReplicaSelector"
         if self._sasl:
             users = " ".join(f'user_{user}="{password}"' for user, password in self._sasl.items())
             login = "org.apache.kafka.common.security.plain.PlainLoginModule"

@@ -7,7 +7,7 @@ Kafka connector wherever it has one, and like there they may be written in any c
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from spark_group_source.errors import OptionError
@@ -33,6 +33,7 @@ from spark_group_source.options.values import (
     servers,
     time_ms,
     topics,
+    variable,
     whole,
 )
 
@@ -112,6 +113,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="How executors reach the stream reader's host."),
     Option("agentMemory", "agent_memory_bytes", memory_bytes(1 << 20, 1 << 40), "size", default=64 << 20,
            default_text="64m", doc="What each agent may hold of records that it read ahead."),
+    Option("clientRackEnv", "client_rack_env", variable, "name of a variable",
+           doc="The environment variable that says on each executor in which rack or zone it is: its clients are given "
+               "that as `client.rack`, and read from the replica there if brokers select replicas by rack (KIP-392). "
+               "Where it is not set, `kafka.client.rack` counts."),
     Option("leaveOnStop", "leave_on_stop", one_of("auto", "always", "never"), "auto, always or never",
            default="auto",
            doc="Whether the members leave the group when the query stops. auto: an AvailableNow or Once run leaves, a "
@@ -183,6 +188,7 @@ class Options:
     coordinator_port: int = 0
     coordinator_host: str | None = None
     agent_memory_bytes: int = 64 << 20
+    client_rack_env: str | None = None
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     group_protocol: Literal["classic", "consumer"] = "classic"
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
@@ -255,6 +261,13 @@ class Options:
         return client_settings.number_ms(
             dict(self.settings), "max.poll.interval.ms", client_settings.MAX_POLL_INTERVAL_MS
         )
+
+    def on_executor(self, environ: Mapping[str, str]) -> "Options":
+        """The same for clients on an executor with this environment."""
+        rack = environ.get(self.client_rack_env or "", "").strip()
+        if not rack:
+            return self
+        return replace(self, settings=tuple(sorted({**dict(self.settings), "client.rack": rack}.items())))
 
     def consumer_settings(self) -> dict[str, str]:
         """Settings of every consumer, a member or one that only reads ranges; without group.instance.id.

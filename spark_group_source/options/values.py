@@ -66,6 +66,13 @@ def non_empty(text: str) -> str:
     return text.strip()
 
 
+def variable(text: str) -> str:
+    """The name of an environment variable."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text.strip()):
+        raise ValueError("it must be the name of an environment variable, such as RACK")
+    return text.strip()
+
+
 def servers(text: str) -> str:
     """A list of brokers, without blanks."""
     items = [item.strip() for item in text.split(",")]

@@ -13,9 +13,13 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.server import Server
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor import tasks
+from spark_group_source.executor.agent import near, start
+from spark_group_source.executor.agent.start import Order
 from spark_group_source.executor.tasks import Call, Ranges
 from spark_group_source.members.dialect import codec
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.table import Options
+from spark_group_source.source import GroupStreamReader, RangesPartition
 
 PLANNED = Ranges((), {}, {})
 CLAIM = Claim(plan="r.1", task=0, executor="here")
@@ -97,3 +101,34 @@ def test_a_stream_reader_that_is_not_reached_costs_the_tasks_of_a_worker_one_wai
     assert asked == [CLAIM], "the connection was there, and nobody answered on it"
     assert caplog.text.count("the stream reader does not know") == 1
     assert line._again_s > time.monotonic()
+
+
+@pytest.mark.parametrize(("zone", "rack"), [("b", "b"), ("", "everywhere"), (None, "everywhere")])
+def test_all_clients_of_an_executor_that_names_its_rack_have_it(
+    monkeypatch: pytest.MonkeyPatch, zone: str | None, rack: str
+) -> None:
+    """Those of its tasks, and of its agent: reader and members."""
+    given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders", "memberHost": "executor"}
+    more = {"kafka.client.rack": "everywhere", "clientRackEnv": "ZONE"}
+    monkeypatch.delenv("ZONE", raising=False)
+    if zone is not None:
+        monkeypatch.setenv("ZONE", zone)
+    orders: list[Order] = []
+    read: list[dict[str, str]] = []
+    monkeypatch.setattr(tasks, "_lines", {})
+
+    def read_near(_: object, settings: dict[str, str], *__: object, **___: object) -> list[object]:
+        read.append(settings)
+        return []
+
+    def answers(peer: Peer, _: object, asks: int) -> None:
+        peer.answer(asks, GIVEN)
+
+    monkeypatch.setattr(start, "start", lambda order, _: orders.append(order))
+    monkeypatch.setattr(near, "read_near", read_near)
+    with listening(answers) as call:
+        reader = GroupStreamReader(Options.parse(given | more))
+        assert list(reader.read(RangesPartition((), {}, {}, call))) == []
+    (order,) = orders
+    assert [s["client.rack"] for s in (*read, order.settings, order.given["settings"])] == [rack] * 3
+    assert dict(reader._options.settings)["client.rack"] == "everywhere", "other executors have their own"

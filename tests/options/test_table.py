@@ -308,6 +308,7 @@ def test_B19_any_other_delay_is_refused(text: str) -> None:
         ("fetchOffset.numRetries", "-1", "from 0 to 1000"),
         ("startingOffsetsByTimestampStrategy", "earliest", "error or latest"),
         ("maxRecordsPerPartition", "0", "from 1"),
+        ("clientRackEnv", "$RACK", "the name of an environment variable"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: str, why: str) -> None:
