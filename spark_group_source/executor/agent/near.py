@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 ASK_S = 5.0
 """For the agent's whole answer; then its task reads directly."""
-READ_BYTES = 1 << 20
+READ_BYTES = 64 << 10
+"""Columns that are larger are read into their place; a larger buffer would hold a copy of each."""
 
 
 def read_near(

@@ -37,7 +37,8 @@ ANSWER_S = 10.0
 """For a whole answer to be taken. A task takes all of it before it hands on any."""
 JOINED_BYTES_MAX = 1 << 20
 """Rows of small pieces travel together, up to this."""
-WRITE_BYTES = 1 << 20
+WRITE_BYTES = 64 << 10
+"""Columns that are larger go to the socket as they are; a larger buffer would hold a copy of each."""
 
 
 class Server:
