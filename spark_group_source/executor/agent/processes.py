@@ -62,7 +62,7 @@ def executor() -> Process | None:
     """
     parent = os.getppid()
     command = _command(parent)
-    if command == _command(os.getpid()) or b"pyspark.daemon" in command:
+    if command == _command(os.getpid()) or b"pyspark.daemon" in command.split(b"\0"):  # a JVM may have it in a --conf
         found = _stat(parent)
         parent = int(found[1]) if found else 0
     return Process.of(parent)

@@ -54,10 +54,11 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def executor(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that stands in for an executor's JVM, and starts this command as its daemon or worker."""
+def executor(*command: str, conf: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that stands in for an executor's JVM, and starts this command as its daemon or worker. Its own command
+    line has ``conf``."""
     with subprocess.Popen(
-        [sys.executable, "-c", EXECUTOR, "-c", *command],
+        [sys.executable, "-c", f"{EXECUTOR}# {conf}", "-c", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -87,6 +88,13 @@ def test_workers_of_one_executor_start_one_agent() -> None:
         agents.await_ready(home := Home(Path(place)))
         assert home.path.name.startswith(f"{jvm.pid}-"), "it belongs to the parent of their daemon"
         assert agents.living() == [home.pid]
+
+
+def test_an_executor_that_is_told_the_name_of_sparks_daemon_is_not_taken_for_it() -> None:
+    with executor(WORKER, order(), conf="spark.python.daemon.module=pyspark.daemon") as jvm:
+        (place,) = homes_told(jvm, 1)
+        agents.await_ready(home := Home(Path(place)))
+        assert home.path.name.startswith(f"{jvm.pid}-")
 
 
 @pytest.mark.parametrize("command", [(FORKING, order(), "1"), (WORKER, order())], ids=["daemon", "no daemon"])
