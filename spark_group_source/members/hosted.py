@@ -25,8 +25,11 @@ from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
 log = logging.getLogger(__name__)
 
-PINGS_A_LEASE = 3
-"""How often the agent shows in a lease that it lives."""
+PINGS_A_LEASE = 6
+"""How often the agent shows in a lease that it lives, and is answered."""
+DEAF_SHARE = 1 / 3
+"""Of a lease: an agent that hears nothing for so long, two pings, takes its channel for one that swallows what is sent,
+and asks for another while the lease lasts."""
 HOLD_PING_MS = 1_000
 """How often it does while a member of it holds a revocation."""
 DOUBT_S_MAX = 10.0
@@ -47,6 +50,8 @@ class Hosted:
         runtime: threads, clock and clients.
         send: sends the coordinator a message; never raises, never waits. What it loses is sent again.
         ended: told once, why the agent has to end. Its members are closed by then.
+        deaf: told when nothing was heard on the channel for too long; never raises, never waits. ``opened`` follows
+            when there is another channel.
     """
 
     def __init__(
@@ -59,7 +64,9 @@ class Hosted:
         runtime: Runtime,
         send: Callable[[ms.FromAgent], object],
         ended: Callable[[str], None],
+        deaf: Callable[[], object],
     ) -> None:
+        self._deaf = deaf
         self._host, self._executor, self._name = host, executor, name
         self._settings, self._runtime, self._send, self._ended = dict(settings), runtime, send, ended
         self._link = Link(runtime)
@@ -69,7 +76,7 @@ class Hosted:
         self._doubts: dict[int, Future[bool | None]] = {}
         self._asks = count(1)
         self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
-        self._heard_ms = runtime.now_ms()
+        self._heard_ms = self._listens_ms = runtime.now_ms()
         self._pinged_ms = 0
         self._fresh = True
         self._welcome = False  # on this channel
@@ -83,6 +90,7 @@ class Hosted:
         """There is a channel, maybe a new one."""
         with self._changed:
             self._welcome = False
+            self._listens_ms = self._runtime.now_ms()
             self._link.connect(None)
             hello = ms.Hello(
                 host=self._host,
@@ -101,6 +109,7 @@ class Hosted:
             case ms.Welcome():
                 with self._changed:
                     self._fresh, self._welcome, self._lease_ms = False, True, message.lease_ms
+                    self._changed.notify_all()  # its next ping was due by another lease
                 self._link.connect(self._send, heard=message.heard)
             case ms.Dismissed():
                 self.close(message.reason)
@@ -123,7 +132,9 @@ class Hosted:
 
     def _run(self) -> None:
         while (why := self._wait()) is None:
-            if self._welcome:
+            if self._is_deaf():
+                self._deaf()
+            elif self._welcome:
                 self._send(ms.Ping(heard=self._link.heard))
             else:
                 self.opened()
@@ -140,6 +151,15 @@ class Hosted:
             if self._why_end is None and self._link.broken:
                 self._why_end = "the stream reader does not take what it is told"
             return self._why_end
+
+    def _is_deaf(self) -> bool:
+        """Whether this channel has to be given up. The next one has as much time from then on."""
+        with self._changed:
+            now_ms = self._runtime.now_ms()
+            deaf = now_ms - max(self._heard_ms, self._listens_ms) >= self._lease_ms * DEAF_SHARE
+            if deaf:
+                self._listens_ms = now_ms
+            return deaf
 
     def _end(self, why: str) -> None:
         log.info("the agent %s ends: %s", self._name, why)

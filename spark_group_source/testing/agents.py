@@ -161,6 +161,7 @@ class Agent:
             runtime=runtime,
             send=self._send,
             ended=self._ended,
+            deaf=self._deaf,
         )
         self.hosted.truth, self.hosted.process = truth, self.process
         self._inbox: Inbox[tuple[Channel, ms.ToAgent | None]] | None = None
@@ -218,6 +219,10 @@ class Agent:
     def _send(self, message: ms.FromAgent) -> None:
         if self.channel is not None:
             self.channel.to_run(message)
+
+    def _deaf(self) -> None:
+        if self.channel is not None:
+            self.channel.cut()
 
     def _ended(self, why: str) -> None:
         del why

@@ -12,7 +12,7 @@ from spark_group_source.errors import AccessDenied, GroupError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale
 from spark_group_source.members import messages as ms
-from spark_group_source.members.hosted import Hosted
+from spark_group_source.members.hosted import PINGS_A_LEASE, Hosted
 from spark_group_source.members.link import UNHEARD_MAX, Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.members.shares import Share
@@ -67,6 +67,7 @@ class Pair:
             runtime=self.there,
             send=self._send,
             ended=self.ended.append,
+            deaf=lambda: None,
         )
         self.admits = True
 
@@ -204,6 +205,27 @@ def test_an_agent_that_hears_nothing_for_a_lease_ends(pair: Pair) -> None:
     assert pair.agent._wait() is None
     pair.there.clock_ms += LEASE_MS
     assert "was not heard" in str(pair.agent._wait())
+
+
+def test_an_agent_that_hears_nothing_for_a_third_of_a_lease_asks_for_another_channel_once(pair: Pair) -> None:
+    third_ms = LEASE_MS // 3
+    pair.there.clock_ms += third_ms - 1
+    assert not pair.agent._is_deaf()
+    pair.there.clock_ms += 1
+    assert pair.agent._is_deaf()
+    assert not pair.agent._is_deaf(), "another one is on its way"
+    pair.there.clock_ms += third_ms
+    assert pair.agent._is_deaf(), "that one swallows too"
+    pair.reconnect()
+    assert not pair.agent._is_deaf()
+
+
+def test_pings_are_answered_so_often_that_a_good_channel_is_kept(pair: Pair) -> None:
+    for _ in range(12):
+        pair.there.clock_ms += LEASE_MS // PINGS_A_LEASE
+        assert not pair.agent._is_deaf()
+        pair.agent._send(ms.Ping(heard=0))
+        pair.carry()
 
 
 def test_who_did_not_say_hello_is_sent_away(pair: Pair) -> None:

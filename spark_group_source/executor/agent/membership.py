@@ -59,6 +59,7 @@ class Membership:
             runtime=runtime,
             send=self._send,
             ended=self._ended,
+            deaf=self._deaf,
         )
 
     def start(self, read_ahead: Callable[[Ahead], None]) -> None:
@@ -123,6 +124,12 @@ class Membership:
     def _closed(self, _: Client, reason: str) -> None:
         log.info("the channel to the stream reader is cut: %s", reason)
         self._cut.set()
+
+    def _deaf(self) -> None:
+        client = self._client
+        if client is not None:
+            log.warning("nothing is heard of the stream reader on this channel: it is opened again")
+            client.close()
 
     def _ended(self, why: str) -> None:
         self._why = why

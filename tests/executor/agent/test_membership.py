@@ -22,7 +22,9 @@ LEASE_MS = 600_000
 
 
 class Reader:
-    """A stream reader that welcomes every agent."""
+    """A stream reader that welcomes every agent, and answers no ping."""
+
+    lease_ms = LEASE_MS
 
     def __init__(self) -> None:
         self.hellos: list[ms.Hello] = []
@@ -44,7 +46,7 @@ class Reader:
         match message:
             case ms.Hello():
                 self.hellos.append(message)
-                peer.send(ms.Welcome(lease_ms=LEASE_MS, heard=0))
+                peer.send(ms.Welcome(lease_ms=self.lease_ms, heard=0))
             case ms.Bye():
                 self.byes.append(message)
 
@@ -87,6 +89,17 @@ def test_an_agent_whose_channel_is_cut_comes_back_as_the_one_that_it_was(reader:
         assert (first.host, first.executor, first.fresh) == (second.host, "executor-1", True)
         assert not second.fresh, "it was welcomed before"
         assert made.has_coordinator()
+        assert made.ended() == ""
+
+
+def test_an_agent_that_is_not_answered_on_its_channel_comes_back_on_another_long_before_its_lease_is_over(
+    reader: Reader,
+) -> None:
+    """A channel that swallows what is sent looks like one on which nothing happens."""
+    reader.lease_ms = 3_000
+    with agent(reader) as (made, _):
+        await_until(lambda: len(reader.hellos) == 3, 20, what="the agent on a third channel")
+        assert {hello.host for hello in reader.hellos} == {reader.hellos[0].host}
         assert made.ended() == ""
 
 
