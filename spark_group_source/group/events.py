@@ -431,7 +431,8 @@ class Join:
     """Make the slot's consumer number ``client`` and subscribe it to ``topics``.
 
     ``client_id`` and ``instance_id`` are its names in the group; no instance id makes a dynamic member. ``host``: the
-    agent where it is to live; empty is the stream reader itself.
+    agent where it is to live; empty is the stream reader itself. ``takes``: the place may still be that of a member of
+    this run that vanished, and is taken from it (KIP-848; a classic broker gives it to whoever joins last).
     """
 
     slot: int
@@ -440,6 +441,7 @@ class Join:
     client_id: str = ""
     instance_id: str | None = None
     host: str = ""
+    takes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

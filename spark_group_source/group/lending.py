@@ -111,6 +111,7 @@ class Lending:
         self._lost(self.hosts.tick(), seq=seq)
         for slot in self._slots.all:
             if slot.state is SlotState.MOVING and slot.moved_ms is not None and now_ms >= slot.moved_ms + CLOSE_MS_MAX:
+                slot.vanished = True
                 self._slots.join(slot)
             elif slot.host != HOME and slot.out_since_ms is not None and now_ms >= self._out_until_ms(slot):
                 self._call_back(slot, seq=seq)

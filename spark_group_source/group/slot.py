@@ -38,5 +38,7 @@ class Slot:
     """When it last began to move."""
     out_since_ms: int | None = None
     """Since when it has no assignment from its present host; None: it has one."""
+    vanished: bool = False
+    """Its last member was not heard to close: the broker may think that it lives."""
     awaited: set[TopicPartition] = field(default_factory=set)
     """After a move: what it had before, and does not have again."""

@@ -207,8 +207,10 @@ class Slots:
         """Where its member lived is gone: the next one joins at once. If the first still lives, it is fenced."""
         if slot.state is SlotState.MOVING:
             if slot.left == host:
+                slot.vanished = True
                 self.join(slot)
         elif slot.state not in WITHOUT_PARTITIONS:
+            slot.vanished = True
             self._lost(slot, tuple(slot.held), why, seq=seq)
             self._move(slot, ev.HostLost)
             self.join(slot)
@@ -285,6 +287,7 @@ class Slots:
                 client_id=names.client_id(self._stream, slot.number, self._place_name(host)),
                 instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self.static else None,
                 host=slot.host,
+                takes=slot.vanished and self.static and not self._rules.classic,
             )
         )
 
@@ -294,6 +297,7 @@ class Slots:
             self._lost(slot, late, "Kafka went on while they were held", seq=seq)
             self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
         self._move(slot, ev.Assigned)
+        slot.vanished = False
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
         slot.out_since_ms = None
         slot.awaited.difference_update(event.partitions)

@@ -13,6 +13,7 @@ from spark_group_source.kafka.epochs import EpochEnds
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
+from spark_group_source.kafka.taking import take_place
 from spark_group_source.kafka.translation import MemberStale
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "Topic",
     "check_settings",
     "is_incremental",
+    "take_place",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread
+from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread, take_place
 from spark_group_source.members.shares import OfSlot, Share
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
@@ -130,7 +130,7 @@ class Member(OfSlot):
 
     def _run(self) -> None:
         try:
-            self._serve()
+            self._serve_or_take()
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
         except (OptionError, AccessDenied) as exc:  # joining again cannot help; a refusal was told twice
@@ -145,6 +145,27 @@ class Member(OfSlot):
                 self._end()
             finally:
                 self._report(ev.MemberEnded(**self._me()))
+
+    def _serve_or_take(self) -> None:
+        try:
+            self._serve()
+        except GroupError as exc:
+            if not (self._join.takes and exc.fields.get("unreleased")):
+                raise
+            assert self._consumer is not None
+            self._consumer.close(leave=False)
+            take_place(
+                self._settings,
+                self._topics,
+                runtime=self._runtime,
+                known_as=self._known_as,
+                over=self._is_told_to_leave,
+            )
+            self._serve()
+
+    def _is_told_to_leave(self) -> bool:
+        self._obey_all()
+        return self._leaving is not None
 
     def _died(self, exc: BaseException) -> None:
         self._report(ev.Broken(error=InvariantBroken(f"the thread of slot {self.slot} does not run: {exc!r}")))

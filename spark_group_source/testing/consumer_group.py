@@ -57,27 +57,52 @@ class ConsumerGroup(Group):
             self._reconcile(member, owned)
             reply(self._state_of(member))
 
+    def take(
+        self,
+        id_: str,
+        instance: str | None,
+        client_id: str,
+        topics: frozenset[str],
+        reply: Callable[[Answer], None],
+    ) -> None:
+        """A static member of the classic protocol joins, as a new one: nobody's place is refused to it."""
+        holder = self.static(instance)
+        if holder is None:
+            member = self.new_member(id_, instance, client_id)
+        else:
+            member = self._replace(holder, id_, client_id)
+        member.taken = True
+        self._subscribed(member, topics)
+        reply(self._state_of(member))
+
     def _join(self, id_: str, instance: str | None, client_id: str, topics: frozenset[str]) -> Answer:
         holder = self.static(instance)
         if holder is not None and holder.id != id_:
-            if holder.epoch != RELEASED:
+            if holder.epoch != RELEASED and not holder.taken:
                 return Answer(Code.UNRELEASED)
-            del self.members[holder.id]
-            member = self.new_member(id_, instance, client_id)
-            member.assigned, member.epoch, member.generation = holder.assigned, self.epoch, self.epoch
-            member.joined_order, member.topics = holder.joined_order, holder.topics
-            self._target[id_] = self._target.pop(holder.id, set())
-            self.world.note(f"group: {id_} takes the place of {holder.id}")
+            member = self._replace(holder, id_, client_id)
         elif id_ in self.members:  # its first answer was lost
             member = self.members[id_]
             member.seen_ms = self.world.now_ms
         else:
             member = self.new_member(id_, instance, client_id)
+        self._subscribed(member, topics)
+        return self._state_of(member)
+
+    def _replace(self, holder: Member, id_: str, client_id: str) -> Member:
+        del self.members[holder.id]
+        member = self.new_member(id_, holder.instance, client_id)
+        member.assigned, member.epoch, member.generation = holder.assigned, self.epoch, self.epoch
+        member.joined_order, member.topics = holder.joined_order, holder.topics
+        self._target[id_] = self._target.pop(holder.id, set())
+        self.world.note(f"group: {id_} takes the place of {holder.id}")
+        return member
+
+    def _subscribed(self, member: Member, topics: frozenset[str]) -> None:
         if topics != member.topics:
             member.topics = topics
             self._new_target()
         self._reconcile(member, frozenset())
-        return self._state_of(member)
 
     def _state_of(self, member: Member) -> Answer:
         return Answer(Code.OK, member.id, member.epoch, assignment=frozenset(member.assigned))

@@ -79,7 +79,9 @@ class FakeConsumer:
         self._callbacks = {Kind.ASSIGN: on_assign, Kind.REVOKE: on_revoke, Kind.LOST: on_lost or on_revoke}
         if self._client is None:
             group = self._library.cluster.group(self._library.settings["group.id"])
-            if (group.incremental, group.protocol == "consumer") != (self._incremental, self._new_protocol):
+            takes = self._instance is not None and group.protocol == "consumer" and not self._new_protocol
+            fits = (group.incremental, group.protocol == "consumer") == (self._incremental, self._new_protocol)
+            if not (fits or takes):
                 self._say(refusal(KafkaError.INCONSISTENT_GROUP_PROTOCOL, "JoinGroup failed"))
                 return
             self._client = make_client(
@@ -91,6 +93,7 @@ class FakeConsumer:
                 self._library.cluster.books,
                 instance=self._instance,
                 client_id=self._library.settings.get("client.id", "rdkafka"),
+                takes=takes,
             )
         self._client.subscribe(frozenset(topics))
 

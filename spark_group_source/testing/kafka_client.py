@@ -219,9 +219,12 @@ def make_client(
     *,
     instance: str | None,
     client_id: str = "",
+    takes: bool = False,
 ) -> Client:
+    """``takes``: of the classic protocol, in a KIP-848 group."""
     from spark_group_source.testing.classic_client import ClassicClient
     from spark_group_source.testing.consumer_client import ConsumerClient
+    from spark_group_source.testing.taking_client import TakingClient
 
-    kind = ConsumerClient if group.protocol == "consumer" else ClassicClient
+    kind = TakingClient if takes else ConsumerClient if group.protocol == "consumer" else ClassicClient
     return kind(process, thread, name, group, listener, truth, instance=instance, client_id=client_id)

@@ -76,6 +76,8 @@ class Member:
     epoch: int = 0
     revoking: set[TopicPartition] = field(default_factory=set)
     revoking_since_ms: int | None = None
+    taken: bool = False
+    """By a member of the classic protocol."""
 
 
 class Answer(NamedTuple):

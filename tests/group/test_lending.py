@@ -41,9 +41,9 @@ def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness
     return g
 
 
-def lent() -> GroupHarness:
+def lent(**rules: object) -> GroupHarness:
     """One slot that lives at agent h1, and is back with A."""
-    g = settled((A,))
+    g = settled((A,), **rules)
     g.host_came("h1")
     g.tick(ms=STAY_MS)
     begun(g)
@@ -263,6 +263,27 @@ def test_an_agent_whose_lease_is_over_is_dismissed_when_it_comes_back(fresh: boo
     g.tick(ms=LEASE_MS)
     assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.Dismiss]
     assert [type(command) for command in g.feed(ev.HostHeard(host="h1"))] == [ev.Dismiss]
+
+
+@pytest.mark.parametrize("classic", [True, False])
+def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_give_it_away(classic: bool) -> None:
+    g = lent(classic=classic)
+    (join,) = only(ev.Join, g.feed(ev.HostGone(host="h1", reason="killed")))
+    assert join.takes is not classic
+    (again,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
+    assert again.takes is not classic, "it was not heard to close since"
+    g.settled(A)
+    (later,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
+    assert not later.takes, "this run's own member had the place, and its end was heard"
+
+
+def test_a_place_is_taken_from_a_member_that_does_not_close_in_time_and_from_no_other() -> None:
+    g = settled((A,), (B,), classic=False)
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    assert begun(g) == [0, 1]
+    assert [join.takes for join in only(ev.Join, g.member_ended(0))] == [False]
+    assert [join.takes for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [True]
 
 
 def test_an_agent_of_a_former_run_is_dismissed() -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.kafka.taking import TAKE_MS_MAX
 from spark_group_source.members.member import Member
 from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition
@@ -249,6 +251,42 @@ def test_a_member_that_the_broker_fenced_says_so(scene: Scene) -> None:
     scene.runtime.will("poll", Message(KafkaError._FATAL, "instance id was fenced"))
     scene.run(lambda: None)
     assert scene.kinds() == ["MemberFenced"]
+
+
+STILL_TAKEN = "Broker: The instance ID is still used by another member in the consumer group"
+KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consumer"}
+
+
+def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Scene) -> None:
+    scene.make(KIP_848, replace(JOIN, takes=True))
+    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
+    scene.run(
+        lambda: None,  # refused
+        lambda: scene.consumer.assign_callback(A0, member="taking"),
+        lambda: scene.consumer.assign_callback(A0, generation=7, member="m"),
+        scene.leave,
+    )
+    asked = [settings["group.protocol"] for settings in scene.runtime.called("Consumer")]
+    assert asked == ["consumer", "classic", "consumer"]
+    assert {settings["group.instance.id"] for settings in scene.runtime.called("Consumer")} == {"g.s.3"}
+    assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(A0,), generation=7)], "once, as who stays"
+    assert scene.runtime.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"
+
+
+def test_a_place_that_another_driver_may_have_is_not_taken(scene: Scene) -> None:
+    scene.make(KIP_848)
+    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
+    scene.run(lambda: None)
+    assert scene.kinds() == ["MemberFailed"]
+    assert len(scene.runtime.called("Consumer")) == 1
+
+
+def test_a_place_that_cannot_be_taken_is_a_failure(scene: Scene) -> None:
+    scene.make(KIP_848, replace(JOIN, takes=True))
+    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
+    scene.run(lambda: None, lambda: scene.freeze(TAKE_MS_MAX))
+    assert scene.kinds() == ["MemberFailed"]
+    assert "was not taken" in str(scene.reported[-1])
 
 
 def test_a_consumer_that_cannot_be_made_is_a_failure(scene: Scene) -> None:

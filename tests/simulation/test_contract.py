@@ -1,11 +1,14 @@
 """What the fakes of the client library promise, played in the simulation and with a real broker: the same script."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from simulation.stage import FLAVOURS, SESSION_MS, Stage, Watched, refused
+
+from spark_group_source.kafka import take_place
 
 MakeStage = Callable[[str], Stage]
 
@@ -189,6 +192,38 @@ def test_under_the_new_protocol_a_place_is_refused_until_it_is_given_up(stage: M
         again = Watched(play, topic, "again", instance="i")
         play.until(lambda: again.owned == {0, 1}, "take-over")
         again.stop()
+
+    play.play(script)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nobody_else_notices(
+    alone: bool, stage: MakeStage
+) -> None:
+    play = stage("consumer")
+    topic = play.topic(2)
+
+    def script() -> None:
+        old = Watched(play, topic, "old", instance="i")
+        others = [] if alone else [Watched(play, topic, "other", instance="j")]
+        share = 2 - len(others)
+        play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
+        play.runtime.pause(2)
+        told, generations = [each.told.copy() for each in others], [each.generation for each in others]
+        known: deque[str] = deque()
+        place = play.settings("taking", "i")
+        take_place(place, [topic], runtime=play.runtime, known_as=known, over=lambda: False)
+        assert known, "the member that took it is known to be this process's"
+        new = Watched(play, topic, "new", instance="i")
+        play.until(lambda: new.owned == old.owned, "take-over")
+        play.until(lambda: old.failed is not None, "word to the old one")
+        assert old.failed is not None and "fenced" in old.failed.str().lower()
+        play.runtime.pause(SESSION_MS / 1000 + 2)  # the session of the one that had it, and of the one in between
+        assert new.owned == old.owned and new.count("lost") == 0
+        assert [each.told for each in others] == told
+        assert [each.generation for each in others] == generations, "the group has another epoch"
+        for each in (new, *others):
+            each.stop()
 
     play.play(script)
 

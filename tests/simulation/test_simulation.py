@@ -77,13 +77,14 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_g7_lending_and_lost_agents_alone_make_no_classic_group_rebalance(protocol: str) -> None:
-    outcomes = [lend(seed, protocol) for seed in range(CALM_SEEDS)]
+def test_g7_lending_and_lost_agents_alone_make_no_group_rebalance(protocol: str) -> None:
+    seeds = CALM_SEEDS // 2 if protocol == "consumer" else CALM_SEEDS  # histories of many times the length
+    outcomes = [lend(seed, protocol) for seed in range(seeds)]
     assert sum(outcome.moves for outcome in outcomes) > CALM_SEEDS
     assert sum(outcome.recalls for outcome in outcomes) > CALM_SEEDS
-    lost = sum(outcome.recalls for outcome in outcomes)
+    broken = sum(outcome.faults.get("break_lent_member", 0) for outcome in outcomes)
     rebalances = sum(outcome.rebalances for outcome in outcomes)
-    assert rebalances <= (2 * lost if protocol == "consumer" else 0)  # it left with its session, and came back
+    assert rebalances <= (2 * broken if protocol == "consumer" else 0)  # it left with its session, and came back
 
 
 @pytest.mark.soak
