@@ -12,6 +12,11 @@ def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str,
     """The rows of the files that the log lists and has not removed; none while there is no table."""
     import pyarrow.parquet as pq
 
+    return [row for path in living_files(table) for row in pq.read_table(path, columns=columns).to_pylist()]
+
+
+def living_files(table: Path) -> list[Path]:
+    """The files themselves."""
     files: dict[str, None] = {}
     for commit in sorted((table / "_delta_log").glob("*.json")):
         for line in commit.read_text().splitlines():
@@ -20,4 +25,4 @@ def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str,
                 files[action["add"]["path"]] = None
             elif "remove" in action:
                 files.pop(action["remove"]["path"], None)
-    return [row for name in files for row in pq.read_table(table / name, columns=columns).to_pylist()]
+    return [table / name for name in files]

@@ -1,10 +1,10 @@
-"""The job of ``executors.py`` as a process, from its start to its end, whatever a test did to it."""
+"""A job as a process, from its start to its end, whatever a test did to it: that of ``executors.py``, or another."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,14 +19,23 @@ BATCH_S = 120
 @contextmanager
 def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """The job, until the block ends; its output is in ``home/log``."""
+    with script(JOB, home, arguments) as process:
+        yield process
+
+
+@contextmanager
+def script(
+    path: Path, home: Path, arguments: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Any other one."""
     for folder in ("scratch", "said"):
         (home / folder).mkdir()
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, str(JOB), json.dumps({**arguments, "home": str(home)})],
+            [sys.executable, str(path), json.dumps({**arguments, "home": str(home)})],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={"PYSPARK_PYTHON": sys.executable, **os.environ},
+            env={"PYSPARK_PYTHON": sys.executable, **os.environ, **(environment or {})},
         )
         try:
             yield process

@@ -1,0 +1,167 @@
+"""Faults of the control channel between executors and the stream reader, and the account of what each of them cost.
+
+Runs in: ``tests.bench agents`` and ``test_churn``. Everything that tasks and agents say goes through a proxy; brokers
+are reached without it. A short fault ends within the lease of agents, and must cost nothing but time: the same agents,
+no rebalance. A long one may cost the agents, never a row. Deliberately absent: connections that are refused for long,
+which mean that nobody listens any more.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rebalance.accounts import Record
+
+from crash.churn import Application
+from spark_group_source.local.broker import Broker, free_ports
+from spark_group_source.testing.proxy import CLEAR, Direction, Line, Proxy
+
+SESSION_MS = 15_000
+LEASE_S = 9.0
+"""60% of it."""
+DELAY_S = 0.7
+BACK_S = 1.0
+"""Between the recovery from one fault and the next."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of all connections. ``short``: the agents outlive it."""
+
+    name: str
+    lasts_s: float
+    short: bool
+    begin: Callable[[Proxy], object]
+
+
+def _lay(line: Line, *directions: Direction) -> Callable[[Proxy], object]:
+    return lambda proxy: proxy.lay(line, *directions)
+
+
+FAULTS = (
+    Fault("cut", 0.0, True, Proxy.cut),
+    Fault("cut, and refused for 2 s", 2.0, True, Proxy.refuse),
+    Fault("half-open, the agents hear nothing", 0.0, True, lambda p: p.half_open(Direction.TO_CLIENT)),
+    Fault("half-open, the stream reader hears nothing", 0.0, True, lambda p: p.half_open(Direction.TO_SERVER)),
+    Fault("swallowed for 4 s", 4.0, True, _lay(Line(swallow=True))),
+    Fault("swallowed to the stream reader for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_SERVER)),
+    Fault("swallowed to the agents for 4 s", 4.0, True, _lay(Line(swallow=True), Direction.TO_CLIENT)),
+    Fault(f"delayed by {DELAY_S} s each way for 10 s", 10.0, True, _lay(Line(delay_s=DELAY_S))),
+    Fault("swallowed for 12 s, longer than the lease", 12.0, False, _lay(Line(swallow=True))),
+)
+
+
+@dataclass
+class Struck:
+    """One fault, and seconds after its end until the rows were there and every member lived beside an executor."""
+
+    fault: Fault
+    rows_s: float
+    members_s: float
+    rebalances: int
+    agents_lost: int
+
+
+@dataclass
+class Account:
+    """What came of all of them."""
+
+    protocol: str
+    struck: list[Struck] = field(default_factory=list)
+    produced: int = 0
+    lost: list[Record] = field(default_factory=list)
+    doubled: list[Record] = field(default_factory=list)
+
+    @property
+    def short(self) -> list[Struck]:
+        return [one for one in self.struck if one.fault.short]
+
+    def __str__(self) -> str:
+        rows, members = _figures([one.rows_s for one in self.struck]), _figures([one.members_s for one in self.struck])
+        return (
+            f"{self.protocol}: {len(self.struck)} faults of the channel, {self.produced} records: {len(self.lost)} "
+            f"lost, {len(self.doubled)} doubled; {len(self.short)} shorter than the lease: "
+            f"{sum(one.rebalances for one in self.short)} rebalances, "
+            f"{sum(one.agents_lost for one in self.short)} agents lost; rows after {rows}, "
+            f"members after {members}"
+        )
+
+
+def _figures(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst)"
+
+
+class ChannelFaults:
+    """Each fault so many times.
+
+    Args:
+        folder: new.
+        say: where each line of the report goes.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        folder: Path,
+        *,
+        protocol: str,
+        say: Callable[[str], None],
+        rounds: int = 1,
+        faults: tuple[Fault, ...] = FAULTS,
+    ) -> None:
+        (self._port,) = free_ports(1)
+        self._proxy = Proxy(target=("127.0.0.1", self._port))
+        self._broker, self._folder, self._protocol, self._say = broker, folder, protocol, say
+        self._faults = [fault for _ in range(rounds) for fault in faults]
+        self.account = Account(protocol)
+
+    def run(self) -> Account:
+        with self._proxy, self._application() as app:
+            for number, fault in enumerate(self._faults, 1):
+                app.stays_alive(BACK_S)
+                struck = self._strike(app, fault)
+                self.account.struck.append(struck)
+                self._say(
+                    f"{number:4} {fault.name}: rows after {struck.rows_s:.1f} s, members after "
+                    f"{struck.members_s:.1f} s, {struck.agents_lost} agents lost, {struck.rebalances} rebalances"
+                )
+        account = self.account
+        account.produced, account.lost, account.doubled = app.account()
+        self._say(str(account))
+        return account
+
+    @contextmanager
+    def _application(self) -> Iterator[Application]:
+        app = Application(
+            self._broker,
+            self._folder,
+            protocol=self._protocol,
+            session_ms=SESSION_MS,
+            job={"channel": str(self._proxy.port)},
+            coordinatorPort=self._port,
+            coordinatorHost="127.0.0.1",
+        )
+        with app.running():
+            app.await_(app.whole, "members beside every executor")
+            yield app
+
+    def _strike(self, app: Application, fault: Fault) -> Struck:
+        before, agents = app.rebalances(), set(app.agents())
+        fault.begin(self._proxy)
+        app.stays_alive(fault.lasts_s)
+        if fault.lasts_s:
+            self._proxy.lay(CLEAR)
+            self._proxy.heal()
+        ended_s = time.monotonic()
+        ends = app.ends()
+        app.await_(lambda: app.committed(ends), f"the rows after {fault.name}")
+        rows_s = time.monotonic() - ended_s
+        if not fault.lasts_s:
+            app.stays_alive(LEASE_S)  # what is half open is noticed, or costs the agent
+            self._proxy.heal()
+        app.await_(app.whole, f"members after {fault.name}")
+        members_s = time.monotonic() - ended_s
+        return Struck(fault, rows_s, members_s, app.rebalances() - before, len(agents - set(app.agents())))

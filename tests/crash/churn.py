@@ -1,0 +1,287 @@
+"""An application whose members live beside three executors, what befalls it, and the account of it.
+
+Runs in: ``tests.bench agents`` and ``test_churn``. A producer writes to every partition all the time. What was produced
+is asked from Kafka, what came is read from the table's files, what the group went through from the broker's own log.
+Deliberately absent: what befalls it (``kills``, ``churn_channel``).
+"""
+
+import contextlib
+import re
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient
+from delta_files import living_files
+from kafka_words import await_until, create_topic
+from rebalance.accounts import Flow, Record, asking, produced, stays
+from streams import options_of
+
+from crash.running import START_S, script
+from spark_group_source.executor.agent.home import agents
+from spark_group_source.host import runs
+from spark_group_source.local.broker import Broker
+
+JOB = Path(__file__).with_name("churned.py")
+PARTITIONS = 6
+EXECUTORS = 3
+RECORDS_PER_S = 200
+WHOLE_S = 180
+"""Bound of one recovery: what needs longer hangs."""
+ASK_S = 5.0
+LOOK_S = 0.25
+MARK = "SPARK_GROUP_CHURN"
+"""In the environment of all processes of one application: others' are left alone."""
+
+
+class Application:
+    """The job with its producer, from :meth:`running` on.
+
+    Args:
+        folder: new; for the table, the checkpoint and the log.
+        protocol: classic or consumer.
+        session_ms: of the members; set at the broker where it decides.
+        more: options of the source, as ``options_of`` takes them.
+        job: arguments of ``churned``.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        folder: Path,
+        *,
+        protocol: str,
+        session_ms: int,
+        job: dict[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        self.folder, self.protocol, self.session_ms = folder, protocol, session_ms
+        self.mark = uuid.uuid4().hex
+        self.servers = broker.direct_servers
+        self.judge = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        self.topic = create_topic(self.judge, f"churn-{self.mark[:8]}", PARTITIONS)
+        self.group = f"g-{self.topic}"
+        self.flow = Flow(broker.direct_servers, self.topic, PARTITIONS, per_s=RECORDS_PER_S)
+        self.process: Any = None
+        self.standing = Standing(broker.direct_servers, self.group, self.topic)
+        self._broker, self._job = broker, job or {}
+        own = {"minPartitions": PARTITIONS, "groupMembers": "auto", "memberHost": "executor", **more}
+        if protocol == "classic":
+            own["kafka__session__timeout__ms"] = session_ms
+            own["kafka__heartbeat__interval__ms"] = min(3_000, session_ms // 5)
+        given = options_of(broker.direct_servers, self.group, protocol=protocol, **own)
+        self._given = {name: text for name, text in given.items() if not name.endswith(("servers", "group.id"))}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Application"]:
+        """Until all members live at agents; then the block. The table is whole when it has ended without an error."""
+        (self.folder / "told").mkdir(parents=True)
+        arguments = {
+            "servers": self._broker.direct_servers,
+            "group": self.group,
+            "topic": self.topic,
+            "executors": str(EXECUTORS),
+        }
+        with (
+            script(JOB, self.folder, arguments | self._job | self._given, {MARK: self.mark}) as self.process,
+            self.standing,
+        ):
+            self.await_(lambda: self.run, "the stream reader", START_S)
+            with self.flow:
+                self.await_(self.members_whole, "members beside every executor", START_S)
+                yield self
+            ends = self.ends()
+            self.await_(lambda: self.committed(ends), "the end of everything that was produced")
+
+    def check(self) -> None:
+        """The job runs."""
+        assert self.process.poll() is None, self.log()[-4000:]
+
+    def await_(self, holds: Callable[[], object], what: str, within_s: float = WHOLE_S) -> None:
+        def look() -> object:
+            self.check()
+            return holds()
+
+        try:
+            await_until(look, within_s, what=what)
+        except BaseException as exc:
+            exc.add_note(f"{self.run}\n{self.standing.committed()}\n{self.log()[-6000:]}")
+            raise
+
+    def stays_alive(self, for_s: float) -> None:
+        def alive() -> bool:
+            self.check()
+            return True
+
+        stays(alive, for_s, "the job")
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def tell(self, order: str) -> None:
+        """One task of the next batch takes the order."""
+        (self.folder / order).touch()
+
+    # --- its processes ----------------------------------------------------------------------------------------------
+
+    def agents(self) -> list[int]:
+        found = []
+        for lock in agents().glob("*/lock"):
+            with contextlib.suppress(OSError, ValueError, psutil.Error):
+                process = psutil.Process(int(lock.read_text()))
+                if "spark-group-agent" in process.cmdline() and process.environ().get(MARK) == self.mark:
+                    found.append(process.pid)
+        return found
+
+    def executors(self) -> list[int]:
+        return [one.pid for one in self._below() if "CoarseGrainedExecutorBackend" in " ".join(_command(one))]
+
+    def workers(self) -> list[int]:
+        """Python workers of executors."""
+        daemons = {one.pid for one in self._below() if "pyspark.daemon" in _command(one)}
+        found = []
+        for pid in self.executors():
+            with contextlib.suppress(psutil.Error):
+                below = psutil.Process(pid).children(recursive=True)
+                found += [child.pid for child in below if child.ppid() in daemons]
+        return found
+
+    def _below(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.Error:
+            return []
+
+    # --- the group --------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """Its statistics."""
+        return next(iter(runs.read(self.group)), {})
+
+    def members_whole(self) -> bool:
+        """Every slot lives at an agent, and all partitions are assigned."""
+        run = self.run
+        slots = len(run.get("hosts", ()))
+        return slots == EXECUTORS and all(run["hosts"]) and sum(run["assigned"]) == PARTITIONS
+
+    def whole(self) -> bool:
+        """The same, and nothing of it is dead and unnoticed."""
+        return len(self.executors()) == len(self.agents()) == EXECUTORS and self.members_whole()
+
+    def rebalances(self) -> int:
+        """So many rebalances (classic) or epochs (KIP-848) has the group had, by the broker's log."""
+        text = (self._broker.log_dir / "node-1.log").read_text(errors="replace")
+        group = re.escape(self.group)
+        pattern = {
+            "classic": rf"Preparing to rebalance group {group} ",
+            "consumer": rf"\[GroupId {group}\].*Bumped group epoch to",
+        }[self.protocol]
+        return len(re.findall(pattern, text))
+
+    def ends(self) -> dict[int, int]:
+        return {tp.partition: end for tp, end in self._ends().items()}
+
+    def _ends(self) -> dict[Any, int]:
+        from kafka_words import end_offsets_of
+
+        return asking(partial(end_offsets_of, self.judge, self.topic))
+
+    def committed(self, ends: dict[int, int]) -> bool:
+        """Whether the group has committed all of this."""
+        there = self.standing.committed()
+        return all(there.get(p, -1) >= end for p, end in ends.items())
+
+    # --- read back --------------------------------------------------------------------------------------------------
+
+    def account(self) -> tuple[int, list[Record], list[Record]]:
+        """Produced, lost, doubled."""
+        every = produced(self.judge, [self.topic])
+        counts = Counter(self._rows())
+        lost = sorted(every - counts.keys())
+        doubled = sorted(record for record, count in counts.items() if count > 1)
+        assert counts.keys() <= every, "rows that nobody produced"
+        return len(every), lost, doubled
+
+    def _rows(self) -> Iterator[Record]:
+        import pyarrow.parquet as pq
+
+        for path in living_files(self.folder / "table"):
+            rows = pq.read_table(path, columns=["partition", "offset"])
+            pairs = zip(rows["partition"].to_pylist(), rows["offset"].to_pylist(), strict=True)
+            yield from ((self.topic, partition, offset) for partition, offset in pairs)
+
+
+class Standing:
+    """How long partitions stand still: the group commits nothing of one that is written to all the time."""
+
+    def __init__(self, servers: str, group: str, topic: str) -> None:
+        self._consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "log_level": 0})
+        self._asked = [KafkaPartition(topic, p) for p in range(PARTITIONS)]
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._at: dict[int, int] = {}
+        self._since_s: dict[int, float] = {}
+        self._worst_s = 0.0
+        self._thread = threading.Thread(target=self._watch, name="standing", daemon=True)
+
+    def __enter__(self) -> "Standing":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(2 * ASK_S)
+        self._consumer.close()
+
+    def committed(self) -> dict[int, int]:
+        """As of the last look."""
+        with self._lock:
+            return dict(self._at)
+
+    def anew(self) -> None:
+        """Forget what was before."""
+        with self._lock:
+            self._worst_s, now_s = 0.0, time.monotonic()
+            self._since_s = dict.fromkeys(self._since_s, now_s)
+
+    def worst_s(self) -> float:
+        """Since then: the longest time in which the group committed nothing of some partition."""
+        with self._lock:
+            now_s = time.monotonic()
+            return max([self._worst_s, *(now_s - since_s for since_s in self._since_s.values())])
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                found = self._consumer.committed(self._asked, timeout=ASK_S)
+            except KafkaException:
+                continue
+            with self._lock:
+                now_s = time.monotonic()
+                for one in found:
+                    if one.offset > self._at.get(one.partition, -1):
+                        self._worst_s = max(self._worst_s, now_s - self._since_s.get(one.partition, now_s))
+                        self._at[one.partition], self._since_s[one.partition] = one.offset, now_s
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def broker_settings(session_ms: int) -> dict[str, str]:
+    """Of the node: what KIP-848 members cannot choose themselves, with Kafka's own heartbeat interval or less."""
+    return {
+        "group.consumer.session.timeout.ms": str(session_ms),
+        "group.consumer.heartbeat.interval.ms": str(min(5_000, session_ms // 5)),
+    }

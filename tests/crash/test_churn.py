@@ -1,0 +1,58 @@
+"""G4, G7: agents, executors and workers that are killed one after the other, and a control channel that fails. Short
+ones; ``python -m tests.bench agents`` has the long ones."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rebalance.accounts import measured
+
+from crash import calm, channel_faults, kills
+from crash.churn import WHOLE_S, Application, broker_settings
+from crash.running import START_S
+from spark_group_source.local.broker import Broker
+
+SESSION_MS = 15_000
+CALM_S = 30.0
+SEED = 1
+
+pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(START_S + 4 * WHOLE_S)]
+
+
+@pytest.fixture(scope="module")
+def broker(jvm: None) -> Iterator[Broker]:
+    """Whose log only these groups fill, and with sessions that suit them."""
+    with Broker(settings=broker_settings(SESSION_MS)) as started:
+        yield started
+
+
+@pytest.fixture
+def application(broker: Broker, tmp_path: Path) -> Callable[..., Application]:
+    def make(protocol: str, **more: Any) -> Application:
+        return Application(broker, tmp_path / "home", protocol=protocol, session_ms=SESSION_MS, **more)
+
+    return make
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_kills_lose_nothing_double_nothing_and_are_no_rebalance(
+    protocol: str, application: Callable[..., Application]
+) -> None:
+    account = kills.Kills(application(protocol, **kills.SLOW_READ), each=1, seed=SEED, say=measured).run()
+    assert not account.lost and not account.doubled, account
+    assert sum(account.rebalances(kind) for kind in kills.KINDS) == 0, account
+
+
+def test_faults_of_the_channel_cost_no_agent_and_no_rebalance(broker: Broker, tmp_path: Path) -> None:
+    short = tuple(fault for fault in channel_faults.FAULTS if fault.short)[:4]
+    faults = channel_faults.ChannelFaults(broker, tmp_path / "home", protocol="classic", say=measured, faults=short)
+    account = faults.run()
+    assert not account.lost and not account.doubled, account
+    assert all(one.rebalances == one.agents_lost == 0 for one in account.struck), account
+
+
+def test_tasks_that_fail_or_run_twice_are_no_matter_of_the_groups(application: Callable[..., Application]) -> None:
+    account = calm.calm(application("classic", job=calm.JOB), for_s=CALM_S, say=measured)
+    assert account.failed and account.batches, account
+    assert not account.lost and not account.doubled and not account.rebalances, account
