@@ -230,7 +230,7 @@ def _received(options: Options, coordinator: "Coordinator") -> "Reception | None
     """Where agents and tasks reach this run, if it can listen."""
     from spark_group_source.driver.reception import Reception
 
-    reception = Reception(options, hosts=coordinator.hosts, died=coordinator.died)
+    reception = Reception(options, hosts=coordinator.hosts, died=coordinator.died, read=coordinator.read)
     try:
         reception.start()
     except ChannelBroken as exc:

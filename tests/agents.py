@@ -14,7 +14,7 @@ from kafka_words import await_until
 
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.agent.messages import Ahead, Nobody
+from spark_group_source.executor.agent.messages import Ahead, Buffered, Nobody
 from spark_group_source.executor.agent.processes import Process
 
 READY_S = 20.0
@@ -86,7 +86,7 @@ class Noted(Nobody):
         self.folder = Path(given["folder"])
         (self.folder / "package").write_text(str(near.__file__))
 
-    def start(self, read_ahead: Callable[[Ahead], None]) -> None:
+    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
         (self.folder / "started").touch()
 
     def ended(self) -> str:

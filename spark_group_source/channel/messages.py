@@ -37,11 +37,18 @@ class NotGiven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnded:
-    """A task that had claimed ended on ``executor``, in any way."""
+    """A task that had claimed ended on ``executor``, in any way.
+
+    ``memory``, ``brokers``: rows by partition that it took from its agent, and from brokers. ``lost``: what of its
+    ranges was gone and skipped; of a task that did not come to its end it is not told.
+    """
 
     plan: str
     task: int
     executor: str
+    memory: Mapping[TopicPartition, int] = field(default_factory=dict)
+    brokers: Mapping[TopicPartition, int] = field(default_factory=dict)
+    lost: tuple[OffsetRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,18 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.errors import OptionError
+from spark_group_source.group.statistics import Statistics
 from spark_group_source.host import runs
 from spark_group_source.model import EARLIEST, LATEST, StartAt
 from spark_group_source.options.starting import parse_offsets
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from spark_group_source.model import TopicPartition
 
 console = Console()
+T = TypeVar("T")
 
 GroupOption = Annotated[str, typer.Option("--group", help="The consumer group.")]
 ServersOption = Annotated[str, typer.Option("--bootstrap-servers", help="host:port, …")]
@@ -238,11 +240,34 @@ def _show(described: "GroupReport", *, with_ledger: bool) -> None:
             f"query in process {run['pid']}: generation {run['generation']}, {run['rebalances']} rebalances"
             f"{', the last: ' + run['reason'] if run['reason'] else ''}, "
             f"longest hold {run['hold_max_ms']} ms, {run['commits']} commits, "
-            f"{run['commits_failed']} failed, {run['lost']} partitions lost"
+            f"{run['commits_failed']} failed, {run['lost']} partitions lost, {run['records_lost']} records lost"
         )
+        console.print(_slots(Statistics.from_dict(run), time.monotonic()))
         if since_ms := run.get("unreachable_since_ms"):
             silent_s = time.monotonic() - since_ms / 1000
             console.print(f"query in process {run['pid']}: no broker has answered it for {silent_s:.0f} s")
+
+
+def _slots(run: Statistics, now_s: float) -> Table:
+    """Where each slot of a query lives, and what is read there. Tasks tell only where agents may be."""
+    columns = ("slot", "state", "partitions", "lives at", "for", "read ahead", "rows from memory", "rows from brokers")
+    table = Table(*columns, "called back")
+    for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
+        host, since_ms = _at(run.hosts, slot, ""), _at(run.lent_since_ms, slot, 0)
+        rows = _at(run.rows_from_memory, slot, 0), _at(run.rows_from_brokers, slot, 0)
+        held = f"{_at(run.buffered_rows, slot, 0)} rows, {_at(run.buffered_bytes, slot, 0) / 1024:.0f} KiB"
+        table.add_row(
+            *(str(slot), state, str(partitions), host or "the stream reader"),
+            *((f"{now_s - since_ms / 1000:.0f} s", held) if host else ("-", "-")),
+            *(map(str, rows) if any(rows) else ("-", "-")),
+            str(_at(run.recalled, slot, 0)),
+        )
+    return table
+
+
+def _at(values: Sequence[T], slot: int, otherwise: T) -> T:
+    """A run of an earlier release says less."""
+    return values[slot] if slot < len(values) else otherwise
 
 
 def _show_move(admin: "Admin", group: str, targets: "dict[TopicPartition, int]") -> None:

@@ -136,6 +136,10 @@ class Coordinator:
             at = [(m.host, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
             return [Lent(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
+    def read(self, told: ev.TaskRead) -> None:
+        """What a task read. Any thread."""
+        self._handle(told)
+
     def died(self, exc: BaseException) -> None:
         """What this run needs has ended. Any thread."""
         self._handle(ev.Broken(error=InvariantBroken(f"the control channel does not run: {exc!r}")))

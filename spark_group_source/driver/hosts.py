@@ -97,6 +97,8 @@ class Hosts:
                 peer.send(ms.Pong(heard=link.heard))
                 broken = ev.HostGone(host=host, reason="it does not take what it is told")
                 self._handle(broken if link.broken else ev.HostHeard(host=host))
+                if message.stock:
+                    self._handle(ev.HostStocked(host=host, stock=message.stock))
                 self._tick()
             case ms.Told():
                 report = link.take(message)

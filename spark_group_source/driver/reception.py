@@ -19,6 +19,7 @@ from spark_group_source.channel.server import Server
 from spark_group_source.channel.wire import WireError
 from spark_group_source.driver import garbage
 from spark_group_source.driver.hosts import Hosts, Lent
+from spark_group_source.group import events as ev
 from spark_group_source.group.claims import Claims, Plan, Unknown
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.members import messages as ms
@@ -41,10 +42,18 @@ class Reception:
         options: the query's.
         hosts: takes what agents say.
         died: is given what ended the channel's thread.
+        read: takes what tasks tell of what they read.
     """
 
-    def __init__(self, options: Options, *, hosts: Hosts, died: Callable[[BaseException], None]) -> None:
-        self._options, self._hosts = options, hosts
+    def __init__(
+        self,
+        options: Options,
+        *,
+        hosts: Hosts,
+        died: Callable[[BaseException], None],
+        read: Callable[[ev.TaskRead], None],
+    ) -> None:
+        self._options, self._hosts, self._read = options, hosts, read
         self.run, self.secret = uuid.uuid4().hex[:RUN_DIGITS], Secret.new()
         self.addresses: tuple[Address, ...] = ()
         self._lock = threading.Lock()
@@ -104,8 +113,7 @@ class Reception:
             case Claim():
                 peer.answer(asks, self._given(message))
             case TaskEnded():
-                with self._lock:
-                    self._claims.ended(message.plan, message.task, message.executor)
+                self._ended(message)
             case ms.Hello() | ms.Ping() | ms.Bye() | ms.Told():
                 with self._lock:
                     agent = self._agents.setdefault(peer, _Agent(peer))
@@ -121,6 +129,14 @@ class Reception:
         if agent is not None:
             log.info("the channel to agent %s is cut: %s", agent.host, reason)
             self._hosts.closed(agent)
+
+    def _ended(self, task: TaskEnded) -> None:
+        with self._lock:
+            self._claims.ended(task.plan, task.task, task.executor)
+            plan = self._claims.plan(task.plan)
+        if plan is not None and (task.memory or task.brokers or task.lost):
+            seq = plan.offset.seq
+            self._read(ev.TaskRead(seq=seq, memory=task.memory, brokers=task.brokers, lost=task.lost))
 
     def _given(self, claim: Claim) -> Given | NotGiven:
         with self._lock:

@@ -24,10 +24,10 @@ import pyarrow as pa
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.executor import native, rdkafka
 from spark_group_source.executor.client import Client
-from spark_group_source.executor.doubts import Losses
 from spark_group_source.executor.plain import PlainClient, refused_setting
 from spark_group_source.executor.ranges import RangeReader
 from spark_group_source.executor.records import arrow_schema, spark_ddl
+from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.callables import needs_python
 from spark_group_source.options.client import principal
@@ -75,6 +75,7 @@ def read_ranges(
     deadline_s: float = 120.0,
     silence_s: float = 0.0,
     path: str = "auto",
+    tally: Tally | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield every record of ``ranges`` that the log still holds, each once, in offset order per partition.
 
@@ -94,6 +95,7 @@ def read_ranges(
             Time that the consumer of the batches takes does not count.
         silence_s: seconds without an answer of the brokers, or without a token, that are waited for; never less than
             ``deadline_s``.
+        tally: counts what is read and skipped.
         path: ``auto``, or ``fast`` or ``plain`` to insist on one client.
 
     Raises:
@@ -105,12 +107,13 @@ def read_ranges(
         BrokerUnavailable: the function for tokens gave none, for as long.
         OptionError: librdkafka refuses a setting; the message has its name, never its value.
     """
+    tally = tally or Tally()
     rounds = _rounds(ranges)
     if not rounds:
+        tally.end()
         return
     silence_s = max(deadline_s, silence_s)
     lease = _Lease(_ClientKey({**_DEFAULTS, **settings, **_FORCED}, path), silence_s)
-    losses = Losses()
     clean = False
     try:
         for part in rounds:
@@ -121,7 +124,7 @@ def read_ranges(
                 user=principal(settings),
                 topic_ids=topic_ids or {},
                 leader_epochs=leader_epochs or {},
-                losses=losses,
+                tally=tally,
                 fail_on_data_loss=fail_on_data_loss,
                 deadline_s=deadline_s,
                 silence_s=silence_s,
@@ -132,7 +135,7 @@ def read_ranges(
                 clean = True
                 raise
         clean = True
-        losses.warn()
+        tally.end()
     finally:
         lease.give_back(clean=clean)
 

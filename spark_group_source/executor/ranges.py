@@ -23,12 +23,13 @@ from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, meani
 from spark_group_source.errors import GroupError
 from spark_group_source.executor import verdicts
 from spark_group_source.executor.client import Client, Lease
-from spark_group_source.executor.doubts import GRACE_S, Doubts, Losses
+from spark_group_source.executor.doubts import GRACE_S, Doubts
 from spark_group_source.executor.histories import Histories
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.progress import Progress, RecordSize, tear
 from spark_group_source.executor.questions import ANSWER_S_MAX
 from spark_group_source.executor.records import Chunk, Cut, Event, Told, TopicTold, bounded
+from spark_group_source.executor.tally import Tally
 from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -58,7 +59,7 @@ class RangeReader:
         lease: the client.
         topic_ids: of the topics as they were planned; one that is missing is not compared.
         leader_epochs: of the leaders that told the ends of the ranges; the same.
-        losses: where skipped offsets go, when loss is no failure.
+        tally: what is read, and what is skipped where loss is no failure.
         deadline_s, silence_s: without any progress for so long, while brokers answer and while not: ReadTimeout.
     """
 
@@ -71,23 +72,21 @@ class RangeReader:
         user: str,
         topic_ids: Mapping[str, str],
         leader_epochs: Mapping[TopicPartition, int],
-        losses: Losses,
+        tally: Tally,
         fail_on_data_loss: bool,
         deadline_s: float,
         silence_s: float,
     ) -> None:
         self._lease, self._ranges = lease, ranges
-        self._servers, self._user, self._losses = servers, user, losses
-        self._fail_on_data_loss = fail_on_data_loss
-        self._deadline_s = deadline_s
+        self._servers, self._user, self._tally = servers, user, tally
+        self._fail_on_data_loss, self._deadline_s = fail_on_data_loss, deadline_s
         self._patience = Patience(deadline_s, silence_s)
         self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_size = RecordSize()
         self._last_error = ""
         self._doubts = Doubts()
-        self._topics = Topics(topic_ids)
-        self._histories = Histories(leader_epochs)
+        self._topics, self._histories = Topics(topic_ids), Histories(leader_epochs)
         self._read: set[str] = set()  # topics of which rows were handed over
         self._began_s = self._came_s = 0.0
         self._refused_s: float | None = None
@@ -145,6 +144,7 @@ class RangeReader:
             if first < planned:
                 cuts.append(Cut(run.tp, run.first + first, run.first + planned))
                 self._read.add(run.tp.topic)
+                self._tally.brokers[run.tp] += planned - first
             reached = run.offsets[-1] + 1 if planned == last else run.offsets[planned]
             self._advance(run.tp, progress, int(reached), now)
         return cuts
@@ -396,5 +396,5 @@ class RangeReader:
 
     def _skip(self, tp: TopicPartition, until: int, reason: str) -> None:
         progress = self._left[tp]
-        self._losses.add(tp, progress.position, until, reason)
+        self._tally.skip(tp, progress.position, until, reason)
         self._advance(tp, progress, until, time.monotonic())

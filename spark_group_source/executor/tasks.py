@@ -16,15 +16,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_group_source.channel.client import Address, Client
 from spark_group_source.channel.messages import Claim, Given, NotGiven, TaskEnded
 from spark_group_source.channel.proof import Secret
+from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import membership, near, start
 from spark_group_source.executor.agent.processes import Process, executor
+from spark_group_source.executor.tally import Tally
 from spark_group_source.members.dialect import codec
 from spark_group_source.members.settings import member_settings
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -81,13 +83,15 @@ def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "I
     """
     at = executor()
     home = _agent(options, call, at) if at is not None else None
-    with _claimed(call, piece, name_of(at)) as given:
+    tally = Tally()
+    with _claimed(call, piece, name_of(at), tally) as given:
         yield from near.read_near(
             home,
             options.consumer_settings(),
             given.ranges,
             topic_ids=given.topic_ids,
             leader_epochs=given.leader_epochs,
+            tally=tally,
             **bounds,
         )
 
@@ -122,15 +126,16 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
 
 
 @contextlib.contextmanager
-def _claimed(call: Call, piece: Ranges, executor_name: str) -> "Iterator[Ranges]":
-    """The task's piece, as long as it reads."""
+def _claimed(call: Call, piece: Ranges, executor_name: str, tally: Tally) -> "Iterator[Ranges]":
+    """The task's piece, as long as it reads; then the stream reader is told what it read."""
     claim = Claim(plan=call.plan, task=call.task, executor=executor_name)
     line = _line(call)
     given = line.told(claim) if call.late else line.said(claim, piece)
     try:
         yield given
     finally:
-        line.say(TaskEnded(plan=call.plan, task=call.task, executor=executor_name))
+        ended = TaskEnded(plan=call.plan, task=call.task, executor=executor_name)
+        line.say(replace(ended, memory=tally.memory, brokers=tally.brokers, lost=tally.lost), shorter=ended)
 
 
 class _Line:
@@ -176,9 +181,15 @@ class _Line:
         reason = answer.reason if isinstance(answer, NotGiven) else f"it answered {type(answer).__name__}"
         raise ChannelBroken(f"this task was not told what to read: {reason}")
 
-    def say(self, message: TaskEnded) -> None:
-        if self._client is not None:
+    def say(self, message: TaskEnded, *, shorter: TaskEnded) -> None:
+        """Tell it, if it listens; ``shorter``: what is told instead where that is too long."""
+        if self._client is None:
+            return
+        try:
             self._client.send(message)
+        except WireError as exc:
+            log.warning("the stream reader is not told what this task read: %s", exc)
+            self._client.send(shorter)
 
     def _ask(self, claim: Claim, within_s: float) -> object:
         """One try. A connection on which no answer came may be cut without a word, and is not used again."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.model import OffsetRange, StartAt, TopicPartition
 
 # --- events: what members report ------------------------------------------------------------------------------------
 
@@ -107,6 +107,36 @@ class HostGone:
 
     host: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffered:
+    """What an agent has read ahead of one slot's partitions, as it says."""
+
+    slot: int
+    bytes: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStocked:
+    """What an agent has read ahead, slot by slot."""
+
+    host: str
+    stock: tuple[Buffered, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRead:
+    """What one try of a task of batch ``seq`` read: rows by partition, from its agent's memory and from brokers.
+
+    ``lost``: what it skipped of its ranges, because it was gone; told only by a try that came to its end.
+    """
+
+    seq: int
+    memory: Mapping[TopicPartition, int]
+    brokers: Mapping[TopicPartition, int]
+    lost: tuple[OffsetRange, ...]
 
 
 # --- events: what Spark says ----------------------------------------------------------------------------------------
@@ -420,6 +450,8 @@ Event = (
     | Looked
     | NotAnswered
     | SiblingsSeen
+    | HostStocked
+    | TaskRead
 )
 """What a run takes in."""
 

@@ -241,6 +241,7 @@ class Lending:
             warn=True,
         )
         self.recalls += 1
+        slot.recalls += 1
         slot.out_since_ms = None
         if slot.state is SlotState.JOINING and not slot.held:
             self._move(slot, self.place(slot), seq=seq)
@@ -252,6 +253,7 @@ class Lending:
                 self._out.say(f"{why}; {len(lent)} slots join from elsewhere", warn=True)
             self.recalls += len(lent)
             for slot in lent:
+                slot.recalls += 1
                 self._slots.host_lost(slot, host, why, seq=seq)
 
     def _out_until_ms(self, slot: Slot) -> int:

@@ -7,7 +7,7 @@ goes out as commands. After each event the joint rules (`_pump`) run in a fixed 
 revocations may go, which partitions need a position.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from spark_group_source.errors import InvariantBroken, SourceError
@@ -161,6 +161,11 @@ class GroupMachine:
     @property
     def slot_count(self) -> int:
         return len(self._slots.all)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """To be looked at."""
+        return self._slots.all
 
     def awaits_end(self, slot: int) -> bool:
         """Whether anything waits for a slot's member to have closed. Any thread: who asks was ordered to close."""

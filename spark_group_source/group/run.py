@@ -16,6 +16,7 @@ from spark_group_source.group import names
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outage import Asker
 from spark_group_source.group.positions import NotInTable
+from spark_group_source.group.slot import HOME
 from spark_group_source.group.states import Phase, RunState
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.steps import Steps
@@ -44,11 +45,19 @@ class Run(Steps):
     # --- what may be asked ------------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
+        slots = self.machine.slots
+        readings = [self.reading.of(slot) for slot in slots]
         return replace(
             self.machine.statistics(self.state.value),
             unreachable_since_ms=self.outage.since_ms or 0,
-            records_lost=self.lookout.records_lost,
+            records_lost=self.lookout.records_lost + self.reading.records_lost,
             hosts=self.machine.lending.places(),
+            lent_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
+            buffered_bytes=tuple(of.buffered_bytes for of in readings),
+            buffered_rows=tuple(of.buffered_rows for of in readings),
+            rows_from_memory=tuple(of.from_memory for of in readings),
+            rows_from_brokers=tuple(of.from_brokers for of in readings),
+            recalled=tuple(slot.recalls for slot in slots),
             moves=self.machine.lending.moves,
             recalls=self.machine.lending.recalls,
         )
@@ -101,6 +110,10 @@ class Run(Steps):
                     )
             case ev.SiblingsSeen():
                 self._siblings_seen(event)
+            case ev.HostStocked():
+                self.reading.stocked(event)
+            case ev.TaskRead():
+                self.reading.task_read(event, self.machine.positions.ours)
             case ev.Closing():
                 self._machine(event)
                 self._move(ev.Closing)

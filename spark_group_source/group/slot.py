@@ -36,6 +36,10 @@ class Slot:
     """Of a slot that moves: where its last member still closes."""
     moved_ms: int | None = None
     """When it last began to move."""
+    since_ms: int = 0
+    """Since when its members live at its host."""
+    recalls: int = 0
+    """How often it was called back from an agent."""
     out_since_ms: int | None = None
     """Since when it has no assignment from its present host; None: it has one."""
     vanished: bool = False

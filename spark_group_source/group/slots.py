@@ -276,6 +276,7 @@ class Slots:
         host = self._place(slot)
         if host != slot.host or slot.state is SlotState.MOVING:
             slot.host, slot.out_since_ms = host, self._out.now_ms if host != HOME else None
+            slot.since_ms = self._out.now_ms
         slot.left = HOME
         self._told_at.pop(slot.number, None)
         self._move(slot, ev.Join)

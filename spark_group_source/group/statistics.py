@@ -4,7 +4,7 @@ Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (`
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 
@@ -25,6 +25,17 @@ class Statistics:
     """Partitions that each slot has."""
     hosts: tuple[str, ...] = ()
     """Where each slot's member lives: the name of an agent, empty for the stream reader itself."""
+    lent_since_ms: tuple[int, ...] = ()
+    """Since when it has lived there, on the run's clock; 0 for the stream reader itself."""
+    buffered_bytes: tuple[int, ...] = ()
+    buffered_rows: tuple[int, ...] = ()
+    """What its agent has read ahead of its partitions, as it said with its last sign of life."""
+    rows_from_memory: tuple[int, ...] = ()
+    rows_from_brokers: tuple[int, ...] = ()
+    """Rows of each slot's partitions that tasks took from their agent, and from brokers, tries that failed included.
+    With memberHost=driver tasks have no way to tell: all are 0."""
+    recalled: tuple[int, ...] = ()
+    """How often each slot was called back from an agent."""
     moves: int = 0
     """Slots that moved from one host to another, between two batches."""
     recalls: int = 0
@@ -50,7 +61,8 @@ class Statistics:
     maybe_twice: int
     """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
     records_lost: int
-    """Offsets that were still to be read and are gone, as far as planning met them; a task tells in its warning."""
+    """Offsets that were still to be read and are gone: those that planning met, and those that tasks skipped, which
+    only tell where members may live beside executors."""
     commits: int
     commits_failed: int
     echo_last_ms: int
@@ -63,9 +75,10 @@ class Statistics:
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
         """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
-        later: dict[str, Any] = {"hosts": (), "moves": 0, "recalls": 0, **doc}  # those that an earlier release lacks
-        values: dict[str, Any] = {field.name: later[field.name] for field in fields(cls)}
-        return cls(**values | {name: tuple(later[name]) for name in ("slots", "assigned", "hosts")})
+        later = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        given = later | dict(doc)  # an earlier release lacks some
+        values: dict[str, Any] = {field.name: given[field.name] for field in fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outage import Asker, Outage
 from spark_group_source.group.plan import Planner
 from spark_group_source.group.positions import NotInTable
+from spark_group_source.group.reading import Reading
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import RUN, RunState
 from spark_group_source.model import TopicPartition
@@ -49,6 +50,7 @@ class Steps:
         self.machine = GroupMachine(rules)
         self.planner = Planner(rules)
         self.outage = Outage()
+        self.reading = Reading()
         self.lookout = Lookout(fail_on_data_loss=rules.fail_on_data_loss)
         self._first: ev.Asked | ev.Reading | None = None  # the call that began it
         self._topics: dict[str, int] | None = None  # those that there are, once they are listed

@@ -8,7 +8,7 @@ which keep their places in the group, and ends: by then they are someone else's.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -21,6 +21,7 @@ from spark_group_source.members import messages as ms
 from spark_group_source.members.link import Link
 from spark_group_source.members.member import Member
 from spark_group_source.members.shares import Share
+from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,12 @@ CLOSE_S_MAX = 8.0
 """How long the members of an agent that ends may take to close; then their places end with their sessions."""
 KNOWN_AS_MAX = 2_000
 """Member ids that are remembered; nobody asks for them here."""
+Buffered = Callable[[Iterable[TopicPartition]], tuple[int, int]]
+"""Tells bytes and rows that are held here of partitions."""
+
+
+def _nothing(_: Iterable[TopicPartition]) -> tuple[int, int]:
+    return 0, 0
 
 
 class Hosted:
@@ -69,6 +76,7 @@ class Hosted:
         self._deaf = deaf
         self._host, self._executor, self._name = host, executor, name
         self._settings, self._runtime, self._send, self._ended = dict(settings), runtime, send, ended
+        self._buffered: Buffered = _nothing
         self._link = Link(runtime)
         self._changed = runtime.condition()
         self._members: dict[int, Member] = {}
@@ -82,8 +90,9 @@ class Hosted:
         self._welcome = False  # on this channel
         self._why_end: str | None = None
 
-    def begin(self) -> None:
-        """From here on it shows that it lives, on a thread of its own, until it has ended."""
+    def begin(self, buffered: Buffered = _nothing) -> None:
+        """From here on it shows that it lives, on a thread of its own, until it has ended, and what is ``buffered``."""
+        self._buffered = buffered
         self._runtime.spawn("hosted", self._run, died=lambda exc: self._ended(f"the thread of the agent died: {exc!r}"))
 
     def opened(self) -> None:
@@ -132,10 +141,8 @@ class Hosted:
 
     def _run(self) -> None:
         while (why := self._wait()) is None:
-            if self._is_deaf():
-                self._deaf()
-            elif self._welcome:
-                self._send(ms.Ping(heard=self._link.heard))
+            if self._welcome:
+                self._ping()
             else:
                 self.opened()
         self._end(why)
@@ -273,7 +280,14 @@ class Hosted:
             if due:
                 self._pinged_ms = now_ms
         if due:
-            self._send(ms.Ping(heard=self._link.heard))
+            self._ping()
+
+    def _ping(self) -> None:
+        with self._changed:
+            members = list(self._members.values())
+        held = [(member.slot, *self._buffered(member.held)) for member in members]
+        stock = tuple(ev.Buffered(slot=slot, bytes=bytes_, rows=rows) for slot, bytes_, rows in held)
+        self._send(ms.Ping(heard=self._link.heard, stock=stock))
 
     def _renamed(self, join: ev.Join, who: Identity | None) -> None:
         generation, member, metadata = (-1, "", "") if who is None else (*who[:2], bytes(who.metadata).hex())

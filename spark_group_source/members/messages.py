@@ -41,9 +41,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """It lives; more often while a member of it holds a revocation. ``heard``: the last order that it has."""
+    """It lives; more often while a member of it holds a revocation. ``heard``: the last order that it has. ``stock``:
+    what it has read ahead for each member that lives there."""
 
     heard: int
+    stock: tuple[ev.Buffered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,7 @@ FromAgent = Hello | Ping | Bye | Told
 ToAgent = Welcome | Dismissed | Pong | Told
 
 TYPES: tuple[type, ...] = (
-    *(Told, Hello, Ping, Bye, Reported, Known, Committed, Doubt),
+    *(Told, Hello, Ping, Bye, Reported, Known, Committed, Doubt, ev.Buffered),
     *(Welcome, Dismissed, Pong, Start, Give, Commit, Answered),
     *(ev.Assigned, ev.Revoking, ev.Lost, ev.MemberFailed, ev.MemberFenced, ev.MemberEnded),
     *(ev.Join, ev.Release, ev.ReleaseAll, ev.Subscribe, ev.Leave),

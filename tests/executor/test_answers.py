@@ -29,7 +29,7 @@ from spark_group_source.errors import (
     TopicMissing,
 )
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records
+from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records, tally
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -408,12 +408,15 @@ def test_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.delete_records(TP, 4)
-    assert read(0, COUNT + 2, fail_on_data_loss=False) == list(range(4, COUNT))
+    counts = tally.Tally()
+    assert read(0, COUNT + 2, fail_on_data_loss=False, tally=counts) == list(range(4, COUNT))
     assert caplog.text.count("data loss") == 1
     assert "6 planned offsets" in caplog.text
+    assert counts.lost == (OffsetRange(TP, 0, 4), OffsetRange(TP, COUNT, COUNT + 2))
+    assert counts.brokers == {TP: COUNT - 4}
 
 
-# --- doubts and losses by themselves
+# --- doubts and what was skipped, by themselves
 
 
 def test_a_doubt_needs_two_voices_and_the_grace() -> None:
@@ -426,13 +429,13 @@ def test_a_doubt_needs_two_voices_and_the_grace() -> None:
     assert not heard.hear("a", 100.0)
 
 
-def test_losses_are_joined_where_they_touch() -> None:
-    lost = doubts.Losses()
-    lost.add(TP, 5, 7, "why")
-    lost.add(TP, 0, 5, "why")
-    lost.add(TP, 7, 7, "nothing")
-    lost.add(TP, 9, 10, "why")
-    lost.add(TP._replace(partition=1), 10, 12, "why")
+def test_what_was_skipped_is_joined_where_they_touch() -> None:
+    lost = tally.Tally()
+    lost.skip(TP, 5, 7, "why")
+    lost.skip(TP, 0, 5, "why")
+    lost.skip(TP, 7, 7, "nothing")
+    lost.skip(TP, 9, 10, "why")
+    lost.skip(TP._replace(partition=1), 10, 12, "why")
     assert [(str(one.range), one.range.size) for one in lost.joined()] == [
         ("orders-0[0,7)", 7),
         ("orders-0[9,10)", 1),

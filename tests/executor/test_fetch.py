@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, native, plain, progress, ranges, rdkafka, records
+from spark_group_source.executor import doubts, fetch, native, plain, progress, ranges, rdkafka, records, tally
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -535,7 +535,7 @@ def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
         user="the user",
         topic_ids={},
         leader_epochs={},
-        losses=doubts.Losses(),
+        tally=tally.Tally(),
         fail_on_data_loss=True,
         deadline_s=2.0,
         silence_s=2.0,

@@ -11,7 +11,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.story import STORY_LINES_MAX
-from spark_group_source.model import EARLIEST, TopicPartition
+from spark_group_source.model import EARLIEST, OffsetRange, TopicPartition
 from spark_group_source.testing.harness import GroupHarness, tps
 
 A, B = tps("orders", 0, 1)
@@ -26,6 +26,8 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.MemberEnded(slot=0, client=1),
     ev.HostCame(host="h1", executor="7", name="worker-1", fresh=False),
     ev.HostHeard(host="h1"),
+    ev.HostStocked(host="h1", stock=(ev.Buffered(slot=0, bytes=100, rows=2),)),
+    ev.TaskRead(seq=3, memory={A: 1}, brokers={B: 2}, lost=(OffsetRange(B, 3, 5),)),
     ev.HostCut(host="h1"),
     ev.HostGone(host="h1", reason="x"),
     ev.Boundary(),

@@ -235,6 +235,14 @@ def test_who_did_not_say_hello_is_sent_away(pair: Pair) -> None:
     assert len(pair.events) == 1
 
 
+def test_a_sign_of_life_says_what_is_held_of_each_members_partitions(pair: Pair) -> None:
+    pair.lend()
+    pair.agent.begin(lambda tps: (100 * len(list(tps)), 7))
+    pair.agent._ping()
+    pair.carry()
+    assert ev.HostStocked(host="h1", stock=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
+
+
 def test_a_run_that_has_ended_sends_agents_away(pair: Pair) -> None:
     pair.hosts.end("the run has ended")
     pair.carry()
@@ -362,4 +370,4 @@ def test_a_hold_makes_the_coordinator_look_at_its_clock(pair: Pair) -> None:
     pair.there.clock_ms += 1_000
     pair.says(ev.Tick())
     pair.says(ev.Tick())
-    assert [type(event) for event in pair.events[1:]] == [ev.HostHeard, ev.Tick]
+    assert [type(event) for event in pair.events[1:]] == [ev.HostHeard, ev.HostStocked, ev.Tick]

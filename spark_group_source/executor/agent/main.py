@@ -83,7 +83,7 @@ class Agent:
         watch = Watch(self._executor)
         self._reader.start()
         self._server.start()
-        self._hosted.start(self._stock.follow)
+        self._hosted.start(self._stock.follow, self._stock.held_of)
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
         began_s, folder = time.monotonic(), _identity(self._home.path)
         while not self._why:

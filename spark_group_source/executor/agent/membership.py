@@ -15,6 +15,7 @@ from spark_group_source.channel.messages import Ahead
 from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
+from spark_group_source.executor.agent.messages import Buffered
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
 from spark_group_source.members.dialect import codec
@@ -62,9 +63,9 @@ class Membership:
             deaf=self._deaf,
         )
 
-    def start(self, read_ahead: Callable[[Ahead], None]) -> None:
+    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
         self._read_ahead = read_ahead
-        self._hosted.begin()
+        self._hosted.begin(buffered)
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
 
     def ended(self) -> str:

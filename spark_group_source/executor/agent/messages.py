@@ -4,19 +4,24 @@ Runs in: agents, and whoever speaks to them. Deliberately absent: how it travels
 host).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from spark_group_source.channel.messages import Ahead
+from spark_group_source.model import TopicPartition
 
-__all__ = ["Ahead", "Hosted", "Nobody"]
+__all__ = ["Ahead", "Buffered", "Hosted", "Nobody"]
+
+Buffered = Callable[[Iterable[TopicPartition]], tuple[int, int]]
+"""Bytes and rows that are held of partitions."""
 
 
 class Hosted(Protocol):
     """What lives in an agent besides its reader: the executor's side of a coordinator, and members that it lends."""
 
-    def start(self, read_ahead: Callable[[Ahead], None]) -> None:
-        """Begin, on threads of its own. ``read_ahead`` may be called from any of them, and never waits."""
+    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
+        """Begin, on threads of its own. ``read_ahead`` and ``buffered`` may be called from any of them, and never
+        wait."""
 
     def ended(self) -> str:
         """Why the agent has to end: its run is over, or its coordinator is gone. Empty as long as neither is."""
@@ -34,7 +39,7 @@ class Nobody:
     def __init__(self, given: Mapping[str, Any]) -> None:
         """``given``: what the run gave its hosted object; nothing."""
 
-    def start(self, read_ahead: Callable[[Ahead], None]) -> None:
+    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
         """Nothing to begin."""
 
     def ended(self) -> str:

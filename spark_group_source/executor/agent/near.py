@@ -20,6 +20,7 @@ from spark_group_source.executor.agent.home import Home, is_ours
 from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.records import arrow_schema
+from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, TopicPartition
 
 log = logging.getLogger(__name__)
@@ -38,22 +39,24 @@ def read_near(
     topic_ids: Mapping[str, str] | None = None,
     leader_epochs: Mapping[TopicPartition, int] | None = None,
     include_headers: bool = False,
+    tally: Tally | None = None,
     **options: Any,
 ) -> Iterator[pa.RecordBatch]:
     """What :func:`~spark_group_source.executor.fetch.read_ranges` yields, and from the agent what that has in memory.
 
     Args:
         home: of the agent; None reads everything directly.
+        tally: counts what is read, and from where.
         options: those of ``read_ranges`` that concern brokers only.
 
     Raises:
         GroupError: as ``read_ranges`` does. Nothing is raised for an agent.
     """
-    topic_ids, leader_epochs = topic_ids or {}, leader_epochs or {}
+    topic_ids, leader_epochs, tally = topic_ids or {}, leader_epochs or {}, tally or Tally()
     batches: list[pa.RecordBatch] = []
     rest = list(ranges)
     if home is not None and ranges:
-        batches, rest = ask(home, ranges, topic_ids, leader_epochs, include_headers=include_headers)
+        batches, rest = ask(home, ranges, topic_ids, leader_epochs, include_headers=include_headers, tally=tally)
     batches.reverse()
     while batches:
         yield batches.pop()  # and its memory goes when Spark has it
@@ -63,6 +66,7 @@ def read_near(
         topic_ids=topic_ids,
         leader_epochs=leader_epochs,
         include_headers=include_headers,
+        tally=tally,
         **options,
     )
 
@@ -74,6 +78,7 @@ def ask(
     leader_epochs: Mapping[TopicPartition, int],
     *,
     include_headers: bool,
+    tally: Tally | None = None,
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
     """The rows that the agent has of the beginnings of these ranges, and what is left of them."""
     request = {
@@ -87,13 +92,16 @@ def ask(
         with _connected(home, until_s) as connection:
             wire.send(connection, request, until_s)
             answer = wire.receive(connection, until_s)
-            rest = _left(ranges, {int(index): int(until) for index, until in answer["served"]})
+            served = {int(index): (int(until), int(rows)) for index, until, rows in answer["served"]}
+            rest = _left(ranges, {index: until for index, (until, _) in served.items()})
             batches = _batches(connection, int(answer["rows"]), include_headers, until_s)
     except FileNotFoundError:
         return [], list(ranges)  # it has only been started, or has ended
     except (OSError, wire.WireError, pa.ArrowException, KeyError, TypeError, ValueError) as exc:
         log.info("reading directly, because the agent in %s did not answer: %s: %s", home.path, type(exc).__name__, exc)
         return [], list(ranges)
+    if tally is not None:
+        tally.memory.update({ranges[index].tp: rows for index, (_, rows) in served.items() if rows})
     return batches, rest
 
 

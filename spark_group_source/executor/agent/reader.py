@@ -10,7 +10,7 @@ of a partition stood in the log of that very leader, and a plan that was told by
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -65,6 +65,13 @@ class Stock:
     def free(self, pieces: Collection[Piece]) -> None:
         with self.changing() as buffers:
             buffers.free(pieces)
+
+    def held_of(self, tps: Iterable[TopicPartition]) -> tuple[int, int]:
+        """Bytes and rows that are held of partitions."""
+        with self._changed:
+            held = [found for tp in tps if (found := self.buffers.partitions.get(tp)) is not None]
+            rows = sum(piece.last - piece.first for one in held for piece in one.pieces)
+            return sum(one.bytes for one in held), rows
 
     def wait_changed(self, version: int, wait_s: float) -> None:
         """Until somebody changes something, or for so long."""

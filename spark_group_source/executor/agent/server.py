@@ -132,7 +132,7 @@ class Server:
         try:
             rows = sum(piece.last - piece.first for piece in left)
             self.requests, self.rows = self.requests + 1, self.rows + rows
-            wire.send(connection, {"served": [[one.place, one.until] for one in taken], "rows": rows}, until_s)
+            wire.send(connection, {"served": [_served(one) for one in taken], "rows": rows}, until_s)
             if not rows:
                 return
             wire.limit(connection, until_s)
@@ -171,6 +171,11 @@ def joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         rows, size = rows + count, size + piece.bytes
     if rows:
         yield group
+
+
+def _served(one: Taken) -> list[int]:
+    """Which of the ranges, up to where, and how many rows that is."""
+    return [one.place, one.until, sum(piece.last - piece.first for piece in one.pieces)]
 
 
 def _together(pieces: Sequence[Piece]) -> pa.RecordBatch:

@@ -19,6 +19,7 @@ from spark_group_source.executor.agent import near, wire
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.records import arrow_schema
+from spark_group_source.executor.tally import Tally
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -173,10 +174,11 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
     ]
     found = []
     for ranges in tasks:
-        rows = rows_of(near.read_near(home, settings, ranges))
+        tally = Tally()
+        rows = rows_of(near.read_near(home, settings, ranges, tally=tally))
         assert rows == rows_of(fetch.read_ranges(settings, ranges))
-        found.append(agents.state(home)["rows"])
-    assert found == [410, 810, 1_790], "so many rows came from memory"
+        found.append((agents.state(home)["rows"], tally.memory.total(), tally.brokers.total()))
+    assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
 
 
 def test_a_range_is_served_once_and_read_directly_then(

@@ -69,7 +69,7 @@ def agent(reader: Reader) -> Iterator[tuple[Membership, list[Ahead]]]:
         "settings": {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "session.timeout.ms": str(LEASE_MS)},
     }
     made = Membership(given)
-    made.start(told.append)
+    made.start(told.append, lambda _: (0, 0))
     try:
         yield made, told
     finally:

@@ -1,0 +1,46 @@
+"""What ``describe`` says of each slot of a query, without a query."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from spark_group_source.cli.group import _slots
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.testing.run_harness import RunHarness
+
+NOW_S = 100.0
+
+
+def shown(**numbers: Any) -> list[list[str]]:
+    """The cells of each slot's line."""
+    run = RunHarness(slots=2).run.statistics().as_dict() | numbers
+    paper = io.StringIO()
+    Console(width=200, file=paper).print(_slots(Statistics.from_dict(run), NOW_S))
+    lines = [line for line in paper.getvalue().splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_each_slot_says_where_it_lives_since_when_and_what_is_read_there() -> None:
+    found = shown(
+        slots=("assigned", "moving"),
+        assigned=(3, 0),
+        hosts=("worker-1-77", ""),
+        lent_since_ms=(40_000, 0),
+        buffered_bytes=(2048, 0),
+        buffered_rows=(17, 0),
+        rows_from_memory=(900, 1),
+        rows_from_brokers=(100, 20),
+        recalled=(0, 2),
+    )
+    assert found == [
+        ["0", "assigned", "3", "worker-1-77", "60 s", "17 rows, 2 KiB", "900", "100", "0"],
+        ["1", "moving", "0", "the stream reader", "-", "-", "1", "20", "2"],
+    ]
+
+
+def test_a_query_that_tells_less_is_shown_as_far_as_it_goes() -> None:
+    """Tasks do not tell with memberHost=driver; a run of an earlier release has no such numbers."""
+    late = ("hosts", "lent_since_ms", "buffered_bytes", "buffered_rows", "rows_from_memory", "rows_from_brokers")
+    found = shown(slots=("assigned",), assigned=(3,), **dict.fromkeys((*late, "recalled"), ()))
+    assert found == [["0", "assigned", "3", "the stream reader", "-", "-", "-", "-", "0"]]
