@@ -180,7 +180,7 @@ class Lending:
             if self._slots.may_move(slot) and (slot.moved_ms is None or now_ms >= slot.moved_ms + STAYS_MS)
         ]
         due = []
-        for slot in [slot for slot in free if slot.host == HOME]:
+        for slot in [slot for slot in free if slot.host == HOME and not self._more_come(ready)]:
             due.append((slot, min(ready, key=lambda host: load[host.id]).id))
             load[due[-1][1]] += 1
         by_host: dict[str, list[Slot]] = {host.id: [] for host in ready}
@@ -195,6 +195,12 @@ class Lending:
             load[most] -= 1
             load[least] += 1
         return due
+
+    def _more_come(self, ready: list[Host]) -> bool:
+        """Whether slots at home wait for agents that came soon after these: each is to have its part of them at once,
+        because who has moved stays for a while."""
+        first_ms = min(host.since_ms for host in ready)
+        return self.hosts.coming() and self._out.now_ms < first_ms + TOGETHER_MS_MAX
 
     # --- changes ----------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,31 @@ def test_an_agent_must_have_stayed() -> None:
     assert begun(g) == []
 
 
+def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_at_once() -> None:
+    """Whoever has moved stays for a while: what the first one is lent the second one does not have soon."""
+    g = settled((A,), (B,))
+    g.host_came("h1")
+    g.stay(2_000)
+    g.host_came("h2")
+    g.stay(STAY_MS - 2_000)
+    assert begun(g) == []
+    g.stay(2_000)
+    assert begun(g) == [0, 1]
+    assert sorted(hosts_of(g)) == ["h1", "h2"]
+
+
+def test_an_agent_waits_for_its_slots_only_so_long_while_others_come() -> None:
+    g = settled((A,), (B,))
+    g.host_came("h1")
+    for number in range(TOGETHER_MS_MAX // 1_000):
+        g.host_came(f"x{number}")  # there is always one that has just come
+        assert begun(g) == []
+        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
+        g.stay(1_000)
+    assert begun(g) == [0, 1]
+    assert hosts_of(g) == ["h1", "h1"]
+
+
 def test_nothing_moves_while_a_batch_is_planned() -> None:
     g = settled((A,))
     g.host_came("h1")
