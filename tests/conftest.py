@@ -22,6 +22,8 @@ from confluent_kafka.admin import AdminClient
 from hypothesis import settings
 from kafka_words import (
     ADMIN_S,
+    SASL_PASSWORD,
+    SASL_USER,
     Offsets,
     Produce,
     Record,
@@ -166,7 +168,7 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
 @pytest.fixture(scope="session")
 def broker(jvm: None) -> Iterator[Broker]:
     """One Kafka node for all tests of this worker. A test that kills or pauses a node uses ``cluster``, or its own."""
-    with Broker() as started:
+    with Broker(sasl={SASL_USER: SASL_PASSWORD}) as started:
         yield started
 
 

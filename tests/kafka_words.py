@@ -23,6 +23,8 @@ from spark_group_source.model import TopicPartition
 T = TypeVar("T")
 
 ADMIN_S = 30
+SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
+"""Whom the broker that tests share knows, at ``broker.sasl_bootstrap_servers``."""
 """Bound of one answer of Kafka's admin API, and of delivering the records of one ``produce``."""
 
 POLL_S = 0.02
@@ -62,6 +64,16 @@ class Produce(Protocol):
 
 
 Offsets = dict[TopicPartition, int]
+
+
+def sasl(password: str) -> dict[str, str]:
+    """Options of a query that says it is :data:`SASL_USER`."""
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule"
+    return {
+        "kafka.security.protocol": "SASL_PLAINTEXT",
+        "kafka.sasl.mechanism": "PLAIN",
+        "kafka.sasl.jaas.config": f'{login} required username="{SASL_USER}" password="{password}";',
+    }
 
 
 def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str = "") -> T:

@@ -78,7 +78,7 @@ class Statistics:
         later = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
         given = later | dict(doc)  # an earlier release lacks some
         values: dict[str, Any] = {field.name: given[field.name] for field in fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}
 SOON_S = 20
 HERE = "executor-1"
+NOBODY: Any = None
+"""In place of agents."""
 
 
 class Listening:
@@ -34,7 +36,7 @@ class Listening:
         self.told: list[ev.TaskRead] = []
         self.reception = Reception(
             Options.parse({**GIVEN, "memberHost": "executor", "coordinatorHost": "127.0.0.1"}),
-            hosts=Any,
+            hosts=NOBODY,
             died=lambda exc: None,
             read=self.told.append,
         )

@@ -1,19 +1,22 @@
 """What a query says when it cannot go on, and that nothing is lost when it can again."""
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S, await_until, create_topic, produce_to
+from conftest import ADMIN_S, await_until
+from kafka_words import SASL_PASSWORD, sasl
 from scenes import Scene
 from streams import END_S, Job, numbered, options_of, planned, rewrite, texts, values_of
 
-from spark_group_source.local.broker import Broker
+from spark_group_source.host import runs
 from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.spark
 
@@ -76,34 +79,20 @@ def test_B36_a_broker_that_is_not_there_is_named_in_bounded_time(scene: Scene) -
     assert "Check kafka.bootstrap.servers" in text
 
 
-USER, PASSWORD, WRONG = "reader", "open-sesame-7f3a", "close-sesame-19bc"
-
-
-@pytest.fixture(scope="module")
-def guarded(jvm: None) -> Iterator[Broker]:
-    with Broker(sasl={USER: PASSWORD}) as started:
-        yield started
-
-
-def sasl(password: str) -> dict[str, str]:
-    login = "org.apache.kafka.common.security.plain.PlainLoginModule"
-    return {
-        "kafka.security.protocol": "SASL_PLAINTEXT",
-        "kafka.sasl.mechanism": "PLAIN",
-        "kafka.sasl.jaas.config": f'{login} required username="{USER}" password="{password}";',
-    }
+WRONG = "close-sesame-19bc"
 
 
 @pytest.fixture
-def guarded_job(scene: Scene, guarded: Broker) -> Callable[..., Job]:
+def guarded_job(scene: Scene) -> Callable[..., Job]:
+    """A query that says who it is."""
+
     def make(password: str, **more: Any) -> Job:
-        options = options_of(guarded.sasl_bootstrap_servers, scene.group, **more) | sasl(password)
+        options = options_of(scene.broker.sasl_bootstrap_servers, scene.group, **more) | sasl(password)
         return Job(scene.spark, options, scene.folder / "c")
 
     return make
 
 
-@pytest.mark.broker
 def test_wrong_credentials_are_refused_at_once_by_name_and_not_shown(guarded_job: Callable[..., Job]) -> None:
     text = message_of(guarded_job(WRONG, subscribe="t").run)
     assert "AccessDenied" in text
@@ -112,14 +101,12 @@ def test_wrong_credentials_are_refused_at_once_by_name_and_not_shown(guarded_job
     assert WRONG not in text
 
 
-@pytest.mark.broker
 def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in_the_checkpoint(
-    guarded_job: Callable[..., Job], guarded: Broker, scene: Scene, capsys: pytest.CaptureFixture[str]
+    guarded_job: Callable[..., Job], scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    admin = AdminClient({"bootstrap.servers": guarded.bootstrap_servers, "log_level": 3})
-    name = create_topic(admin, scene.group.replace("[", "-"), 1)
-    produce_to(Producer({"bootstrap.servers": guarded.bootstrap_servers, "log_level": 3}), name, ["in"])
-    one = guarded_job(PASSWORD, subscribe=name)
+    name = scene.topic()
+    scene.produce(name, ["in"])
+    one = guarded_job(SASL_PASSWORD, subscribe=name)
     frame = one.load()
     frame.explain(extended=True)
     query = one.start_frame(frame, availableNow=True)
@@ -130,7 +117,7 @@ def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in
     assert "kafka-group" in plans
     shown = [plans, *(p.json for p in query.recentProgress)]
     shown += [path.read_text(errors="replace") for path in one.checkpoint.rglob("*") if path.is_file()]
-    assert not [text for text in shown if PASSWORD in text]
+    assert not [text for text in shown if SASL_PASSWORD in text]
 
 
 # --- the checkpoint -------------------------------------------------------------------------------------------------
@@ -219,6 +206,26 @@ def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_ov
     assert scene.committed() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
     assert values_of(one.run(failOnDataLoss=False)) == sorted(str(n) for n in range(4, 14) if n not in (5, 7))
     assert scene.committed() == scene.end_offsets(name)
+
+
+def test_what_tasks_had_to_skip_is_counted_once_where_they_can_tell(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 9))
+    found: list[list[str]] = []
+
+    def lose_and_read(frame: "DataFrame", number: int) -> None:
+        """The records go between the plan and its reading, and it is read twice."""
+        delete_before(scene, name, 0, 4)
+        found.extend([row.value.decode() for row in frame.select("value").collect()] for _ in range(2))
+        await_until(lambda: sum(told()["rows_from_memory"] + told()["rows_from_brokers"]) == 12, what="word of tasks")
+        assert told()["records_lost"] == 4
+
+    def told() -> dict[str, Any]:
+        (run,) = runs.read(scene.group)
+        return run
+
+    scene.job(subscribe=name, failOnDataLoss=False, memberHost="auto").run_into(lose_and_read, availableNow=True)
+    assert found == [texts(4, 9)] * 2
 
 
 def test_B43_a_group_offset_that_aged_out_is_a_loss_for_a_new_query_too(scene: Scene) -> None:
