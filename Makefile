@@ -3,6 +3,7 @@
 #   make test    the tests            make unit    those of them that need neither Kafka nor Spark
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make clean   removes what the others made here
+#   MEMBER_HOST=auto make test   the same tests, with members beside executors wherever a test does not say
 
 VENV := .venv
 STAMP := .stamps/venv
