@@ -7,7 +7,6 @@ The exit status is 0 only if every check of ``demo_proof.py`` holds. Nothing is 
 """
 
 import contextlib
-import re
 import signal
 import sys
 import tempfile
@@ -18,155 +17,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from confluent_kafka import Consumer, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
-from demo_consumer import NAME as ORDINARY
-from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
-from demo_proof import DeltaLog, Evidence, check
-from demo_screen import Screen, View
+from demo_proof import Evidence, check
+from demo_screen import Screen, shown
+from demo_stage import ADMIN_S, DemoFailed, Stage
 
 from spark_group_source.local.broker import Broker
-
-TOPIC, GROUP = "orders", "orders-to-delta"
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 STEP_S = 300
 """Bound of every step. Starting Spark takes seconds, on a busy machine minutes."""
-BACKLOG_S = 30
-"""The orders pause while more than this many seconds of them wait: a busy machine is not buried under them."""
-ADMIN_S = 15
-GENERATION = re.compile(r"generation (\d+), partitions by slot")
 LOOK_S = 0.1
 SAMPLE_S = 0.4
-
-
-class DemoFailed(Exception):
-    """A step did not come to its end; the message says which, and shows the log of the child it is about."""
-
-
-class Stage:
-    """Everything that is on stage: broker, topic, job, ordinary consumer, and what is known of them.
-
-    Args:
-        directory: for the table, the checkpoint and the logs; the caller removes it.
-    """
-
-    def __init__(self, directory: Path, broker: Broker, *, partitions: int, rate: int, protocol: str) -> None:
-        self.directory, self.protocol = directory, protocol
-        self.servers = broker.bootstrap_servers
-        self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
-        self.admin.create_topics([NewTopic(TOPIC, partitions, 1)])[TOPIC].result(ADMIN_S)
-        # It asks for the group's offsets and joins nothing: the admin client's own call ends the process when the group
-        # has no coordinator yet (librdkafka up to 2.16).
-        self._asker = Consumer({"bootstrap.servers": self.servers, "group.id": GROUP, "log_level": 0})
-        self._looking = threading.Lock()
-        self.table = DeltaLog(directory / "table" / "orders")
-        self.orders = Orders(self.servers, TOPIC, rate)
-        self._lag_max = rate * BACKLOG_S
-        self.view = View(partitions)
-        self.job: Child | None = None
-        self.consumer: Child | None = None
-        self._starts = 0
-
-    def start_job(self) -> None:
-        self._starts += 1
-        # A member hears of a rebalance with its next heartbeat. Under KIP-848 the broker sets the pace.
-        quick = {"kafka.heartbeat.interval.ms": "500"} if self.protocol == "classic" else {}
-        options = {
-            "bootstrap-servers": self.servers,
-            "group": GROUP,
-            "topics": TOPIC,
-            "table": str(self.directory / "table" / "orders"),
-            "checkpoint": str(self.directory / "checkpoint"),
-            "schema": SCHEMA,
-            "trigger": "1 second",
-            "members": "2",
-            "kafka.group.protocol": self.protocol,
-            **quick,
-        }
-        self.job = start_job(self.directory, options, log=f"job-{self._starts}.log")
-
-    def start_consumer(self) -> None:
-        options = {"bootstrap-servers": self.servers, "group": GROUP, "topic": TOPIC, "protocol": self.protocol}
-        self.consumer = start_consumer(self.directory, {**options, "out": str(self._processed)})
-
-    def close(self) -> None:
-        for child in (self.job, self.consumer):
-            if child is not None:
-                child.kill()
-        self._asker.close()
-
-    # --- what is known ----------------------------------------------------------------------------------------------
-
-    @property
-    def _processed(self) -> Path:
-        return self.directory / "processed"
-
-    def processed(self) -> list[tuple[int, int, int]]:
-        """(partition, offset, order) of every record that the ordinary consumer processed."""
-        if not self._processed.is_file():
-            return []
-        lines = self._processed.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
-        return [(int(p), int(offset), int(order)) for p, offset, order in map(str.split, lines)]
-
-    def ends(self) -> dict[int, int]:
-        asked = {TopicPartition(TOPIC, p): OffsetSpec.latest() for p in range(self.view.partitions)}
-        return {tp.partition: found.result(ADMIN_S).offset for tp, found in self.admin.list_offsets(asked).items()}
-
-    def committed(self) -> dict[int, int]:
-        asked = [TopicPartition(TOPIC, p) for p in range(self.view.partitions)]
-        return {tp.partition: tp.offset for tp in self._asker.committed(asked, timeout=ADMIN_S) if tp.offset >= 0}
-
-    def members(self) -> list[tuple[str, str, list[int]]]:
-        group = self.admin.describe_consumer_groups([GROUP])[GROUP].result(ADMIN_S)
-        found = []
-        for member in sorted(group.members, key=lambda m: m.client_id or ""):
-            mine = sorted(tp.partition for tp in member.assignment.topic_partitions)
-            slot = (member.client_id or "").rpartition("-")[2]
-            ordinary = member.client_id == ORDINARY
-            found.append(
-                ("ordinary", "ordinary consumer", mine) if ordinary else ("job", f"Spark job, slot {slot}", mine)
-            )
-        return found
-
-    def look(self) -> None:
-        """Bring the view up to date; safe from several threads."""
-        with self._looking:
-            self._look()
-
-    def _look(self) -> None:
-        view = self.view
-        view.produced = self.orders.acknowledged
-        self.table.refresh()
-        view.table, view.commits = self.table.rows, self.table.commits
-        view.ordinary = len(self.processed())
-        with contextlib.suppress(KafkaException):  # a broker under load: the next look will tell
-            committed = self.committed()
-            view.lag = sum(end - committed.get(p, 0) for p, end in self.ends().items())
-            view.members = self.members()
-        self.orders.hold = view.lag > self._lag_max
-        view.generation = self._generation()
-
-    def _generation(self) -> int | None:
-        """The group's generation as the job's log tells it, at each rebalance; None before the first."""
-        if self.job is None:
-            return None
-        told = GENERATION.findall(self.job.log.read_text(encoding="utf-8", errors="replace"))
-        return int(told[-1]) if told else None
-
-    def evidence(self, produced: int) -> Evidence:
-        processed = self.processed()
-        self.table.refresh()
-        return Evidence(
-            produced=produced,
-            table=self.table.column("order_id"),
-            ordinary=[order for _, _, order in processed],
-            ends=self.ends(),
-            committed=self.committed(),
-            ledger=self.table.ledger(GROUP, TOPIC),
-            ordinary_last={p: offset + 1 for p, offset, _ in processed},
-        )
 
 
 class Story:
@@ -180,7 +42,9 @@ class Story:
     def play(self) -> int:
         """Returns how many orders were produced."""
         self._start()
+        self._lend()
         self._share()
+        self._kill_executor()
         self._kill()
         return self._drain()
 
@@ -192,13 +56,20 @@ class Story:
         self._began_s = time.monotonic()
         self._until(lambda: self.stage.view.table > 0, "orders flow through Kafka into the table")
 
+    def _lend(self) -> None:
+        view = self.stage.view
+        self._until(lambda: self._at(0.15), "orders flow through Kafka into the table")
+        self._until(lambda: view.executors and self._job_has_all, "the job's members move beside its executors")
+        where = " and ".join(map(str, sorted(set(view.executors))))
+        self._tell(f"its members live beside executors, processes {where}, and read ahead")
+
     def _share(self) -> None:
         stage, view = self.stage, self.stage.view
-        self._until(lambda: self._at(0.15), "orders flow through Kafka into the table")
         stage.start_consumer()
         joined = "an ordinary consumer joins the group: Kafka moves partitions to it"
         self._until(lambda: view.owned("ordinary") and self._shared and view.ordinary > 0, joined)
         self._tell(f"an ordinary consumer joined, Kafka moved partitions: {self._owners()}")
+        view.described = stage.described()
         left_s = time.monotonic() + 0.2 * self.seconds
         self._until(lambda: time.monotonic() >= left_s, "both read the topic, each its own partitions")
         assert stage.consumer is not None
@@ -207,6 +78,17 @@ class Story:
         self._until(lambda: self._job_has_all, "the ordinary consumer leaves: its partitions go back")
         self._tell(f"the ordinary consumer left after {view.ordinary:,} orders: {self._owners()}")
 
+    def _kill_executor(self) -> None:
+        stage, view = self.stage, self.stage.view
+        self._until(lambda: view.executors, "the job reads all partitions again")
+        generation = view.generation
+        victim, rows = stage.kill_executor(), self._rows_now()
+        moved = f"kill -9 of executor {victim}: its member joins elsewhere"
+        self._until(lambda: view.executors and victim not in view.executors and self._job_has_all, moved)
+        self._until(lambda: view.table > rows, "its tasks run again elsewhere")
+        calm = "no rebalance" if view.generation == generation else "after a rebalance"
+        self._tell(f"kill -9 of executor {victim}, its member went on beside another, {calm}: {self._owners()}")
+
     def _kill(self) -> None:
         stage, view = self.stage, self.stage.view
         self._until(lambda: self._at(0.55), "the job reads all partitions again")
@@ -214,7 +96,7 @@ class Story:
         generation, killed = view.generation, len(stage.job.pids)
         stage.job.kill()
         rows = self._rows_now()
-        self._tell(f"kill -9 of the whole job, {killed} processes: driver, JVM, stream reader, workers")
+        self._tell(f"kill -9 of the whole job, {killed} processes: driver, executors, agents, workers")
         stage.start_job()
         self._until(lambda: view.table > rows, "the job starts again on its checkpoint; orders wait in Kafka")
         self._until(lambda: self._job_has_all and view.generation is not None, "the job takes its place again")
@@ -255,8 +137,8 @@ class Story:
 
     def _owners(self) -> str:
         view = self.stage.view
-        ordinary = f", consumer {_shown(view.owned('ordinary'))}" if view.owned("ordinary") else ""
-        return f"job {_shown(view.owned('job'))}{ordinary}"
+        ordinary = f", consumer {shown(view.owned('ordinary'))}" if view.owned("ordinary") else ""
+        return f"job {shown(view.owned('job'))}{ordinary}"
 
     def _tell(self, text: str) -> None:
         self.screen.tell(text)
@@ -291,17 +173,6 @@ def watching(stage: Stage) -> Any:
     finally:
         end.set()
         thread.join(ADMIN_S)
-
-
-def _shown(partitions: list[int]) -> str:
-    """Sorted numbers, those in a row as 0-3."""
-    runs: list[list[int]] = []
-    for p in partitions:
-        if runs and runs[-1][-1] == p - 1:
-            runs[-1][1:] = [p]
-        else:
-            runs.append([p])
-    return " ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def conclude(screen: Screen, evidence: Evidence) -> bool:

@@ -46,7 +46,7 @@ def main(
             while not stop.is_set():
                 records = [r for r in consumer.consume(RECORDS_MAX, WAIT_S) if r.error() is None]
                 if records:
-                    orders = [json.loads(r.value())["order_id"] for r in records]  # the processing
+                    orders = [json.loads(r.value() or "")["order_id"] for r in records]  # the processing
                     consumer.commit(offsets=_next_of(records), asynchronous=False)
                     lines = zip(records, orders, strict=True)
                     file.writelines(f"{r.partition()} {r.offset()} {order}\n" for r, order in lines)
@@ -57,7 +57,7 @@ def main(
 
 def _next_of(records: list[Message]) -> list[TopicPartition]:
     """The offset after the last record of each partition."""
-    last = {(r.topic(), r.partition()): r.offset() for r in records}
+    last = {(r.topic() or "", r.partition() or 0): r.offset() or 0 for r in records}
     return [TopicPartition(topic, partition, offset + 1) for (topic, partition), offset in last.items()]
 
 

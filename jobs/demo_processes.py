@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pyspark
 from confluent_kafka import KafkaError, Message, Producer
 
 JOBS = Path(__file__).resolve().parent
@@ -114,11 +116,17 @@ class Orders:
 
 
 class Child:
-    """A process group that this one started: ends it in order (SIGTERM), at once (SIGKILL), and never any other."""
+    """A process that this one started, and all that come from it: ends it in order (SIGTERM), at once (SIGKILL), and
+    never any other.
+
+    Args:
+        env: the ``TMPDIR`` in it is no other process's, where the child's own ones have sessions of their own.
+    """
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.log = log
         self.stopping = False
+        self._mark = b"TMPDIR=%b\0" % env["TMPDIR"].encode() if env.get("TMPDIR") != os.environ.get("TMPDIR") else None
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
@@ -136,7 +144,7 @@ class Child:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the group; elsewhere than on Linux only the first."""
+        """The processes of it; elsewhere than on Linux only the first."""
         return [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if self._has(stat)] or (
             [self._process.pid] if self.running else []
         )
@@ -144,7 +152,9 @@ class Child:
     def _has(self, stat: Path) -> bool:
         try:  # after the name in parentheses: state, parent, group, session
             state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            return int(session) == self._process.pid and state != "Z"
+            if state == "Z" or int(session) == self._process.pid:
+                return state != "Z"
+            return self._mark is not None and self._mark in stat.with_name("environ").read_bytes()
         except (OSError, ValueError):
             return False
 
@@ -160,18 +170,18 @@ class Child:
         return self._process.returncode
 
     def kill(self) -> None:
-        """SIGKILL for the whole group; returns when it is gone."""
+        """SIGKILL for all of them; returns when they are gone."""
         self.stopping = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(KILL_S)
-        # Spark's worker daemon has a group of its own and ends by itself when its JVM is gone.
+        # Spark's worker daemons and the agents have groups of their own.
         deadline_s = time.monotonic() + KILL_S
-        while (left := self.pids) and time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and (left := [pid for pid in self.pids if pid != self._process.pid]):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(TICK_S)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._process.wait(KILL_S)
 
     def tail(self) -> str:
         """The end of its log."""
@@ -181,24 +191,39 @@ class Child:
 
 
 def start_job(directory: Path, options: Mapping[str, str], *, log: str) -> Child:
-    """``jobs/group_to_delta.py`` as a user starts it: plain Python, Spark's settings from ``conf/``."""
+    """``jobs/group_to_delta.py`` as a user starts it: plain Python, Spark's settings from ``conf/``. Its cluster is a
+    master, two workers and two executors on this machine."""
     scratch = directory / "tmp"
-    java = f"-Djava.io.tmpdir={scratch} -XX:-UsePerfData"
-    submit = ["--master", "local[2]", "--conf", f"spark.driver.extraJavaOptions={java}", "pyspark-shell"]
+    # The second compiler and the parallel collector pay off after minutes, and cost three JVMs a part of their start.
+    java = f"-Djava.io.tmpdir={scratch} -XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    submit = ["--master", "local-cluster[2,1,1024]", "--conf", f"spark.driver.extraJavaOptions={java}"]
+    submit += ["--conf", f"spark.executor.extraJavaOptions={java}", "--conf", "spark.executor.memory=512m"]
     env = os.environ | {
+        "SPARK_HOME": os.environ.get("SPARK_HOME") or str(_spark_home(scratch)),
         "SPARK_CONF_DIR": str(CONF),
         "SPARK_LOCAL_DIRS": str(scratch),
         "TMPDIR": str(scratch),
-        "PYSPARK_SUBMIT_ARGS": shlex.join(submit),
+        "PYSPARK_SUBMIT_ARGS": shlex.join([*submit, "pyspark-shell"]),
         "PYSPARK_PYTHON": sys.executable,
     }
     return Child([*job_command(options)], directory / log, env)
 
 
+def _spark_home(scratch: Path) -> Path:
+    """The installed Spark under another name: there executors write, and not among installed files."""
+    home, installed = scratch / "spark", Path(pyspark.__file__).parent
+    home.mkdir(exist_ok=True)
+    for name in ("bin", "jars"):
+        with contextlib.suppress(FileExistsError):
+            (home / name).symlink_to(installed / name)
+    return home
+
+
 def job_command(options: Mapping[str, str]) -> list[str]:
     command = [sys.executable, str(JOBS / "group_to_delta.py")]
     for name, value in options.items():
-        command += ["--option", f"{name}={value}"] if "." in name else [f"--{name}", value]
+        ours = re.fullmatch("[a-z-]+", name)  # else it is one of the source
+        command += [f"--{name}", value] if ours else ["--option", f"{name}={value}"]
     return command
 
 

@@ -25,6 +25,17 @@ LINE_EVERY_S: Final = 5.0
 COLOURS: Final = {"job": "cyan", "ordinary": "yellow"}
 
 
+def shown(partitions: Sequence[int]) -> str:
+    """Sorted numbers, those in a row as 0-3."""
+    runs: list[list[int]] = []
+    for p in partitions:
+        if runs and runs[-1][-1] == p - 1:
+            runs[-1][1:] = [p]
+        else:
+            runs.append([p])
+    return " ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
 @dataclass(slots=True)
 class View:
     """What is known at one moment; numbers are of orders."""
@@ -36,8 +47,12 @@ class View:
     ordinary: int = 0
     lag: int = 0
     generation: int | None = None
+    executors: list[int] = field(default_factory=list)
+    """Beside which of the job's executors its members live, by process id; empty unless all of them do."""
     members: list[tuple[str, str, list[int]]] = field(default_factory=list)
     """(kind, name, partitions)"""
+    described: list[tuple[str, str, str]] = field(default_factory=list)
+    """The group while both were in it, in Kafka's words: instance id or else client id, host, partitions."""
     now: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
 
@@ -95,12 +110,13 @@ class Screen:
             parts += [self._head(), *(self._event(*event) for event in self._view.events), ""]
         else:
             parts.append("")
+        parts += [_described(self._view), ""] if self._view.described else []
         parts += [_offsets(evidence), ""]
         for found in checks:
             mark, style = (" ✔ ", "bold green") if found.holds else (" ✘ ", "bold red")
             parts.append(Text.assemble((mark, style), (found.text, "" if found.holds else "red")))
         held = bool(checks) and all(found.holds for found in checks)
-        end = " PROVEN: each order once, through a rebalance, a hand-over and a kill -9" if held else " NOT PROVEN"
+        end = " PROVEN: each order once, through a rebalance, a hand-over and kill -9 twice" if held else " NOT PROVEN"
         parts += ["", Text(end, "bold green" if held else "bold red")]
         self.console.print(Group(*parts), highlight=False)
 
@@ -148,6 +164,16 @@ def _members(view: View) -> Table:
         table.add_row(Text(name, COLOURS[kind]), row)
     if not view.members:
         table.add_row(Text("the group has no members", "dim"))
+    return table
+
+
+def _described(view: View) -> Table:
+    """What Kafka's ``kafka-consumer-groups --describe --members`` would show, asked through the admin API."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1))
+    for name in (" Kafka's members, while both read", "host", "partitions"):
+        table.add_column(name)
+    for member, host, partitions in view.described:
+        table.add_row(f" {member}", host, partitions)
     return table
 
 

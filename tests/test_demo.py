@@ -53,14 +53,17 @@ def environment() -> dict[str, str]:
 
 
 def processes_that_know(directory: Path) -> list[str]:
-    """Command lines of living processes that have the directory in them (Linux)."""
+    """Command lines of living processes that have the directory in them, or in their environment (Linux)."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            mine = str(directory).encode() in path.with_name("environ").read_bytes()
         except OSError:
             continue
-    return [line for line in lines if str(directory) in line]
+        if mine or str(directory) in line:
+            lines.append(line)
+    return lines
 
 
 # --- played ----------------------------------------------------------------------------------------------------------
@@ -80,7 +83,10 @@ def test_a_short_demo_proves_that_each_order_is_there_once_and_leaves_nothing(tm
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for claim in (
         "an ordinary consumer joined",
+        "its members live beside executors",
+        "Kafka's members, while both read",
         "the ordinary consumer left after",
+        "its member went on beside another, no rebalance: job 0-5",
         "kill -9 of the whole job",
         "started again",
         "the job stopped cleanly",
