@@ -141,7 +141,9 @@ class Hosted:
 
     def _run(self) -> None:
         while (why := self._wait()) is None:
-            if self._welcome:
+            if self._is_deaf():
+                self._deaf()
+            elif self._welcome:
                 self._ping()
             else:
                 self.opened()
