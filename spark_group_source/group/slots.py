@@ -43,8 +43,7 @@ class Slots:
     ) -> None:
         self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
         self._must_wait, self._place, self._place_name = must_wait, place, place_name
-        self._stream = ""
-        self.static = True
+        self._stream, self.static = "", True
         self._topics: tuple[str, ...] = ()
         self._before: tuple[str, ...] = ()
         self._told_at: dict[int, int] = {}  # generations in which slots that came back were told the topics of now
@@ -63,9 +62,8 @@ class Slots:
 
         Args:
             places: that a former run left; each has a slot at first.
-            before: the topics as a former run of the stream knew them, if they were others. Who comes back to a place
-                is given what that had, and of another subscription the broker takes no notice before the next
-                rebalance (classic). A member that changes it causes one. So it is told the former topics first.
+            before: the topics as a former run knew them, if they were others. Who comes back to a place is given what
+                that had, until the next rebalance (classic), which a member that changes them causes. So they are told.
         """
         self._stream, self._topics, self.static = stream, topics, static
         self._before = before if before != topics and static and self._rules.classic else ()
@@ -275,8 +273,8 @@ class Slots:
             slot.told = self._before if self._comes_back(slot) else self._topics
         host = self._place(slot)
         if host != slot.host or slot.state is SlotState.MOVING:
-            slot.host, slot.out_since_ms = host, self._out.now_ms if host != HOME else None
-            slot.since_ms = self._out.now_ms
+            slot.host, slot.since_ms = host, self._out.now_ms
+            slot.out_since_ms = slot.since_ms if host != HOME else None
         slot.left = HOME
         self._told_at.pop(slot.number, None)
         self._move(slot, ev.Join)
