@@ -24,6 +24,8 @@ SEEDS = 60
 """Histories of each protocol in the quick run: some seconds each."""
 AGENT_SEEDS = 40
 """The same with agents."""
+CALM, CALM_SEEDS = "calm-", 4
+"""Before the protocol: what lending alone does to a group (``testing.calm``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +360,14 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
+        "takes-no-place",
+        S,
+        "takes=slot.vanished and self.static and not self._rules.classic,",
+        "takes=False,",
+        "the place of a member that vanished is taken from it",
+        agents=True,
+    ),
+    Mutant(
         "counts-no-lost-host",
         S,
         "            self._lost(slot, tuple(slot.held), why, seq=seq)\n            self._move(slot, ev.HostLost)",
@@ -416,15 +426,16 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "moves-what-is-on-its-way": ("consumer", 1),
-    "trusts-the-silent": ("eager", 1),
+    "moves-what-is-on-its-way": ("consumer", 6),
+    "trusts-the-silent": ("calm-eager", 0),
     "suffers-twins": ("cooperative", 0),
-    "leaves-slots-with-the-lost": ("consumer", 4),
-    "counts-no-lost-host": ("consumer", 4),
+    "leaves-slots-with-the-lost": ("calm-eager", 0),
+    "takes-no-place": ("calm-consumer", 0),
+    "counts-no-lost-host": ("eager", 5),
     "moves-without-a-close": ("consumer", 1),
     "lends-what-stays-at-home": ("cooperative", 18),
     "admits-agents-of-former-runs": ("consumer", 0),
-    "believes-what-is-repeated": ("eager", 32),
+    "believes-what-is-repeated": ("calm-cooperative", 1),
     "outlives-its-lease": ("cooperative", 4),
     "knows-nobody": ("consumer", 1),
     "takes-back-what-it-commits": ("eager", 1),
@@ -468,8 +479,9 @@ def histories(name: str) -> list[str]:
     """Arguments: the history that is known to find this mutant, then all of the quick run."""
     from spark_group_source.testing.simulation import PROTOCOLS
 
-    seeds = AGENT_SEEDS if any(mutant.agents for mutant in MUTANTS if mutant.name == name) else SEEDS
-    quick = [(protocol, seed) for protocol in PROTOCOLS for seed in range(seeds)]
+    agents = any(mutant.agents for mutant in MUTANTS if mutant.name == name)
+    quick = [(f"{CALM}{protocol}", seed) for protocol in PROTOCOLS for seed in range(CALM_SEEDS)] if agents else []
+    quick += [(protocol, seed) for protocol in PROTOCOLS for seed in range(AGENT_SEEDS if agents else SEEDS)]
     return [str(word) for pair in [FOUND_BY[name], *quick] for word in pair]
 
 
@@ -477,7 +489,7 @@ def find() -> int:
     for mutant in MUTANTS:
         command = [sys.executable, "-m", "tests.simulation.mutants", mutant.name, *histories(mutant.name)]
         told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        found = re.match(r"found by (\w+) (\d+)", told)
+        found = re.match(r"found by ([\w-]+) (\d+)", told)
         line = f'("{found[1]}", {found[2]})' if found else "in no history of the quick run"
         print(f'    "{mutant.name}": {line},', flush=True)  # noqa: T201
     return 0
@@ -495,12 +507,16 @@ def main(arguments: list[str]) -> int:
     if mutant.module in sys.modules:
         raise ImportError(f"{mutant.module} was imported before its line could be broken")
     sys.meta_path.insert(0, Finder(mutant))
+    from spark_group_source.testing.calm import lend
     from spark_group_source.testing.simulation import Failed, run
 
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
     for protocol, seed in pairs or [FOUND_BY[mutant.name]]:
         try:
-            run(seed, protocol=protocol, agents=mutant.agents)
+            if protocol.startswith(CALM):
+                lend(seed, protocol.removeprefix(CALM))
+            else:
+                run(seed, protocol=protocol, agents=mutant.agents)
         except Failed as failed:
             sys.stdout.write(f"found by {protocol} {seed}: {str(failed).splitlines()[0]}\n")
             return 1
