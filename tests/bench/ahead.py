@@ -2,9 +2,10 @@
 
 ``python -m tests.bench ahead [--records N] [--bytes N] [--partitions N] [--runs N] [--memory MIB]``
 
-One executor: this process is its task, the agent a process of its own. A run reads the topic directly, and then through
-the agent in batches that fit its memory: it reads ahead, and the task asks for all that it holds. CPU time is that of
-task and agent together (user and system), for a million records; the brokers' is not counted. The time from the request
+One executor: this process is its task, the agent a process of its own. A run reads the topic with confluent_kafka's
+``consume()`` into the same Arrow columns, then directly as tasks do, and then through the agent in batches that fit its
+memory: it reads ahead, and the task asks for all that it holds. CPU time is that of task and agent together (user and
+system), for a million records; the brokers' is not counted. The time from the request
 to the last row is that of a batch in warm buffers, for as many rows as the batch had. Every row is counted; one that
 the task had to read from the brokers itself fails the run.
 """
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-from confluent_kafka import TopicCollection
+from confluent_kafka import Consumer, Message, TopicCollection
+from confluent_kafka import TopicPartition as ConfluentPartition
 from confluent_kafka.admin import AdminClient
 
 from spark_group_source.executor import fetch
@@ -29,6 +31,7 @@ from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.agent.processes import Process
+from spark_group_source.executor.records import arrow_schema
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -38,6 +41,8 @@ import agents
 
 from bench.throughput import BROKER_JAVA, fill
 
+CONSUMED = 10_000
+"""Messages of one call; fewer are slower, more are not faster."""
 READ_S = 60
 """Bound of one batch of the agent's."""
 
@@ -75,6 +80,18 @@ class Topic(NamedTuple):
     ends: dict[TopicPartition, int]
     ids: dict[str, str]
 
+    def consume(self) -> Cost:
+        """With messages of confluent_kafka."""
+        began_s, cpu_s = time.perf_counter(), own_cpu_s()
+        consumer = Consumer({**self.settings, "group.id": "consume", "enable.auto.commit": False})
+        consumer.assign([ConfluentPartition(*tp, 0) for tp in self.ends])
+        rows = 0
+        while rows < sum(self.ends.values()):
+            messages = consumer.consume(CONSUMED, READ_S)
+            rows += _columns([m for m in messages if not m.error()]).num_rows
+        consumer.close()
+        return Cost(rows, own_cpu_s() - cpu_s, time.perf_counter() - began_s)
+
     def read_directly(self) -> Cost:
         began_s, cpu_s = time.perf_counter(), own_cpu_s()
         ranges = [OffsetRange(tp, 0, end) for tp, end in self.ends.items()]
@@ -105,12 +122,28 @@ class Topic(NamedTuple):
         return Cost(rows, agent_s + task_s, wall_s), Cost(rows, task_s, sum(handed_s)), handed_s
 
 
+def _columns(messages: Sequence[Message]) -> pa.RecordBatch:
+    stamps = [m.timestamp() for m in messages]
+    columns = [
+        [m.key() for m in messages],
+        [m.value() for m in messages],
+        [m.topic() for m in messages],
+        [m.partition() for m in messages],
+        [m.offset() for m in messages],
+        [at_ms * 1000 for _, at_ms in stamps],
+        [kind - 1 for kind, _ in stamps],
+    ]
+    schema = arrow_schema(include_headers=False)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
 def measure(topic: Topic, home: Home, runs: int, step: int) -> None:
     costs: dict[str, list[Cost]] = {}
     handed_s: list[float] = []
     print(f"{'':16} {'run':>4} {'CPU s per million':>18} {'wall s':>8}")
     for run in range(-1, runs):  # -1 is the warm-up
-        found = {"direct": topic.read_directly()}
+        found = {"consume()": topic.consume(), "direct": topic.read_directly()}
         # A plan from the beginning on is a rewind: nothing is held of the run before.
         found["ahead"], task, taken = topic.read_ahead(home, run + 2, step)
         found["ahead, task only"] = task
@@ -121,8 +154,10 @@ def measure(topic: Topic, home: Home, runs: int, step: int) -> None:
             if run >= 0:
                 costs.setdefault(name, []).append(cost)
         handed_s += taken if run >= 0 else []
-    for name, each in costs.items():
-        print(f"{name:16} median CPU of a million records: {statistics.median(c.per_million() for c in each):.3f} s")
+    medians = {name: statistics.median(cost.per_million() for cost in each) for name, each in costs.items()}
+    for name, median in medians.items():
+        print(f"{name:16} median CPU of a million records: {median:.3f} s")
+    print(f"agent and task: {medians['ahead'] / medians['consume()']:.2f} of what consume() takes")
     batch = min(step * len(topic.ends), sum(topic.ends.values()))
     median_ms, longest_ms = statistics.median(handed_s) * 1000, max(handed_s) * 1000
     print(f"from request to last row, {batch:,} rows: median {median_ms:.0f} ms, longest {longest_ms:.0f} ms")
@@ -137,28 +172,34 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--memory", type=int, default=64, help="MiB")
     told = parser.parse_args(arguments)
-    memory = told.memory << 20
-    # Half of it for each batch, so that there is always something to read ahead.
-    step = max(1, memory // 2 // (told.bytes + 80) // told.partitions)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Broker(java_options=BROKER_JAVA) as broker:
         tempfile.tempdir = folder
         print(f"{told.records:,} records of {told.bytes} bytes in {told.partitions} partitions, {told.memory} MiB")
         fill(broker.bootstrap_servers, "bench", records=told.records, size=told.bytes, partitions=told.partitions)
-        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
-        described = admin.describe_topics(TopicCollection(["bench"]))["bench"].result(30)
-        settings = {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"}
-        ends = {
-            TopicPartition("bench", p): len(range(p, told.records, told.partitions)) for p in range(told.partitions)
-        }
-        order = start.Order("bench", settings, memory_bytes=memory)
-        home = start.start(order, Process.of(os.getpid()))
-        if home is None:
-            return 1
-        agents.await_ready(home)
-        print(f"memory of the agent before it reads: {memory_mib(home.pid, 'VmRSS')} MiB")
-        try:
-            measure(Topic(settings, ends, {"bench": str(described.topic_id)}), home, told.runs, step)
-        finally:
-            near.exchange(home, {"ask": "bye"})
-            agents.await_ended(home.pid)
+        compare(broker.bootstrap_servers, "bench", told)
     return 0
+
+
+def compare(servers: str, name: str, told: argparse.Namespace) -> None:
+    """Read a topic in all ways.
+
+    Args:
+        told: ``records``, ``bytes`` and ``partitions`` that it has, ``runs``, ``memory``.
+    """
+    memory = told.memory << 20
+    # Half of it for each batch, so that there is always something to read ahead.
+    step = max(1, memory // 2 // (told.bytes + 80) // told.partitions)
+    admin = AdminClient({"bootstrap.servers": servers})
+    described = admin.describe_topics(TopicCollection([name]))[name].result(30)
+    settings = {"bootstrap.servers": servers, "isolation.level": "read_committed"}
+    ends = {TopicPartition(name, p): len(range(p, told.records, told.partitions)) for p in range(told.partitions)}
+    home = start.start(start.Order("bench", settings, memory_bytes=memory), Process.of(os.getpid()))
+    if home is None:
+        raise OSError("no agent can be started here")
+    agents.await_ready(home)
+    print(f"memory of the agent before it reads: {memory_mib(home.pid, 'VmRSS')} MiB")
+    try:
+        measure(Topic(settings, ends, {name: str(described.topic_id)}), home, told.runs, step)
+    finally:
+        near.exchange(home, {"ask": "bye"})
+        agents.await_ended(home.pid)
