@@ -128,4 +128,4 @@ def _behind(port: int) -> type[KafkaGroupDataSource]:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    main(**json.load(sys.stdin))

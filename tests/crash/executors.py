@@ -1,7 +1,9 @@
-"""The job of the tests that kill executors: a group into a Delta table, on two executors of one core each.
+"""The job of the tests that kill executors: a group into a Delta table, on two executors.
 
-Its tasks say which partition they read, where, and wait as long as there is a file ``hold``. Arguments, as one JSON
-object: servers, group, topic, home (a directory: table, checkpoint, scratch and what the tasks say), options.
+Its tasks say which offsets of which partition they read, where, and wait while a file ``hold`` names an offset that is
+not above theirs. When there is a file ``explain``, the log has all that Spark shows of the query. Arguments, as one
+JSON object in its standard input: servers, group, topic, home (a directory: table, checkpoint, scratch and what the
+tasks say), options.
 """
 
 import json
@@ -10,21 +12,57 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StructType
 
 from spark_group_source import DeltaSink, KafkaGroupDataSource
 from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.options.table import Options
+from spark_group_source.source import GroupStreamReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql.streaming.query import StreamingQuery
 
-LOOK_S = 2
+LOOK_S = 1
 HOLD_S_MAX = 120
 HOLD_LOOK_S = 0.05
+COLUMNS = "topic string, partition int, offset bigint"
+
+
+class Telling(KafkaGroupDataSource):
+    """The source, but the run's secret is also in the file that the option ``told`` names."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        self._told = options["told"]
+        super().__init__({name: value for name, value in options.items() if name != "told"})
+
+    def streamReader(self, schema: StructType) -> GroupStreamReader:
+        reader = super().streamReader(schema)
+        return TellingReader(reader._options, reader._path, self._told)
+
+
+class TellingReader(GroupStreamReader):
+    """Of :class:`Telling`."""
+
+    def __init__(self, options: Options, path: Sequence[str], told: str) -> None:
+        super().__init__(options, path)
+        self._told = told
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_told": self._told}
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        found = super().partitions(start, end)
+        if self._reception is not None:
+            Path(self._told).write_text(self._reception.secret.reveal())
+        return found
 
 
 def main(
@@ -35,48 +73,83 @@ def main(
     master: str = "",
     py_files: str = "",
     python: str = "",
+    cores: str = "1",
+    spark: Mapping[str, str] | None = None,
     **options: str,
 ) -> None:
-    """``master``: of a cluster whose executors know of the package by ``py_files`` alone, and run ``python``."""
-    builder = SparkSession.builder.master(master or "local-cluster[2,1,1024]").appName("executors")
+    """``master``: of a cluster whose executors know of the package by ``py_files`` alone, and run ``python``.
+    ``cores``: of each executor. ``spark``: more of its settings."""
+    builder = SparkSession.builder.master(master or f"local-cluster[2,{cores},1024]").appName("executors")
     paths = os.pathsep.join(path for path in sys.path if path)
-    own = {"spark.executor.memory": "512m", "spark.task.maxFailures": "4"}
+    own = {"spark.executor.memory": "512m", "spark.task.maxFailures": "4", **(spark or {})}
     if master:
         own |= {"spark.submit.pyFiles": py_files, "spark.pyspark.python": python, "spark.driver.host": "127.0.0.1"}
     else:
         own["spark.executorEnv.PYTHONPATH"] = paths
     for key, value in {**local_spark_settings(f"{home}/scratch"), **own}.items():
         builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    spark.dataSource.register(KafkaGroupDataSource)
-    stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
-    stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
+    session = builder.getOrCreate()
+    session.dataSource.register(Telling if "told" in options else KafkaGroupDataSource)
+    which = {"subscribe": topic} if "subscribePattern" not in options else {}
+    stream = session.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
+    stream = stream.option("kafka.group.id", group).options(**which, **options)
+    frame = stream.load()
     query = (
-        stream.load()
-        .writeStream.foreachBatch(DeltaSink(f"{home}/table", transform=_slow(home)))
+        frame.writeStream.foreachBatch(DeltaSink(f"{home}/table", transform=_slow(home)))
         .option("checkpointLocation", f"{home}/checkpoint")
         .start()
     )
+    (Path(home) / "ui").write_text(session.sparkContext.uiWebUrl or "")
     tests = os.getppid()
-    while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
-        pass  # a killed test run takes its jobs with it
+    while not query.awaitTermination(LOOK_S) and os.getppid() == tests:  # a killed test run takes its jobs with it
+        if (Path(home) / "explain").exists():
+            _explain(frame, query)
+            (Path(home) / "explain").unlink()
+
+
+def _explain(frame: DataFrame, query: "StreamingQuery") -> None:
+    frame.explain(extended=True)
+    query.explain(extended=True)
+    print(*(progress.json for progress in query.recentProgress), query.status, sep="\n", flush=True)  # noqa: T201
 
 
 def _slow(home: str) -> Callable[[DataFrame], DataFrame]:
     def tell_and_wait(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
+        daemon, task = os.getppid(), TaskContext.get()
+        assert task is not None
         for batch in batches:
-            executor = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-            for partition in set(batch.column("partition").to_pylist()):
-                said = Path(home) / "said" / uuid.uuid4().hex
-                said.with_suffix(".part").write_text(json.dumps({"partition": partition, "executor": executor}))
-                said.with_suffix(".part").rename(said)
+            told = {
+                "executor": int(Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[1]),
+                "worker": os.getpid(),
+                "stage": task.stageId(),
+                "task": task.partitionId(),
+                "clients": _threads_of_clients(os.getpid()),
+                "clients of the daemon": _threads_of_clients(daemon),
+                "rows": sorted(zip(*(batch.column(n).to_pylist() for n in range(3)), strict=True)),
+            }
+            said = Path(home) / "said" / uuid.uuid4().hex
+            said.with_suffix(".part").write_text(json.dumps(told))
+            said.with_suffix(".part").rename(said)
+            last = max(batch.column("offset").to_pylist())
             end_s = time.monotonic() + HOLD_S_MAX
-            while (Path(home) / "hold").exists() and time.monotonic() < end_s:
+            while _held(Path(home) / "hold", last) and time.monotonic() < end_s:
                 threading.Event().wait(HOLD_LOOK_S)
             yield batch
 
-    return lambda df: df.select("partition", "offset").mapInArrow(tell_and_wait, "partition int, offset bigint")
+    return lambda df: df.select("topic", "partition", "offset").mapInArrow(tell_and_wait, COLUMNS)
+
+
+def _held(hold: Path, offset: int) -> bool:
+    try:
+        return offset >= int(hold.read_text() or 0)
+    except FileNotFoundError:
+        return False
+
+
+def _threads_of_clients(pid: int) -> int:
+    """How many threads of Kafka clients a process has: librdkafka names its own."""
+    return sum(name.read_text().startswith("rdk:") for name in Path(f"/proc/{pid}/task").glob("*/comm"))
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    main(**json.load(sys.stdin))

@@ -17,7 +17,7 @@ BATCH_S = 120
 
 
 @contextmanager
-def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def job(home: Path, **arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """The job, until the block ends; its output is in ``home/log``."""
     with script(JOB, home, arguments) as process:
         yield process
@@ -25,18 +25,22 @@ def job(home: Path, **arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def script(
-    path: Path, home: Path, arguments: Mapping[str, str], environment: Mapping[str, str] | None = None
+    path: Path, home: Path, arguments: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Any other one."""
     for folder in ("scratch", "said"):
         (home / folder).mkdir()
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, str(path), json.dumps({**arguments, "home": str(home)})],
+            [sys.executable, str(path)],
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={"PYSPARK_PYTHON": sys.executable, **os.environ, **(environment or {})},
         )
+        assert process.stdin is not None
+        with process.stdin as told:  # arguments are shown to everybody, and there may be a password
+            told.write(json.dumps({**arguments, "home": str(home)}).encode())
         try:
             yield process
         finally:

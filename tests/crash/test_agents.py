@@ -1,31 +1,39 @@
-"""G1, G3, G7, B34, B65: members beside executors, and what happens to them when agents, executors or the driver die."""
+"""G1, G3, G7, G9, B34, B42, B64, B65, B72: members beside executors, and what happens to them when agents, executors or
+the driver die.
 
-import contextlib
+The tests without the mark ``soak`` share one application, in their order; the last one kills it.
+"""
+
+import base64
+import json
 import os
 import signal
+import tempfile
+import time
+import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until, committed_of, end_offsets_of
-from delta_files import living_rows
-from streams import numbered, options_of
+from conftest import Produce, TopicFactory, await_until, committed_of, create_topic
+from kafka_words import ADMIN_S, SASL_PASSWORD, Record, sasl
+from streams import describe
+from typer.testing import CliRunner
 
-from crash.running import BATCH_S, START_S, job
+from crash.lent import END_S, Watched, Where, arguments, by_executor, descendants, environment, living
+from crash.running import BATCH_S, START_S
 from crash.standalone import package_as_zip, python_without_package, standalone
+from spark_group_source.cli.app import app
 from spark_group_source.executor.agent.home import agents
-from spark_group_source.host import runs
+from spark_group_source.host.runs import snapshot
 from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
-SESSION_MS = 15_000
-"""Not so short that a busy machine ends it."""
-END_S = 10
-"""No agent outlives its executor, its run or its application by more."""
+CHURN_S = 20
 
 pytestmark = [
     pytest.mark.crash,
@@ -34,90 +42,228 @@ pytestmark = [
     pytest.mark.timeout(2 * START_S + 4 * BATCH_S),
 ]
 
-
-class Watched:
-    """A job whose two members live beside its two executors."""
-
-    def __init__(
-        self, home: Path, admin: AdminClient, produce: Produce, topic: str, group: str, protocol: str, servers: str
-    ) -> None:
-        self.home, self.admin, self._produce, self.topic, self.group = home, admin, produce, topic, group
-        self._sent = 0
-        more: dict[str, Any] = {"minPartitions": PARTITIONS, "groupMembers": 2, "memberHost": "executor"}
-        if protocol == "classic":
-            more["kafka__session__timeout__ms"] = SESSION_MS
-        given = options_of(servers, group, protocol=protocol, **more)
-        self._given = {name: text for name, text in given.items() if not name.endswith(("servers", "group.id"))}
-        self._servers = servers
-        self.process: Any = None
-
-    @contextlib.contextmanager
-    def running(self, **more: str) -> Iterator[None]:
-        before = set(living())
-        given = {"servers": self._servers, "group": self.group, "topic": self.topic, **self._given, **more}
-        with job(self.home, **given) as self.process:
-            yield
-        await_until(lambda: set(living()) <= before, END_S, what="the end of every agent of the job")
-
-    def send(self) -> None:
-        """Two records to each partition."""
-        self._produce(self.topic, numbered(self._sent, self._sent + 2 * PARTITIONS - 1, PARTITIONS))
-        self._sent += 2 * PARTITIONS
-
-    def await_(self, holds: Any, what: str, within_s: float = BATCH_S) -> None:
-        await_until(lambda: holds() or self.process.poll() is not None, within_s, what=what)
-        assert self.process.poll() is None, (self.home / "log").read_text(errors="replace")[-4000:]
-
-    def await_rows(self, within_s: float = BATCH_S) -> None:
-        """All that was sent is in the table, once."""
-        self.await_(lambda: len(self.rows()) == self._sent, "the rows", within_s)
-        assert set(self.rows().values()) == {1}
-
-    def await_committed(self) -> None:
-        ends = end_offsets_of(self.admin, self.topic)
-        self.await_(lambda: committed_of(self.admin, self.group) == ends, "the group's offsets")
-
-    def rows(self) -> Counter[tuple[int, int]]:
-        if not (self.home / "table" / "_delta_log").exists():
-            return Counter()
-        found = living_rows(self.home / "table", ["partition", "offset"])
-        return Counter((row["partition"], row["offset"]) for row in found)
-
-    @property
-    def run(self) -> dict[str, Any]:
-        """Its statistics."""
-        return next(iter(runs.read(self.group)), {})
-
-    def lent(self) -> bool:
-        """Both slots live at agents, and have what they had."""
-        run = self.run
-        return bool(run) and all(run["hosts"]) and sum(run["assigned"]) == PARTITIONS
-
-    def await_lent(self) -> None:
-        self.await_spread(self.lent, "both slots at agents")
-        self.await_rows()
-        self.await_committed()
-
-    def await_spread(self, holds: Callable[[], object], what: str) -> None:
-        """Batches go on meanwhile: slots move between two of them."""
-
-        def moved() -> object:
-            if len(self.rows()) == self._sent:
-                self.send()
-            return holds()
-
-        self.await_(moved, what)
+# --- one application ------------------------------------------------------------------------------------------------
 
 
-def living() -> list[int]:
-    """Agents of this user."""
-    found = []
-    for lock in agents().glob("*/lock"):
-        with contextlib.suppress(OSError, ValueError, psutil.Error):
-            pid = int(lock.read_text())
-            if "spark-group-agent" in psutil.Process(pid).cmdline():
-                found.append(pid)
+@pytest.fixture(scope="module", autouse=True)
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where agents and runs find each other: nobody else's are there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(
+    broker: Broker, admin: AdminClient, produce: Produce, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    """A job with a password, a user interface and an event log. Its two members live beside its two executors, where
+    two tasks run at a time; each partition is read by two tasks."""
+    home = tmp_path_factory.mktemp("agents")
+    (home / "events").mkdir()
+    name = f"agents-{os.getpid()}"
+    where = Where(admin, produce, create_topic(admin, name, 2), 2, name, broker.bootstrap_servers)
+    more = sasl(SASL_PASSWORD) | {"minPartitions": "4", "told": f"{home}/told"}
+    job = Watched(home, where, "classic", broker.sasl_bootstrap_servers, **more)
+    spark = {
+        "spark.ui.enabled": "true",
+        "spark.ui.port": "0",
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": f"{home}/events",
+        "spark.eventLog.compress": "false",
+    }
+    with job.running(cores="2", spark=spark):
+        job.send()
+        job.await_rows(START_S)
+        job.await_lent()
+        yield job
+
+
+def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(shared: Watched) -> None:
+    shared.forget()
+    shared.hold(shared.sent // 2)
+    shared.send()
+    shared.await_(shared.said, "a batch in the middle of which its tasks wait")
+    shared.send(20)
+    shared.await_(lambda: sum(shared.run["buffered_rows"]) > 0 < sum(shared.run["buffered_bytes"]), "rows read ahead")
+    shared.let_go()
+    shared.await_spread(lambda: sum(shared.run["rows_from_memory"]) > 0, "rows from an agent's memory")
+    shared.await_rows()
+    shared.await_(
+        lambda: sum(shared.run["rows_from_memory"] + shared.run["rows_from_brokers"]) == shared.sent,
+        "word of every row, once",
+    )
+    shown = CliRunner().invoke(
+        app,
+        ["describe", "--group", shared.group, "--bootstrap-servers", shared.where.servers],
+        env={"COLUMNS": "300"},
+    )
+    assert shown.exit_code == 0, shown.output
+    run = snapshot(shared.group, shared.run["stream"])
+    assert run is not None
+    lines = [[cell.strip() for cell in line.split("│")] for line in shown.output.splitlines()]
+    slots = [line[1:-1] for line in lines if len(line) == 11 and line[1].isdigit()]
+    assert [[line[3], line[6], line[7], line[8]] for line in slots] == [
+        [run.hosts[n], *map(str, (run.rows_from_memory[n], run.rows_from_brokers[n], run.recalled[n]))]
+        for n in range(2)
+    ]
+
+
+def test_B34_two_tasks_of_one_partition_at_one_executor_read_each_its_own_range(shared: Watched) -> None:
+    def found() -> bool:
+        tasks: dict[tuple[int, int, int], set[int]] = {}
+        for one in shared.said():
+            for _, partition, _ in one["rows"]:
+                tasks.setdefault((one["stage"], one["executor"], partition), set()).add(one["task"])
+        return any(len(numbers) > 1 for numbers in tasks.values())
+
+    shared.forget()
+    shared.await_spread(found, "two tasks of one batch, at one executor, that read of one partition")
+    shared.await_rows()
+    read = Counter(tuple(row) for one in shared.said() for row in one["rows"])
+    assert set(read.values()) == {1}, "no row was read by two tasks"
+
+
+def test_B72_workers_are_forked_without_a_client_and_are_no_members(shared: Watched) -> None:
+    def used_again() -> bool:
+        """A worker that has read from brokers, with a client of its own, and another one that came for two batches. Who
+        tells has not read what it tells of: Spark has other workers for that, and mixes them for the next batch."""
+        read = {(one["worker"], one["stage"]) for one in shared.said()}
+        return len(read) > len({worker for worker, _ in read}) and any(one["clients"] for one in shared.said())
+
+    shared.await_spread(used_again, "workers that are used again")
+    shared.await_rows()
+    assert {one["clients of the daemon"] for one in shared.said()} == {0}
+    assert set(describe(shared.where.admin, shared.group).members) == places(shared)
+
+
+def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(shared: Watched) -> None:
+    secret = (shared.home / "told").read_text()
+    hidden = {"the run's secret": forms(bytes.fromhex(secret)), "the password": forms(SASL_PASSWORD.encode())}
+    (shared.home / "explain").touch()
+    shared.await_(lambda: not (shared.home / "explain").exists(), "the query's plans in its log")
+
+    driver, lent = shared.process.pid, by_executor()
+    executors = [Path(psutil.Process(pid).cwd()) for pid in lent]
+    assert len(executors) == 2
+    shown = {"arguments": arguments(), "the driver's log": shared.log.encode()}
+    shown |= {f"the environment of {pid}": environment(pid) for pid in [*descendants(driver), *lent.values()]}
+    shown |= {str(path): path.read_bytes() for folder in executors for path in folder.glob("std*")}
+    shown |= {str(path): path.read_bytes() for path in agents().glob("*/log")}
+    for folder in ("events", "checkpoint", "table/_delta_log"):
+        shown |= {str(path): path.read_bytes() for path in (shared.home / folder).rglob("*") if path.is_file()}
+    shown |= pages((shared.home / "ui").read_text())
+
+    found = [(name, what) for name, text in shown.items() for what in hidden if any(f in text for f in hidden[what])]
+    assert found == []
+    # It was looked at where they would be.
+    assert b"MicroBatchScan" in shown["the driver's log"] and b"kafka-group" in shown["the driver's log"]
+    assert any(b"spark-group-agent" in text for text in shown.values())
+    assert sum(b"SparkListenerTaskEnd" in text for text in shown.values()) >= 1
+    assert sum(name.endswith("stderr") and bool(text) for name, text in shown.items()) == 2
+    assert all(shown[f"the environment of {pid}"] for pid in lent.values())
+
+
+@pytest.mark.timeout(4 * BATCH_S)
+def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_and_ends(shared: Watched) -> None:
+    shared.await_lent()
+    before, members = shared.run, describe(shared.where.admin, shared.group).members
+    executor = shared.executors()[0]
+    frozen = by_executor()[executor]
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        shared.await_spread(lambda: executor not in shared.executors() and moved(shared), "its slots elsewhere")
+        shared.await_rows()
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    await_until(lambda: frozen not in living(), 3 * END_S, what="the end of an agent whose places others have")
+    shared.send()
+    shared.await_rows()
+    shared.await_committed()
+    after = shared.run
+    assert (after["generation"], after["lost"] > 0) == (before["generation"], True), "a rebalance"
+    assert sum(after["recalled"]) == after["recalls"] > before["recalls"]
+    assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == places(shared)
+
+
+def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_and_leaves_no_ghost(
+    shared: Watched,
+) -> None:
+    shared.await_lent()
+    before, offset = shared.run, shared.sent // 2
+    shared.forget()
+    shared.hold(offset)
+    shared.send()
+    shared.await_(lambda: set(shared.executors()) & {one["executor"] for one in shared.said()}, "a busy executor")
+    lost = next(one["executor"] for one in shared.said() if one["executor"] in shared.executors())
+    agent = by_executor()[lost]
+    psutil.Process(lost).kill()
+    await_until(lambda: not psutil.pid_exists(agent), END_S, what="the end of the agent of an executor that died")
+    shared.let_go()
+    shared.await_spread(lambda: lost not in shared.executors() and moved(shared), "its slots elsewhere")
+    shared.await_rows()
+    shared.await_committed()
+    mine = {tuple(row) for one in shared.said() if one["executor"] == lost for row in one["rows"]}
+    others = {tuple(row) for one in shared.said() if one["executor"] != lost for row in one["rows"]}
+    assert mine and mine <= others, "another one read its ranges"
+    assert shared.run["generation"] == before["generation"], "a rebalance"
+    assert set(describe(shared.where.admin, shared.group).members) == places(shared)
+
+
+def test_no_agent_outlives_a_driver_that_is_killed(shared: Watched) -> None:
+    shared.await_spread(living, "an agent")
+    mine = living()
+    shared.process.kill()
+    shared.process.wait(30)
+    await_until(lambda: not set(mine) & set(living()), END_S, what="the end of the agents")
+
+
+def has(job: Watched, rows: set[tuple[str, int, int]]) -> bool:
+    return rows <= job.rows().keys()
+
+
+def moved(job: Watched) -> bool:
+    """Its members have all partitions, wherever they live."""
+    assigned: list[int] = job.run["assigned"]
+    return sum(assigned) == job.where.partitions
+
+
+def places(job: Watched) -> set[str]:
+    """The names of its members at Kafka."""
+    return {f"{job.group}.{job.run['stream']}.{slot}" for slot in range(2)}
+
+
+def forms(secret: bytes) -> set[bytes]:
+    """A secret as it is, and as parts of other texts show it: in base64 at each of three places, in Python's and in
+    JSON's escapes."""
+    shifted = {base64.b64encode(b"\0" * n + secret)[-(-n * 8 // 6) : -4] for n in range(3)}
+    digits = secret.hex().encode()
+    return {secret, digits, digits.upper(), repr(secret)[2:-1].encode(), *shifted}
+
+
+def pages(ui: str) -> dict[str, bytes]:
+    """What Spark's user interface shows of a living application, in HTML and as JSON."""
+
+    def get(path: str) -> bytes:
+        with urllib.request.urlopen(f"{ui}{path}", timeout=ADMIN_S) as answer:
+            found: bytes = answer.read()
+        return found
+
+    ((application,),) = [[one["id"] for one in json.loads(get("/api/v1/applications"))]]
+    rest = f"/api/v1/applications/{application}"
+    executions = json.loads(get(f"{rest}/sql?details=true&planDescription=true&length=20"))
+    stages = json.loads(get(f"{rest}/stages"))
+    paths = ["/environment/", "/jobs/", "/stages/", "/executors/", "/SQL/", "/StreamingQuery/"]
+    paths += [f"/SQL/execution/?id={executions[-1]['id']}", f"/stages/stage/?id={stages[0]['stageId']}&attempt=0"]
+    paths += [f"{rest}/{name}" for name in ("environment", "jobs", "stages", "allexecutors")]
+    paths += [f"{rest}/sql?details=true&planDescription=true&length=200", f"{rest}/stages/{stages[0]['stageId']}"]
+    found = {path: get(path) for path in paths}
+    assert all(found.values())
     return found
+
+
+# --- longer ones ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -130,11 +276,12 @@ def watched(
     group_id: str,
     tmp_path: Path,
 ) -> Watched:
-    protocol = request.param
-    return Watched(tmp_path, admin, produce, topic(PARTITIONS), group_id, protocol, broker.bootstrap_servers)
+    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
+    return Watched(tmp_path, where, request.param, broker.bootstrap_servers)
 
 
-@pytest.mark.parametrize("watched", ["classic", pytest.param("consumer", marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.soak
+@pytest.mark.parametrize("watched", ["classic", "consumer"], indirect=True)
 def test_members_live_beside_executors_and_survive_each_of_their_deaths(watched: Watched) -> None:
     with watched.running():
         watched.send()
@@ -150,32 +297,17 @@ def test_members_live_beside_executors_and_survive_each_of_their_deaths(watched:
         watched.await_lent()
         after = watched.run
         assert victim not in living()
-        if watched_classic(watched):
+        if watched.protocol == "classic":
             assert after["generation"] == before["generation"], "a rebalance"
 
-        said = {int(path.name.split("-")[0]): path for path in agents().iterdir()}
-        executor = next(pid for pid in said if psutil.pid_exists(pid))
-        agent = int((said[executor] / "lock").read_text())
+        executor, agent = next(iter(by_executor().items()))
         psutil.Process(executor).kill()
         watched.send()
         await_until(lambda: not psutil.pid_exists(agent), END_S, what="the end of the agent of an executor that died")
         watched.await_rows()
         watched.await_committed()
-        if watched_classic(watched):
+        if watched.protocol == "classic":
             assert watched.run["generation"] == before["generation"], "a rebalance"
-
-
-@pytest.mark.parametrize("watched", ["classic"], indirect=True)
-def test_no_agent_outlives_a_driver_that_is_killed(watched: Watched) -> None:
-    with watched.running():
-        watched.send()
-        watched.await_rows(START_S)
-        watched.await_lent()
-        mine = living()
-        assert len(mine) == 2
-        watched.process.kill()
-        watched.process.wait(30)
-        await_until(lambda: not set(mine) & set(living()), END_S, what="the end of the agents")
 
 
 @pytest.mark.soak
@@ -211,5 +343,45 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
             assert watched.run["generation"] == before["generation"], "a rebalance"
 
 
-def watched_classic(watched: Watched) -> bool:
-    return watched._given.get("kafka.group.protocol", "classic") == "classic"
+@pytest.mark.soak
+def test_B42_topics_that_come_and_go_for_a_while_double_no_row_and_lose_none(
+    broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
+) -> None:
+    """Topics that are deleted were read to their ends before: what else would be missing is no fault."""
+    name = topic(2)
+    where = Where(admin, produce, name, 2, group_id, broker.bootstrap_servers)
+    more = {"subscribePattern": f"{name}.*", "failOnDataLoss": False}
+    watched = Watched(tmp_path, where, "classic", broker.bootstrap_servers, **more)
+    expected: list[tuple[str, int, int]] = []
+
+    def records(topic: str, partitions: int) -> Iterable[Record]:
+        return (Record(b"x", partition=p % partitions) for p in range(4 * partitions))
+
+    with watched.running():
+        watched.send()
+        watched.await_rows(START_S)
+        watched.await_lent()
+        end_s, number = time.monotonic() + CHURN_S, 0
+        alive: list[str] = []
+        while time.monotonic() < end_s:
+            number += 1
+            partitions = 1 + number % 3
+            alive.append(create_topic(admin, f"{name}-{number}", partitions))
+            written = produce(alive[-1], records(alive[-1], partitions))
+            expected += [(alive[-1], partition, offset) for partition, offset in written]
+            watched.send()
+            if len(alive) == 3:
+                first = alive.pop(0)
+                mine = {row for row in expected if row[0] == first}
+                watched.await_(partial(has, watched, mine), f"the rows of {first}")
+                admin.delete_topics([first])[first].result(ADMIN_S)
+        total = watched.sent + len(expected)
+        watched.await_(lambda: len(watched.rows()) >= total, "every row")
+        rows = watched.rows()
+        assert (len(rows), set(rows.values())) == (total, {1})
+        assert set(expected) <= rows.keys()
+        assert number >= 5, "something came and went"
+        watched.await_(
+            lambda: sum(at for tp, at in committed_of(admin, group_id).items() if tp.topic == name) == watched.sent,
+            "the offsets of the topic that stayed",
+        )
