@@ -24,6 +24,9 @@ from spark_group_source.model import StartAt, TopicPartition
 REQUEST_TIMEOUT_S = 6.0
 """One question to the cluster, including the search for the broker that can answer. A client that asked a broker which
 died goes on asking it; the next question is another client's."""
+FIRST_TIMEOUT_S, FIRST_TRIES = 3.0, 2
+"""So the first questions are given up sooner, and a cluster that is only slow has the whole time from then on, until it
+answers sooner again."""
 ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
 """How long an answer is waited for: the library's own timeout comes first."""
 ERROR_POLL_S = 0.2
@@ -48,7 +51,6 @@ be the one that gives up: a coordinator that comes back after that makes it abor
 We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
 
 Bound = Mapping[str, float]
-_BOUND: Bound = {"request_timeout": REQUEST_TIMEOUT_S}
 _COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ class Admin:
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms: float = -math.inf
+        self._unanswered = 0  # questions that were given the time of the first
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -296,13 +299,15 @@ class Admin:
             return answers
         if not failed:
             return answers
-        if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(request):
+        if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(
+            request, bound
+        ):
             raise first
         return {}
 
-    def _any_exists(self, partitions: Iterable[Any]) -> bool:
+    def _any_exists(self, partitions: Iterable[Any], bound: Bound) -> bool:
         topics = TopicCollection(sorted({p.topic for p in partitions}))
-        futures = self._client.describe_topics(topics, **_BOUND)
+        futures = self._client.describe_topics(topics, **bound)
         answers = self._answers(Request.TOPICS, futures)
         counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
         return any(p.partition < counts.get(p.topic, 0) for p in partitions)
@@ -331,6 +336,9 @@ class Admin:
                 if self._runtime.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
+    def _timeout_s(self) -> float:
+        return FIRST_TIMEOUT_S if self._unanswered < FIRST_TRIES and self._retries > 0 else REQUEST_TIMEOUT_S
+
     def _asked(self, request: Request, op: str, ask: Callable[[Bound], T]) -> T:
         short = False
 
@@ -338,9 +346,14 @@ class Admin:
             nonlocal short
             troubled = self._runtime.now_ms() < self._renewed_ms + TROUBLED_S * 1000
             short = troubled and not short and self._retries > 0
+            asked_ms = self._runtime.now_ms()
             try:
-                return ask({"request_timeout": AWAY_TIMEOUT_S} if short else _BOUND)
+                answer = ask({"request_timeout": AWAY_TIMEOUT_S if short else self._timeout_s()})
+                if self._runtime.now_ms() - asked_ms < FIRST_TIMEOUT_S * 1000:
+                    self._unanswered = 0
+                return answer
             except KafkaException as exc:
+                self._unanswered += not short
                 self._client.poll(0)  # runs the error callback
                 passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN
                 told = self._tokenless if passes else None

@@ -107,8 +107,10 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
     group.assigned(A)
     assert group.machine.story().splitlines() == [
         "0 Born(stream=9f2c, known=1{orders: 4}, topics=1[orders])",
-        "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
-        + "host=, takes=False)",
+        (
+            "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
+            "host=, takes=False)"
+        ),
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
         "5   -> FetchCommitted(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",
     ]

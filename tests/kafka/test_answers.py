@@ -9,7 +9,7 @@ from hand_made import A0, A1, HandRuntime, refusal
 from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin, GroupOffsets
-from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
+from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
 from spark_group_source.kafka.asking import CONFIRM_S, until_answered
 from spark_group_source.kafka.translation import Asker
 
@@ -143,7 +143,7 @@ def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_aw
     runtime.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0, A1], whole=False)
     asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
-    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S]
+    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
 def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(runtime: HandRuntime) -> None:
@@ -153,7 +153,7 @@ def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_ne
     runtime.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
     admin.describe(["a"])
     asked = [bound_s for client in runtime.admins for bound_s in client.topic_bounds_s]
-    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S]
+    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, AWAY_TIMEOUT_S]
 
 
 def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) -> None:
@@ -164,7 +164,19 @@ def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) 
     admin.latest([A0, A1], whole=False)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
     asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
-    assert asked == [REQUEST_TIMEOUT_S, AWAY_TIMEOUT_S, REQUEST_TIMEOUT_S]
+    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+
+
+def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(runtime: HandRuntime) -> None:
+    admin = Admin(SETTINGS, runtime=runtime, retries=9)
+    silent, answer = {A0: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5)}
+    runtime.will("list_offsets", silent, silent, silent, silent, answer, answer)
+    assert admin.latest([A0]) == {A0: 5}
+    runtime.clock_ms += int(TROUBLED_S * 1000)
+    admin.latest([A0])
+    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+    first, away = FIRST_TIMEOUT_S, AWAY_TIMEOUT_S
+    assert asked == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
 def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:
