@@ -252,6 +252,8 @@ def _slots(run: Statistics, now_s: float) -> Table:
     """Where each slot of a query lives, and what is read there. Tasks tell only where agents may be."""
     columns = ("slot", "state", "partitions", "lives at", "for", "read ahead", "rows from memory", "rows from brokers")
     table = Table(*columns, "called back")
+    for column in table.columns:
+        column.overflow = "fold"  # a name that is cut short names nothing
     for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
         host, since_ms = _at(run.hosts, slot, ""), _at(run.lent_since_ms, slot, 0)
         rows = _at(run.rows_from_memory, slot, 0), _at(run.rows_from_brokers, slot, 0)

@@ -40,7 +40,7 @@ class ConsumerGroup(Group):
             return
         member = self.members.get(id_)
         if member is None:
-            reply(Answer(Code.UNKNOWN_MEMBER if self.static(instance) is None else Code.FENCED_INSTANCE))
+            reply(Answer(Code.UNKNOWN_MEMBER))  # also where another has its place, which is refused to it then
         elif epoch == LEFT:
             self.remove(member, "it left")
             reply(Answer(Code.OK))

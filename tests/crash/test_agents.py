@@ -21,6 +21,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory, await_until, committed_of, create_topic
 from kafka_words import ADMIN_S, SASL_PASSWORD, Record, sasl
+from rich.console import Console
 from streams import describe
 from typer.testing import CliRunner
 
@@ -80,7 +81,9 @@ def shared(
         yield job
 
 
-def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(shared: Watched) -> None:
+def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(
+    shared: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared.forget()
     shared.hold(shared.sent // 2)
     shared.send()
@@ -94,11 +97,8 @@ def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(share
         lambda: sum(shared.run["rows_from_memory"] + shared.run["rows_from_brokers"]) == shared.sent,
         "word of every row, once",
     )
-    shown = CliRunner().invoke(
-        app,
-        ["describe", "--group", shared.group, "--bootstrap-servers", shared.where.servers],
-        env={"COLUMNS": "300"},
-    )
+    monkeypatch.setattr("spark_group_source.cli.group.console", Console(width=300))
+    shown = CliRunner().invoke(app, ["describe", "--group", shared.group, "--bootstrap-servers", shared.where.servers])
     assert shown.exit_code == 0, shown.output
     run = snapshot(shared.group, shared.run["stream"])
     assert run is not None

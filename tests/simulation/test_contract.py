@@ -209,17 +209,19 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
         share = 2 - len(others)
         play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
         play.runtime.pause(2)
+        had = set(old.owned)
         told, generations = [each.told.copy() for each in others], [each.generation for each in others]
         known: deque[str] = deque()
         place = play.settings("taking", "i")
         take_place(place, [topic], runtime=play.runtime, known_as=known, over=lambda: False)
         assert known, "the member that took it is known to be this process's"
         new = Watched(play, topic, "new", instance="i")
-        play.until(lambda: new.owned == old.owned, "take-over")
+        play.until(lambda: new.owned == had, "take-over")
         play.until(lambda: old.failed is not None, "word to the old one")
-        assert old.failed is not None and "fenced" in old.failed.str().lower()
+        assert old.failed is not None and "still used by another member" in old.failed.str()
+        assert old.count("lost") == 1, "it is told that it is out, and refused when it joins again"
         play.runtime.pause(SESSION_MS / 1000 + 2)  # the session of the one that had it, and of the one in between
-        assert new.owned == old.owned and new.count("lost") == 0
+        assert new.owned == had and new.count("lost") == 0
         assert [each.told for each in others] == told
         assert [each.generation for each in others] == generations, "the group has another epoch"
         for each in (new, *others):
