@@ -6,7 +6,6 @@ no rebalance. A long one may cost the agents, never a row. Deliberately absent: 
 which mean that nobody listens any more.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from rebalance.accounts import Record
 
-from crash.churn import Application
+from crash.churn import Application, figures
 from spark_group_source.local.broker import Broker, free_ports
 from spark_group_source.testing.proxy import CLEAR, Direction, Line, Proxy
 
@@ -80,7 +79,7 @@ class Account:
         return [one for one in self.struck if one.fault.short]
 
     def __str__(self) -> str:
-        rows, members = _figures([one.rows_s for one in self.struck]), _figures([one.members_s for one in self.struck])
+        rows, members = figures([one.rows_s for one in self.struck]), figures([one.members_s for one in self.struck])
         return (
             f"{self.protocol}: {len(self.struck)} faults of the channel, {self.produced} records: {len(self.lost)} "
             f"lost, {len(self.doubled)} doubled; {len(self.short)} shorter than the lease: "
@@ -88,10 +87,6 @@ class Account:
             f"{sum(one.agents_lost for one in self.short)} agents lost; rows after {rows}, "
             f"members after {members}"
         )
-
-
-def _figures(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst)"
 
 
 class ChannelFaults:

@@ -2,11 +2,12 @@
 
 Runs in: ``tests.bench agents`` and ``test_churn``. A producer writes to every partition all the time. What was produced
 is asked from Kafka, what came is read from the table's files, what the group went through from the broker's own log.
-Deliberately absent: what befalls it (``kills``, ``churn_channel``).
+Deliberately absent: what befalls it (``kills``, ``channel_faults``, ``calm``).
 """
 
 import contextlib
 import re
+import statistics
 import threading
 import time
 import uuid
@@ -21,12 +22,12 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from delta_files import living_files
-from kafka_words import await_until, create_topic
+from kafka_words import await_until, create_topic, end_offsets_of
 from rebalance.accounts import Flow, Record, asking, produced, stays
 from streams import options_of
 
+from crash.lent import living
 from crash.running import START_S, script
-from spark_group_source.executor.agent.home import agents
 from spark_group_source.host import runs
 from spark_group_source.local.broker import Broker
 
@@ -134,11 +135,10 @@ class Application:
 
     def agents(self) -> list[int]:
         found = []
-        for lock in agents().glob("*/lock"):
-            with contextlib.suppress(OSError, ValueError, psutil.Error):
-                process = psutil.Process(int(lock.read_text()))
-                if "spark-group-agent" in process.cmdline() and process.environ().get(MARK) == self.mark:
-                    found.append(process.pid)
+        for pid in living():
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).environ().get(MARK) == self.mark:
+                    found.append(pid)
         return found
 
     def executors(self) -> list[int]:
@@ -188,12 +188,8 @@ class Application:
         return len(re.findall(pattern, text))
 
     def ends(self) -> dict[int, int]:
-        return {tp.partition: end for tp, end in self._ends().items()}
-
-    def _ends(self) -> dict[Any, int]:
-        from kafka_words import end_offsets_of
-
-        return asking(partial(end_offsets_of, self.judge, self.topic))
+        ends = asking(partial(end_offsets_of, self.judge, self.topic))
+        return {tp.partition: end for tp, end in ends.items()}
 
     def committed(self, ends: dict[int, int]) -> bool:
         """Whether the group has committed all of this."""
@@ -270,6 +266,10 @@ class Standing:
                     if one.offset > self._at.get(one.partition, -1):
                         self._worst_s = max(self._worst_s, now_s - self._since_s.get(one.partition, now_s))
                         self._at[one.partition], self._since_s[one.partition] = one.offset, now_s
+
+
+def figures(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst)"
 
 
 def _command(process: psutil.Process) -> list[str]:

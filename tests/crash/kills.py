@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import psutil
 from confluent_kafka import Producer
 from rebalance.accounts import Record
 
-from crash.churn import PARTITIONS, Application
+from crash.churn import PARTITIONS, Application, figures
 
 Kind = Literal["agent", "executor", "worker"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -71,15 +70,11 @@ class Account:
             if of_it:
                 text += (
                     f"\n  {len(of_it):3} times {kind}: {self.rebalances(kind)} rebalances; rows after "
-                    f"{_figures([one.rows_s for one in of_it])}, members after "
-                    f"{_figures([one.members_s for one in of_it])}, longest standstill of a partition "
-                    f"{_figures([one.still_s for one in of_it])}"
+                    f"{figures([one.rows_s for one in of_it])}, members after "
+                    f"{figures([one.members_s for one in of_it])}, longest standstill of a partition "
+                    f"{figures([one.still_s for one in of_it])}"
                 )
         return text
-
-
-def _figures(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (worst)"
 
 
 class Kills:
