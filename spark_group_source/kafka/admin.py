@@ -91,7 +91,7 @@ class Admin:
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms: float = -math.inf
-        self._unanswered = 0  # questions that were given the time of the first
+        self._slow = 0  # questions in a row that the time of the first ones was too short for
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
         self._client = self._runtime.admin(self._settings)
@@ -299,9 +299,8 @@ class Admin:
             return answers
         if not failed:
             return answers
-        if (first := next(iter(failed.values()))).args[0].code() != KafkaError._NOENT or self._any_exists(
-            request, bound
-        ):
+        first = next(iter(failed.values()))
+        if first.args[0].code() != KafkaError._NOENT or self._any_exists(request, bound):
             raise first
         return {}
 
@@ -337,7 +336,7 @@ class Admin:
                     raise _no_answer() from None
 
     def _timeout_s(self) -> float:
-        return FIRST_TIMEOUT_S if self._unanswered < FIRST_TRIES and self._retries > 0 else REQUEST_TIMEOUT_S
+        return FIRST_TIMEOUT_S if self._slow < FIRST_TRIES and self._retries > 0 else REQUEST_TIMEOUT_S
 
     def _asked(self, request: Request, op: str, ask: Callable[[Bound], T]) -> T:
         short = False
@@ -349,11 +348,11 @@ class Admin:
             asked_ms = self._runtime.now_ms()
             try:
                 answer = ask({"request_timeout": AWAY_TIMEOUT_S if short else self._timeout_s()})
-                if self._runtime.now_ms() - asked_ms < FIRST_TIMEOUT_S * 1000:
-                    self._unanswered = 0
+                if not short:  # an answer may leave out what a slow leader was asked
+                    self._slow = self._slow + 1 if self._runtime.now_ms() - asked_ms >= FIRST_TIMEOUT_S * 1000 else 0
                 return answer
             except KafkaException as exc:
-                self._unanswered += not short
+                self._slow += not short
                 self._client.poll(0)  # runs the error callback
                 passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN
                 told = self._tokenless if passes else None

@@ -6,7 +6,7 @@ The broker keeps the place of a static KIP-848 member that does not say that it 
 divides the partitions anew, and again when the next member comes: two rebalances, and partitions that nobody has for as
 long as a session lasts. But to a static member of the classic protocol it gives the place at once, with all that the
 place has, and from such a one it is given to any. So a classic consumer joins in between, for a moment. Nothing of the
-group changes by that, and who had the place is fenced.
+group changes by that. Who had the place, if it lives, is told that it is out, and refused when it joins again.
 """
 
 import logging

@@ -179,6 +179,19 @@ def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(
     assert asked == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
+def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_sooner(runtime: HandRuntime) -> None:
+    """What the others said is an answer: without it their rows would wait, and with it the slow one might for ever."""
+    admin = Admin(SETTINGS, runtime=runtime, retries=9)
+    late = {A0: _info(5), A1: _TakesTooLong(runtime)}
+    runtime.will("list_offsets", late, late, {A0: _info(5), A1: _info(6)})
+    for _ in range(2):
+        assert admin.latest([A0, A1], whole=False) == {A0: 5}
+        runtime.clock_ms += int(TROUBLED_S * 1000)
+    assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
+    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+    assert asked == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
+
+
 def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
@@ -223,6 +236,17 @@ class _Slow:
         if self._end is not None:
             raise self._end
         return _info(6)
+
+
+class _TakesTooLong:
+    """An answer that does not come in the time of the first questions."""
+
+    def __init__(self, runtime: HandRuntime) -> None:
+        self._runtime = runtime
+
+    def result(self, timeout: float) -> object:
+        self._runtime.clock_ms += int(FIRST_TIMEOUT_S * 1000)
+        raise refusal(KafkaError._TIMED_OUT)
 
 
 def _info(offset: int) -> object:
