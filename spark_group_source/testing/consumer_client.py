@@ -63,15 +63,15 @@ class ConsumerClient(Client):
             return
         self._asking = True
         owned = self.owned if full and not self.holding else None
-        self._send(self.thread, self.generation, owned, self._beaten)
+        self._send(self.thread, self.generation, owned, self._beaten, full=full)
 
-    def _send(self, thread: str, epoch: int, owned: Tps | None, answer: Callable[[Answer], None]) -> None:
-        topics = self.topics
+    def _send(
+        self, thread: str, epoch: int, owned: Tps | None, answer: Callable[[Answer], None], *, full: bool = True
+    ) -> None:
+        topics, instance = self.topics, self.instance if full else None  # so librdkafka: it did not change
         self.process.call(
             thread,
-            lambda reply: self._group.heartbeat(
-                self.member, self.instance, self.client_id, epoch, owned, topics, reply
-            ),
+            lambda reply: self._group.heartbeat(self.member, instance, self.client_id, epoch, owned, topics, reply),
             answer,
         )
 

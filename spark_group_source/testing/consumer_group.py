@@ -34,13 +34,16 @@ class ConsumerGroup(Group):
         topics: frozenset[str],
         reply: Callable[[Answer], None],
     ) -> None:
-        """A member's word: 0 joins, :data:`LEFT` and :data:`RELEASED` go; ``owned`` acknowledges what it has now."""
+        """A member's word: 0 joins, :data:`LEFT` and :data:`RELEASED` go; ``owned`` acknowledges what it has now.
+
+        Without ``instance``, as all but the full ones are, nothing shows that another has its place.
+        """
         if epoch == 0:
             reply(self._join(id_, instance, client_id, topics))
             return
         member = self.members.get(id_)
         if member is None:
-            reply(Answer(Code.UNKNOWN_MEMBER))  # also where another has its place, which is refused to it then
+            reply(Answer(Code.UNKNOWN_MEMBER if self.static(instance) is None else Code.FENCED_INSTANCE))
         elif epoch == LEFT:
             self.remove(member, "it left")
             reply(Answer(Code.OK))

@@ -107,7 +107,7 @@ def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(sta
         play.until(lambda: successor.owned == {0}, "take-over")
         away.process.thaw()
         play.until(lambda: frozen.failed is not None, "fencing")
-        assert frozen.count("lost") == 0 and successor.failed is None
+        assert frozen.count("lost") == 1 and successor.failed is None
 
     play.play(script)
 
