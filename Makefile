@@ -1,6 +1,6 @@
 # Needs Python 3.11+ and Java 17+; everything else goes into .venv and the user's cache folder.
 #   make demo    a Kafka group read into a Delta table, from nothing, on this machine
-#   make test    the tests            make unit    those of them that need neither Kafka nor Spark
+#   make test    the tests            make unit    the quick ones that need neither Kafka nor Spark
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make clean   removes what the others made here
 #   MEMBER_HOST=auto make test   the same tests, with members beside executors wherever a test does not say
@@ -24,7 +24,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 unit: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not soak" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not slow and not soak" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

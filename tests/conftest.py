@@ -119,6 +119,12 @@ COLLECT_EVERY_S = 5.0
 _collected_s = [0.0]
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, object, object]:
     """Between two tests it is this thread that collects."""
