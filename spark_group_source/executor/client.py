@@ -4,7 +4,7 @@ Runs in: executor workers. Deliberately absent: the clients themselves (``native
 (``fetch``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from spark_group_source.executor.records import Bounds, Chunk, Event, Told
@@ -13,6 +13,9 @@ from spark_group_source.model import TopicPartition
 METADATA_TIMEOUT_S = 1.0
 """How long an assignment waits for the leaders of topics that are new to its client. Without the question librdkafka
 finds them by itself, but up to a second later; without an answer it does the same."""
+
+ANSWER_S_MAX = 5.0
+"""One question, with the search for who can answer it. Who still wants to know asks again."""
 
 
 class Client(Protocol):
@@ -35,20 +38,26 @@ class Client(Protocol):
 
     def poll(self, rows_max: int, wait_s: float) -> Chunk: ...
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]: ...
-    def ask_topics(self, names: Sequence[str]) -> None:
-        """Send a question about topics, instead of one that may be on its way."""
+    def ask_topics(self, names: Sequence[str]) -> int:
+        """Send a question about topics. Returns its number, for :meth:`answer`."""
 
-    def topics_told(self, wait_s: float) -> Told | Event | None:
-        """Its answer; an event if there is none; None if it is not here yet."""
+    def ask_bounds(self, tp: TopicPartition) -> int:
+        """Ask the partition's leader what its log holds."""
+
+    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, Told | Bounds | Event] | None:
+        """The first of these questions that is answered, which takes :data:`ANSWER_S_MAX` at most: then it failed, and
+        an event says why. None if that is not within ``wait_s``."""
+
+    def give_up(self, numbers: Collection[int]) -> None:
+        """Nobody waits for these answers any more."""
 
     def look_for_brokers(self) -> None:
         """Ask whichever broker answers who the others are. A question that waits for one that is dead goes on with it.
         Takes :data:`METADATA_TIMEOUT_S` at most."""
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
-        """Ask the partition's leader."""
+    def clear(self) -> None:
+        """Nothing is assigned or asked any more."""
 
-    def clear(self) -> None: ...
     def close(self) -> None: ...
 
 

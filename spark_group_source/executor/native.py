@@ -11,7 +11,7 @@ import ctypes as c
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -281,16 +281,20 @@ class NativeClient:
         finally:
             self._lib.topic_partition_list_destroy(partitions)
 
-    def ask_topics(self, names: Sequence[str]) -> None:
-        self._questions.ask_topics(names)
+    def ask_topics(self, names: Sequence[str]) -> int:
+        return self._questions.ask_topics(names)
 
-    def topics_told(self, wait_s: float) -> Told | Event | None:
-        return self._questions.topics_told(wait_s)
+    def ask_bounds(self, tp: TopicPartition) -> int:
+        return self._questions.ask_bounds(tp)
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
-        return self._questions.log_bounds(tp, timeout_s)
+    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, Told | Bounds | Event] | None:
+        return self._questions.answer(numbers, wait_s)
+
+    def give_up(self, numbers: Collection[int]) -> None:
+        self._questions.give_up(numbers)
 
     def clear(self) -> None:
+        self._questions.forget()
         error = self._lib.assign(self._rk, None)
         if error:
             raise RuntimeError(self._lib.err2str(error).decode())

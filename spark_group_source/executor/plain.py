@@ -6,17 +6,19 @@ Runs in: executor workers. Deliberately absent: decisions about ranges (``ranges
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from spark_group_source.errors import OptionError
-from spark_group_source.executor.client import METADATA_TIMEOUT_S
-from spark_group_source.executor.questions import ANSWER_S_MAX, NO_ANSWER, NO_ID
+from spark_group_source.executor.client import ANSWER_S_MAX, METADATA_TIMEOUT_S
+from spark_group_source.executor.questions import NO_ANSWER, NO_ID
 from spark_group_source.executor.records import (
     Bounds,
     Chunk,
@@ -33,6 +35,8 @@ from spark_group_source.executor.records import (
 )
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import without_secrets
+
+_Futures = Mapping[str, "Future[Any]"]
 
 
 @dataclass(slots=True)
@@ -101,7 +105,8 @@ class PlainClient:
         self._topics: set[str] = set()
         self._settings = dict(settings)
         self._asking: Any = None
-        self._about_topics: dict[str, Future[Any]] = {}
+        self._number = 0
+        self._asked: dict[int, tuple[_Futures, Callable[[_Futures], Told | Bounds | Event]]] = {}
         self.pid = os.getpid()
         try:
             self._consumer = made(confluent_kafka.Consumer, {**settings, "error_cb": self._on_error})
@@ -145,21 +150,49 @@ class PlainClient:
         found = self._consumer.position(self._tps((tp, -1001) for tp in tps))
         return {TopicPartition(p.topic, p.partition): p.offset for p in found}
 
-    def ask_topics(self, names: Sequence[str]) -> None:
-        described = self._admin().describe_topics(
-            self._kafka.TopicCollection(list(names)), request_timeout=ANSWER_S_MAX
-        )
-        self._about_topics = described
+    def ask_topics(self, names: Sequence[str]) -> int:
+        wanted = self._kafka.TopicCollection(list(names))
+        return self._awaited(self._admin().describe_topics(wanted, request_timeout=ANSWER_S_MAX), self._told_of_topics)
 
-    def topics_told(self, wait_s: float) -> Told | Event | None:
-        if not self._about_topics:
-            return None
-        _, late = wait(self._about_topics.values(), wait_s)
-        if late:
-            return None
-        asked, self._about_topics = self._about_topics, {}
+    def ask_bounds(self, tp: TopicPartition) -> int:
+        from confluent_kafka import admin
+
+        spec: Any = admin.OffsetSpec  # type: ignore[attr-defined]  # the stubs do not know its kinds
+        partition = self._tps([(tp, -1001)])[0]
+        asked = {
+            bound: self._admin().list_offsets(
+                {partition: wanted},
+                isolation_level=self._kafka.IsolationLevel.READ_UNCOMMITTED,
+                request_timeout=ANSWER_S_MAX,
+            )[partition]
+            for bound, wanted in (("low", spec.earliest()), ("high", spec.latest()))
+        }
+        return self._awaited(asked, partial(self._told_of_log, tp))
+
+    def _awaited(self, futures: Mapping[str, Future[Any]], read: Callable[[_Futures], Told | Bounds | Event]) -> int:
+        self._number += 1
+        self._asked[self._number] = dict(futures), read
+        return self._number
+
+    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, Told | Bounds | Event] | None:
+        until_s = time.monotonic() + wait_s
+        while True:
+            open_ = [future for number in numbers for future in self._asked[number][0].values() if not future.done()]
+            for number in numbers:
+                futures, read = self._asked[number]
+                if all(future.done() for future in futures.values()):
+                    del self._asked[number]
+                    return number, read(futures)
+            if not wait(open_, max(0.0, until_s - time.monotonic()), FIRST_COMPLETED).done:
+                return None
+
+    def give_up(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            del self._asked[number]
+
+    def _told_of_topics(self, futures: _Futures) -> Told | Event:
         told: Told = {}
-        for name, future in asked.items():
+        for name, future in futures.items():
             try:
                 topic = future.result()
             except self._kafka.KafkaException as exc:
@@ -172,33 +205,18 @@ class PlainClient:
                 told[name] = TopicTold(0, "", "" if id_ == NO_ID else id_, len(topic.partitions))
         return told
 
+    def _told_of_log(self, tp: TopicPartition, futures: _Futures) -> Bounds | Event:
+        try:
+            low, high = (futures[bound].result() for bound in ("low", "high"))
+        except self._kafka.KafkaException as exc:
+            return Event(exc.args[0].code(), exc.args[0].str(), tp, -1)
+        if min(low.offset, high.offset) < 0:
+            return Event(NO_ANSWER, "an answer without an offset", tp, -1)
+        return Bounds(int(low.offset), int(high.offset), -1 if high.leader_epoch is None else int(high.leader_epoch))
+
     def look_for_brokers(self) -> None:
         with contextlib.suppress(self._kafka.KafkaException):
             self._admin().list_topics(timeout=METADATA_TIMEOUT_S)
-
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> Bounds | Event:
-        from confluent_kafka import admin
-
-        spec: Any = admin.OffsetSpec  # type: ignore[attr-defined]  # the stubs do not know its kinds
-        partition = self._tps([(tp, -1001)])[0]
-        bounds, epoch = [], -1
-        for wanted in (spec.earliest(), spec.latest()):
-            future = self._admin().list_offsets(
-                {partition: wanted},
-                isolation_level=self._kafka.IsolationLevel.READ_UNCOMMITTED,
-                request_timeout=timeout_s,
-            )[partition]
-            try:
-                told = future.result(timeout_s + 1)
-            except self._kafka.KafkaException as exc:
-                return Event(exc.args[0].code(), exc.args[0].str(), tp, -1)
-            except TimeoutError:
-                return Event(NO_ANSWER, "no answer in time", tp, -1)
-            bounds.append(int(told.offset))
-            epoch = -1 if told.leader_epoch is None else int(told.leader_epoch)
-        if min(bounds) < 0:
-            return Event(NO_ANSWER, "an answer without an offset", tp, -1)
-        return Bounds(bounds[0], bounds[1], epoch)
 
     def _admin(self) -> Any:  # Any: see above
         """An admin client of its own: the package makes none from a consumer. Only who has a question pays for it."""
@@ -212,6 +230,7 @@ class PlainClient:
         return self._asking
 
     def clear(self) -> None:
+        self._asked = {}
         self._consumer.unassign()
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ compacted records move it without a record), or by the log's end; never by waiti
 which may hold no record.
 
 Before the first rows, and after the last ones unless they came at once, a broker has to say that their topic is the
-planned one; the questions are on their way while records are fetched, and while they are handed over. Nothing is lost
-on a client's word: see ``answers``.
+planned one. Records are fetched and handed over while questions wait. Nothing is lost on a client's word: ``answers``.
 """
 
 import threading
@@ -19,16 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, meaning
-from spark_group_source.errors import GroupError
+from spark_group_source.answers import CODES, Meaning, Request, meaning
 from spark_group_source.executor import verdicts
-from spark_group_source.executor.client import Client, Lease
-from spark_group_source.executor.doubts import GRACE_S, Doubts
+from spark_group_source.executor.client import ANSWER_S_MAX, Client, Lease
+from spark_group_source.executor.doubts import Doubts
+from spark_group_source.executor.failures import Failures
 from spark_group_source.executor.histories import Histories
+from spark_group_source.executor.inquiry import Inquiry, bounds_asked
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.progress import Progress, RecordSize, tear
-from spark_group_source.executor.questions import ANSWER_S_MAX
-from spark_group_source.executor.records import Chunk, Cut, Event, Told, TopicTold, bounded
+from spark_group_source.executor.questions import NO_ANSWER
+from spark_group_source.executor.records import Bounds, Chunk, Cut, Event, Told, TopicTold, bounded
 from spark_group_source.executor.tally import Tally
 from spark_group_source.executor.topics import Topics
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -48,7 +48,6 @@ EOF = CODES["_PARTITION_EOF"]
 """Not an error: the end of what can be read of a partition."""
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
 """librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
-_FATAL = CODES["_FATAL"]
 _pause = threading.Event()  # never set: waiting for it lets time pass
 
 
@@ -78,19 +77,18 @@ class RangeReader:
         silence_s: float,
     ) -> None:
         self._lease, self._ranges = lease, ranges
-        self._servers, self._user, self._tally = servers, user, tally
+        self._servers, self._tally = servers, tally
         self._fail_on_data_loss, self._deadline_s = fail_on_data_loss, deadline_s
         self._patience = Patience(deadline_s, silence_s)
         self._left: dict[TopicPartition, Progress] = {}
         self._finished: list[TopicPartition] = []
         self._record_size = RecordSize()
-        self._last_error = ""
         self._doubts = Doubts()
+        self._failures = Failures(servers, user, self._doubts)
         self._topics, self._histories = Topics(topic_ids), Histories(leader_epochs)
         self._read: set[str] = set()  # topics of which rows were handed over
         self._began_s = self._came_s = 0.0
-        self._refused_s: float | None = None
-        self._renewed = False
+        self._inquiry: Inquiry | None = None
 
     @property
     def _client(self) -> Client:
@@ -101,7 +99,7 @@ class RangeReader:
         self._patience.progress(now)
         self._left = {r.tp: Progress(r.start, r.end, now) for r in self._ranges}
         if names := self._topics.compared({tp.topic for tp in self._left}):
-            self._topics.ask(self._client, names, now)  # the answer is here when the first rows are
+            self._topics.ask(self._client, names)  # the answer is here when the first rows are
         self._client.assign([(r.tp, r.start) for r in self._ranges])
         while self._left:
             left = sum(p.end - p.position for p in self._left.values())
@@ -111,7 +109,7 @@ class RangeReader:
                 self._compare(chunk)
                 cuts = self._accept(chunk)
                 if not self._left and (names := self._unconfirmed()):
-                    self._topics.ask(self._client, names, time.monotonic())  # the answer is here after the hand-over
+                    self._topics.ask(self._client, names)  # the answer is here after the hand-over
                 if cuts and include_headers:
                     chunk.count_headers()
                 self._record_size.see(chunk.sizes)
@@ -126,6 +124,8 @@ class RangeReader:
                 self._on_event(event)
             if not cuts:
                 self._look_around()
+            if self._inquiry:
+                self._inquire(self._inquiry)
             for tp in [tp for tp in self._histories.strangers if tp in self._left]:
                 self._judge_stranger(tp, self._left[tp])
             self._drop_finished()
@@ -154,7 +154,7 @@ class RangeReader:
             progress.position, progress.looked_s = position, now
             progress.stopped = progress.at_eof = progress.held = False
             self._doubts.forget(("short", tp), (Request.FETCH, tp.topic), (Request.FETCH, None))
-            self._refused_s, self._renewed = None, False
+            self._failures.forget_refusals()
         if progress.position >= progress.end and self._left.pop(tp, None) is not None:
             self._finished.append(tp)
             self._patience.progress(now)
@@ -169,7 +169,7 @@ class RangeReader:
 
     def _await_answer(self, wait_s: float) -> Told | Event | None:
         """Take in what was told of topics, if it comes in time."""
-        told = self._topics.take(self._client, wait_s, time.monotonic())
+        told = self._topics.take(wait_s)
         if isinstance(told, Event):
             self._failed(Request.TOPICS, told)
         elif told is not None:
@@ -229,7 +229,7 @@ class RangeReader:
         if not self._topics.is_asked:
             if pause:
                 _pause.wait(ASK_PAUSE_S)
-            self._topics.ask(self._client, names, time.monotonic())
+            self._topics.ask(self._client, names)
         if (told := self._await_answer(ASK_PAUSE_S)) is not None:
             now = time.monotonic()
             self._patience.asked(now, now, answered=not isinstance(told, Event))
@@ -245,7 +245,7 @@ class RangeReader:
                 self._on_eof(tp, progress, event.offset)
             return
         if progress and progress.torn:
-            self._last_error, progress.stopped = event.text, True
+            self._failures.last_text, progress.stopped = event.text, True
             return
         self._failed(Request.FETCH, event)
         if tp and progress:
@@ -256,26 +256,7 @@ class RangeReader:
                 self._triage(tp, progress)
 
     def _failed(self, request: Request, event: Event) -> None:
-        """Something went wrong that is no fact about records.
-
-        Raises:
-            AccessDenied: we were refused, and were again after a grace.
-            GroupError: asking again would not help.
-        """
-        alert = TLS_ALERT in event.text
-        verdict = Meaning.REFUSED if alert else meaning(request, event.code, event.text)
-        self._last_error = event.text
-        topic = event.tp.topic if event.tp else None
-        if verdict is Meaning.REFUSED:
-            now = time.monotonic()
-            self._refused_s = self._refused_s or now
-            known = self._doubts.hear((request, topic), now)
-            # A login is tried by a fresh client first: the token of this one may have run out before another one came.
-            if known and (topic is not None or self._renewed):
-                raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
-        if verdict is Meaning.ENDS:
-            what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
-            raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
+        self._failures.hear(request, event, time.monotonic())
 
     def _on_eof(self, tp: TopicPartition, progress: Progress, offset: int) -> None:
         """The log's end: transaction markers and compaction may have moved the position past the last record."""
@@ -295,51 +276,67 @@ class RangeReader:
         if not self._left:
             return
         self._mind_the_deadline()
-        if self._refused_s is not None and not self._renewed and now - self._refused_s >= GRACE_S:
+        if self._failures.needs_fresh_client(now):
             self._try_afresh()
-        slowest = min(self._left.items(), key=lambda item: item[1].looked_s, default=None)
-        if slowest and now - slowest[1].looked_s >= min(TRIAGE_AFTER_S, self._deadline_s / 4):
+        slowest = min(self._left.items(), key=lambda item: item[1].looked_s)
+        if self._inquiry is None and now - slowest[1].looked_s >= min(TRIAGE_AFTER_S, self._deadline_s / 4):
             self._triage(*slowest)
 
     def _try_afresh(self) -> None:
-        """librdkafka tells a refusal once. Whether it still holds, a fresh client finds out."""
-        self._renewed = True
         self._lease.renew()
         self._topics.forget_question()
+        self._inquiry = None
         self._client.assign([(tp, progress.position) for tp, progress in self._left.items()])
 
     def _mind_the_deadline(self) -> None:
         now = time.monotonic()
+        if self._patience.left_s(now) <= 0 and self._inquiry:
+            self._inquiry.heard(answered=False)
         if self._patience.left_s(now) <= 0:
             left = [self._rest(tp) for tp in sorted(self._left)]
             held = [rest.tp for rest in left if self._left[rest.tp].held]
-            raise verdicts.timed_out(self._servers, left, self._patience.waited_s(now), self._last_error, held)
+            raise verdicts.timed_out(self._servers, left, self._patience.waited_s(now), self._failures.last_text, held)
 
     # --- is the range still there?
 
     def _triage(self, tp: TopicPartition, progress: Progress) -> None:
-        """Compare a range with what brokers say of it: wait, go on elsewhere, or count records as lost."""
-        self._inquire(tp, progress)
-        if tp in self._left:
-            progress.looked_s = time.monotonic()
-            if progress.stopped:
-                progress.stopped = progress.torn = False
-                self._client.move(tp, progress.position)
+        """Compare a range with what brokers say of it, as soon as no other one is."""
+        if self._inquiry is None:
+            self._inquiry = Inquiry(self._client, tp, self._topics, self._patience)
+        else:
+            progress.looked_s = 0.0
 
-    def _inquire(self, tp: TopicPartition, progress: Progress) -> None:
-        asked_s = time.monotonic()
-        left_s = max(0.1, min(ANSWER_S_MAX, self._patience.left_s(asked_s)))
-        self._topics.ask(self._client, {tp.topic}, asked_s)
-        self._await_answer(left_s)
-        told = self._topics.last(tp.topic, asked_s) is not None
-        if tp not in self._left or self._doubted(tp) or not told:
-            self._patience.asked(asked_s, time.monotonic(), answered=told)
+    def _inquire(self, inquiry: Inquiry) -> None:
+        """Go on with it, if answers came."""
+        tp = inquiry.tp
+        if tp in self._left and not self._is_answered(inquiry):
             return
-        bounds = self._client.log_bounds(tp, left_s)
-        self._patience.asked(asked_s, time.monotonic(), answered=not isinstance(bounds, Event))
+        inquiry.end()
+        self._inquiry = None
+        if progress := self._left.get(tp):
+            progress.looked_s = time.monotonic()
+        if progress and progress.stopped:
+            progress.stopped = progress.torn = False
+            self._client.move(tp, progress.position)
+
+    def _is_answered(self, inquiry: Inquiry) -> bool:
+        tp = inquiry.tp
+        told = self._await_answer(0.0)
+        if not inquiry.topic_is_told:
+            if isinstance(told, Event):
+                inquiry.heard(answered=False)
+            return False
+        if tp not in self._left or self._doubted(tp):
+            inquiry.heard(answered=True)
+            return True
+        bounds = inquiry.bounds()
         if isinstance(bounds, Event):
             self._failed(Request.OFFSETS, bounds)
-            return
+        elif bounds is not None:
+            self._compare_bounds(tp, self._left[tp], bounds)
+        return bounds is not None
+
+    def _compare_bounds(self, tp: TopicPartition, progress: Progress, bounds: Bounds) -> None:
         self._doubts.forget((Request.OFFSETS, tp.topic))
         low, high, _ = bounds
         progress.held = progress.at_eof and high >= progress.end
@@ -354,7 +351,10 @@ class RangeReader:
     def _judge_stranger(self, tp: TopicPartition, progress: Progress) -> None:
         """A record of a later leader than the plan's: its leader must be that late as well, else they say nothing."""
         stranger = self._histories.strangers.pop(tp)
-        bounds = self._client.log_bounds(tp, max(0.1, min(ANSWER_S_MAX, self._deadline_s)))
+        asking = bounds_asked(self._client, tp)
+        taken = asking.take(max(0.1, min(ANSWER_S_MAX, self._deadline_s)))
+        asking.give_up()
+        bounds = taken[0] if taken else Event(NO_ANSWER, "no answer in time", tp, -1)
         if isinstance(bounds, Event):
             self._failed(Request.OFFSETS, bounds)
             self._mind_the_deadline()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,21 @@ from spark_group_source.errors import (
     ReadTimeout,
     TopicMissing,
 )
+from spark_group_source.executor import (
+    asking,
+    doubts,
+    failures,
+    fetch,
+    histories,
+    plain,
+    progress,
+    questions,
+    ranges,
+    records,
+    tally,
+)
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, histories, plain, progress, questions, ranges, records, tally
+from spark_group_source.executor.client import ANSWER_S_MAX
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -54,7 +68,7 @@ def path(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doubts, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(ranges, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(failures, "GRACE_S", GRACE_S)
     monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.1)
     for module in (questions, plain, ranges):
         monkeypatch.setattr(module, "ANSWER_S_MAX", 1.0)
@@ -302,6 +316,55 @@ def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead(pat
         fetch._pool.close()
 
 
+@dataclass
+class Brokers:
+    """What a client hears: answers by the number of the question, the others never."""
+
+    answers: dict[int, records.Bounds | Event]
+    asked: int = 0
+    looked: int = 0
+    given_up: list[int] = field(default_factory=list)
+
+    def ask_bounds(self, tp: TopicPartition) -> int:
+        self.asked += 1
+        return self.asked
+
+    def answer(self, numbers: Iterable[int], wait_s: float) -> tuple[int, records.Bounds | Event] | None:
+        return next(((number, self.answers.pop(number)) for number in numbers if number in self.answers), None)
+
+    def give_up(self, numbers: Iterable[int]) -> None:
+        self.given_up += numbers
+
+    def look_for_brokers(self) -> None:
+        self.looked += 1
+
+
+def test_a_question_is_asked_again_and_the_first_answer_of_any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that does not answer is dead or slow: another one is asked, and this one's answer is still good."""
+    clock = ManualClock()
+    monkeypatch.setattr(asking, "time", clock)
+    brokers = Brokers({})
+    question: asking.Asking[records.Bounds] = asking.Asking(brokers, lambda: brokers.ask_bounds(TP))  # type: ignore[arg-type]
+    assert (question.take(0), brokers.asked, brokers.looked) == (None, 1, 0)
+    for seconds in (1, 2):
+        clock.now_s += asking.OVERDUE_S
+        assert (question.take(0), brokers.asked, brokers.looked) == (None, 1 + seconds, seconds)
+    failure = Event(questions.NO_ANSWER, "no answer in time", TP, -1)
+    brokers.answers = {1: failure}
+    assert question.take(0) == (failure, 0.0)
+    brokers.answers = {2: records.Bounds(0, 9)}
+    assert question.take(0) == (records.Bounds(0, 9), asking.OVERDUE_S)
+    assert brokers.given_up == [3]
+
+
+@dataclass
+class ManualClock:
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
     patience = Patience(10, 60)
     patience.progress(100)
@@ -319,12 +382,18 @@ def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
 def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:
     """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
     client = fetch._open(fetch._ClientKey({**fetch._DEFAULTS, **fetch._FORCED, **servers(cluster)}, path))
-    assert client.log_bounds(TP, 5) == (0, COUNT, -1)
+
+    def bounds() -> object:
+        answer = client.answer([client.ask_bounds(TP)], 2 * ANSWER_S_MAX)
+        assert answer is not None
+        return answer[1]
+
+    assert bounds() == (0, COUNT, -1)
     for _ in range(4):
         cluster.push_request_errors(Api.LIST_OFFSETS, [6])
-        assert isinstance(client.log_bounds(TP, 5), Event)
+        assert isinstance(bounds(), Event)
         cluster.clear_request_errors(Api.LIST_OFFSETS)
-    await_until(lambda: client.log_bounds(TP, 5) == (0, COUNT, -1), 10, what="bounds")
+    await_until(lambda: bounds() == (0, COUNT, -1), 10, what="bounds")
     client.close()
 
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
@@ -30,8 +30,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
+from spark_group_source.executor import asking, doubts, fetch, native, plain, progress, ranges, rdkafka, records, tally
 from spark_group_source.executor import client as clients
-from spark_group_source.executor import doubts, fetch, native, plain, progress, ranges, rdkafka, records, tally
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -508,13 +508,18 @@ class Silent:
         self.looks += 1
         return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
 
-    def ask_topics(self, names: Sequence[str]) -> None: ...
-    def look_for_brokers(self) -> None: ...
-    def topics_told(self, wait_s: float) -> records.Told:
-        return {"t": records.TopicTold(0, "", "", 1)}
+    def ask_topics(self, names: Sequence[str]) -> int:
+        return 1
 
-    def log_bounds(self, tp: TopicPartition, timeout_s: float) -> records.Bounds:
-        return records.Bounds(0, 100)
+    def ask_bounds(self, tp: TopicPartition) -> int:
+        return 2
+
+    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, records.Told | records.Bounds] | None:
+        number = min(numbers)
+        return number, {"t": records.TopicTold(0, "", "", 1)} if number == 1 else records.Bounds(0, 100)
+
+    def give_up(self, numbers: Collection[int]) -> None: ...
+    def look_for_brokers(self) -> None: ...
 
 
 @dataclass
@@ -605,6 +610,31 @@ def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -
     client = Silent()
     assert list(reader(client, of("t", 5, 9)).batches(False)) == []
     assert client.looks == 2
+
+
+class Unanswered(Silent):
+    """Nobody answers its questions. Records that come all the same are those of the third second."""
+
+    asked = 0
+
+    def ask_topics(self, names: Sequence[str]) -> int:
+        self.asked += 1
+        return self.asked
+
+    def answer(self, numbers: Collection[int], wait_s: float) -> None:
+        assert wait_s == 0, "records may come meanwhile"
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9 if self.asked > 1 else -1001)
+
+
+def test_a_range_is_read_while_a_question_about_it_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader died: who is asked may be dead too, and its successor has the records long before that is clear."""
+    monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.01)
+    monkeypatch.setattr(asking, "OVERDUE_S", 0.1)
+    client = Unanswered()
+    assert list(reader(client, of("t", 5, 9)).batches(False)) == []
+    assert client.asked == 2
 
 
 def test_B33_a_log_that_still_grows_is_waited_for(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from spark_group_source.errors import SourceError
 from spark_group_source.executor.agent.reader import Stock
 from spark_group_source.executor.client import Client
-from spark_group_source.executor.records import Event
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +61,12 @@ class Confirmer:
             number = buffers.number
         try:
             self._client = self._client or self._open()
-            self._client.ask_topics(names)
-            told = self._client.topics_told(ANSWER_S)
+            answer = self._client.answer([self._client.ask_topics(names)], ANSWER_S)
         except (SourceError, RuntimeError) as exc:
             log.warning("topics cannot be asked about: %s", exc)
-            told = None
-        if told is None or isinstance(told, Event):
+            answer = None
+        told = answer[1] if answer else None
+        if not isinstance(told, dict):
             self._not_before_s = time.monotonic() + PAUSE_S
             self.close()
             return
