@@ -110,7 +110,8 @@ class Kills:
 
     def _settle(self) -> None:
         """Members that came one after the other have had their rebalances."""
-        self._app.await_(lambda: self._app.committed(self._app.ends()), "the first rows")
+        ends = self._app.ends()
+        self._app.await_(lambda: self._app.committed(ends), "the first rows")
         self._app.await_(self._app.whole, "members beside every executor")
 
     def _strike(self, kind: Kind) -> Struck:
