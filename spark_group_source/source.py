@@ -158,7 +158,15 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 () if late else piece.ranges,
                 batch.topic_ids,
                 batch.leader_epochs,
-                Call(reception.addresses, reception.secret, reception.run, plan.name, task, late),
+                Call(
+                    reception.addresses,
+                    reception.secret,
+                    reception.run,
+                    plan.name,
+                    task,
+                    late,
+                    agents=self._options.member_host != "driver",
+                ),
             )
             for task, piece in enumerate(plan.pieces)
         ]
@@ -182,7 +190,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
             coordinator = Coordinator(self._options)
-            if self._options.member_host != "driver":
+            if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
                 self._reception = _received(self._options, coordinator)
             self._coordinator = coordinator
             atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
@@ -236,7 +244,8 @@ def _received(options: Options, coordinator: "Coordinator") -> "Reception | None
     except ChannelBroken as exc:
         if options.member_host == "executor":
             raise OptionError(f"memberHost is executor, and {exc}", option="memberHost") from exc
-        logging.getLogger(__name__).warning("members stay in the stream reader: %s", exc)
+        without = "members stay in the stream reader, and what tasks skip is not counted"
+        logging.getLogger(__name__).warning("%s: %s", without, exc)
         return None
     return reception
 

@@ -7,6 +7,8 @@ Where members live beside executors a task finds or starts its executor's agent,
 is to read, and takes from the agent what that has in memory. Under a *fixed* binding its piece is known beforehand: it
 asks only so that the stream reader knows that it could, and not reaching it costs nothing but the agent. Under a *late*
 binding it must be told.
+
+Where they may not, a task reads what was planned, and speaks to the stream reader only if records were lost.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import membership, near, start
 from spark_group_source.executor.agent.processes import Process, executor
+from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.dialect import codec
 from spark_group_source.members.settings import member_settings
@@ -59,6 +62,8 @@ class Call:
     plan: str
     task: int
     late: bool
+    agents: bool = True
+    """Whether members may live beside executors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +86,14 @@ def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "I
         ChannelBroken: it has to be told what it reads, and the stream reader cannot be reached.
         GroupError: see :func:`fetch.read_ranges`.
     """
-    at = executor()
-    home = _agent(options, call, at) if at is not None else None
     tally = Tally()
+    at = executor()
+    if not call.agents:
+        yield from _read_directly(options, piece, tally, **bounds)
+        if tally.lost:
+            _line(call).tell(TaskEnded(plan=call.plan, task=call.task, executor=name_of(at), lost=tally.lost))
+        return
+    home = _agent(options, call, at) if at is not None else None
     with _claimed(call, piece, name_of(at), tally) as given:
         yield from near.read_near(
             home,
@@ -94,6 +104,17 @@ def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "I
             tally=tally,
             **bounds,
         )
+
+
+def _read_directly(options: Options, piece: Ranges, tally: Tally, **bounds: Any) -> "Iterator[pa.RecordBatch]":
+    return read_ranges(
+        options.consumer_settings(),
+        piece.ranges,
+        topic_ids=piece.topic_ids,
+        leader_epochs=piece.leader_epochs,
+        tally=tally,
+        **bounds,
+    )
 
 
 def name_of(at: Process | None) -> str:
@@ -181,6 +202,18 @@ class _Line:
         reason = answer.reason if isinstance(answer, NotGiven) else f"it answered {type(answer).__name__}"
         raise ChannelBroken(f"this task was not told what to read: {reason}")
 
+    def tell(self, message: TaskEnded) -> None:
+        """Tell it, if it is reached soon."""
+        if time.monotonic() < self._again_s:
+            return
+        try:
+            self._open(REACH_S)
+        except ChannelBroken as exc:
+            self._again_s = time.monotonic() + AGAIN_S
+            log.warning("what this task skipped is not counted: %s", exc)
+        else:
+            self.say(message, shorter=replace(message, lost=()))
+
     def say(self, message: TaskEnded, *, shorter: TaskEnded) -> None:
         """Tell it, if it listens; ``shorter``: what is told instead where that is too long."""
         if self._client is None:
@@ -194,6 +227,14 @@ class _Line:
     def _ask(self, claim: Claim, within_s: float) -> object:
         """One try. A connection on which no answer came may be cut without a word, and is not used again."""
         until_s = time.monotonic() + within_s
+        client = self._open(within_s)
+        try:
+            return client.request(claim, max(until_s - time.monotonic(), 0.1))
+        except ChannelBroken:
+            client.close()
+            raise
+
+    def _open(self, within_s: float) -> Client:
         if self._client is None or self._client.ended is not None:
             client = Client(
                 self._call.addresses,
@@ -205,11 +246,7 @@ class _Line:
             )
             client.open(within_s)
             self._client = client
-        try:
-            return self._client.request(claim, max(until_s - time.monotonic(), 0.1))
-        except ChannelBroken:
-            self._client.close()
-            raise
+        return self._client
 
     def close(self) -> None:
         if self._client is not None:

@@ -61,8 +61,8 @@ class Statistics:
     maybe_twice: int
     """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
     records_lost: int
-    """Offsets that were still to be read and are gone: those that planning met, and those that tasks skipped, which
-    only tell where members may live beside executors."""
+    """Offsets that were still to be read and are gone: those that planning met, and those that tasks skipped and could
+    tell of (``coordinatorPort``)."""
     commits: int
     commits_failed: int
     echo_last_ms: int

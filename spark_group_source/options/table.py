@@ -107,7 +107,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "agent that reads ahead between batches. auto: beside executors where agents can run, else on the "
                "driver's host; executor: the query fails where the stream reader cannot listen for them."),
     Option("coordinatorPort", "coordinator_port", whole(0, 65_535), "port", default=0, default_text="any free one",
-           doc="Where the stream reader listens for agents and tasks, when members live beside executors."),
+           doc="Where the stream reader listens: for agents and tasks when members live beside executors, for what "
+               "tasks skipped when failOnDataLoss is false."),
     Option("coordinatorHost", "coordinator_host", non_empty, "name or address",
            default_text="all addresses of the driver's host",
            doc="How executors reach the stream reader's host."),
