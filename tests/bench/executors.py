@@ -1,0 +1,332 @@
+"""Members beside executors, members in the stream reader, and Spark's own Kafka connector: side by side in one run.
+
+``python -m tests.bench executors [--records N] [--bytes N] [--partitions N] [--rounds N] [--memory SIZE] [--only P]``
+
+One broker, one Spark (``local[2]``: one executor, two tasks at a time), one topic that is filled once. Every run is a
+new query with a new group, and the kinds take turns. Agents are lent members after some seconds, so only the last
+``--records`` of a run count, which is a fifth of the topic; the runs of all kinds are counted alike. The parts:
+
+- ``reading``: CPU of one reader, without Spark: directly, through an agent, and with confluent_kafka's ``consume()``.
+- ``backlog``: batch after batch, as fast as they go.
+- ``trigger``: a batch every few seconds, of what came in between.
+- ``latency``: 1,000 records a second; from a record's timestamp to the end of the batch that has it.
+- ``warm``: a batch every 90 s, in between which Spark ends its idle workers.
+
+Broker, JVM and Python share the machine's cores, so the numbers are for comparing the kinds, not for planning.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from confluent_kafka import Producer
+
+from bench import ahead
+from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
+from spark_group_source.executor.agent import near
+from spark_group_source.executor.agent.home import Home, agents
+from spark_group_source.local.broker import Broker
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+KINDS: Mapping[str, Mapping[str, str]] = {
+    SPARKS: {},
+    "driver": {"memberHost": "driver"},
+    "executor": {"memberHost": "executor", "groupMembers": "auto"},
+}
+FIFTHS = 5
+"""Of the topic; the last one is measured."""
+BACKLOG_BATCHES = 4
+"""Batches of a fifth, where they follow one another."""
+EVERY_S, WARM_S = 6, 90
+PER_S, LATENCY_S, SETTLE_S = 1_000, 20, 15
+"""Records a second, for how long they are looked at, and how long before that they come already."""
+LOOK_S = 0.25
+SIGNS = {
+    "agent": "spark-group-agent",
+    "stream reader": "python_streaming_source_runner",
+    "worker": "pyspark.daemon",
+    "Spark's JVM": "org.apache.spark.deploy.SparkSubmit",
+}
+
+
+class Batch(NamedTuple):
+    """One that had rows."""
+
+    rows: int
+    began_s: float
+    ended_s: float
+    tasks_s: float
+    ends: dict[int, int]
+    """The next offset of each partition."""
+
+
+class Run(NamedTuple):
+    tasks: float
+    whole: float
+    cpu_s: dict[str, float]
+    """By what it was for, for a million records of the whole run."""
+    from_memory: int
+    measured: int
+
+
+def cpu_s() -> dict[str, float]:
+    """What every process of this run has used."""
+    found = dict.fromkeys(SIGNS, 0.0)
+    for pid, kind in _processes():
+        with contextlib.suppress(OSError, IndexError):
+            found[kind] += ahead.cpu_of_s(pid)
+    return found
+
+
+def _processes() -> Iterator[tuple[int, str]]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environ = (process / "environ").read_bytes().split(b"\0")
+            kind = next((kind for kind, sign in SIGNS.items() if sign in command), None)
+            if kind and f"BENCH={os.environ['BENCH']}".encode() in environ:
+                yield int(process.name), kind
+
+
+def homes() -> list[Home]:
+    return [Home(path) for path in agents().iterdir()] if agents().is_dir() else []
+
+
+def rows_from_memory() -> int:
+    """What the living agents have served."""
+    served = 0
+    for home in homes():
+        with contextlib.suppress(OSError, KeyError):
+            served += near.exchange(home, {"ask": "state"})["rows"]
+    return served
+
+
+def batches_of(query: "StreamingQuery") -> list[Batch]:
+    found = []
+    for p in query.recentProgress:
+        if p["numInputRows"]:
+            began_s = datetime.fromisoformat(p["timestamp"]).timestamp()
+            took = p["durationMs"]
+            ended_s = began_s + took["triggerExecution"] / 1000
+            found.append(Batch(p["numInputRows"], began_s, ended_s, took["addBatch"] / 1000, _ends(p["sources"][0])))
+    return found
+
+
+def _ends(source: Any) -> dict[int, int]:
+    end = source["endOffset"]
+    topics = (json.loads(end) if isinstance(end, str) else end).get("topics", {})  # Spark's own have none
+    return {int(p): int(r[1]) for topic in topics.values() for p, r in topic["ranges"].items()}
+
+
+class Bench:
+    """The session, the broker, and where things are."""
+
+    def __init__(self, spark: "SparkSession", servers: str, scratch: Path, memory: str, kinds: Sequence[str]) -> None:
+        self._spark, self._servers, self._scratch, self._memory = spark, servers, scratch, memory
+        self._kinds = kinds
+
+    @contextlib.contextmanager
+    def query(self, kind: str, topic: str, *, every_s: int = 0, **more: Any) -> "Iterator[StreamingQuery]":
+        reader = self._spark.readStream.format(SPARKS if kind == SPARKS else OURS)
+        reader = reader.option("kafka.bootstrap.servers", self._servers).option("subscribe", topic)
+        reader = reader.option("startingOffsets", "earliest").options(**more)
+        if kind != SPARKS:
+            reader = reader.option("kafka.group.id", f"bench-{uuid.uuid4().hex}").options(**KINDS[kind])
+        if kind == "executor":
+            reader = reader.option("agentMemory", self._memory)
+        writer = reader.load().writeStream.format("noop").trigger(processingTime=f"{every_s} seconds")
+        query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
+        try:
+            yield query
+        finally:
+            query.stop()
+            await_(lambda: not homes(), "the end of the agents")
+
+    def read(self, kind: str, *, records: int, size: int, every_s: int) -> Run:
+        """Read the whole topic in batches of ``size``; the last ``records`` of it are measured."""
+        before = cpu_s()
+        served = [0]
+        with self.query(kind, "bench", every_s=every_s, maxOffsetsPerTrigger=size) as query:
+
+            def done() -> bool:
+                rows = sum(batch.rows for batch in batches_of(query))
+                if rows <= (FIFTHS - 1) * records:
+                    served[0] = rows_from_memory()
+                return rows >= FIFTHS * records
+
+            await_(done, "the end of the topic", query)
+            from_memory, after = rows_from_memory() - served[0], cpu_s()
+            found = batches_of(query)
+        counted = [batch for batch in found if batch.rows > size // 2][-(records // size) :]
+        rows, total = sum(batch.rows for batch in counted), sum(batch.rows for batch in found)
+        if total != FIFTHS * records or abs(rows - records) > records // 100:  # Spark's batches are not quite even
+            raise AssertionError(f"{kind}: {total} rows of {FIFTHS * records}, {rows} in the last full batches")
+        wall_s = sum(batch.ended_s - batch.began_s for batch in counted)
+        used = {name: (after[name] - before[name]) / FIFTHS / records * 1e6 for name in before}
+        return Run(rows / sum(batch.tasks_s for batch in counted), rows / wall_s, used, from_memory, rows)
+
+    def compare(self, title: str, rounds: int, **how: int) -> None:
+        print(f"\n{title}")
+        runs: dict[str, list[Run]] = {kind: [] for kind in self._kinds}
+        for number in range(rounds):
+            kinds = list(self._kinds)
+            for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+                run = self.read(kind, **how)
+                runs[kind].append(run)
+                used = ", ".join(f"{name} {s:.2f}" for name, s in run.cpu_s.items() if s > 0.005)
+                print(
+                    f"  round {number + 1} {kind:9} {run.tasks:10,.0f} rows/s of the tasks {run.whole:10,.0f} of the "
+                    f"batches; {run.from_memory:9,} of {run.measured:,} rows from memory; CPU s a million: {used}",
+                    flush=True,
+                )
+        for what, of in (("tasks", lambda run: run.tasks), ("batches", lambda run: run.whole)):
+            median = {kind: statistics.median(map(of, found)) for kind, found in runs.items()}
+            shown = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in median.items())
+            most = median.pop("executor")
+            ratios = ", ".join(f"{most / rate:.2f} x {kind}" for kind, rate in median.items())
+            print(f"  rows/s of the {what}, medians: {shown}: executor is {ratios}", flush=True)
+
+    def latency(self, kind: str, topic: str) -> float:
+        """The median of what passed from each record's timestamp to the end of the batch that has it."""
+        partitions = 4
+        fill(self._servers, topic, records=partitions, size=100, partitions=partitions)
+        written = [[time.time()] for _ in range(partitions)]
+        stop = threading.Event()
+        producer = Producer({"bootstrap.servers": self._servers, "linger.ms": 1})
+
+        def produce() -> None:
+            began_s, count = time.time(), 0
+            while not stop.wait(0.01):
+                while count < (time.time() - began_s) * PER_S:
+                    producer.produce(topic, os.urandom(100), partition=count % partitions)
+                    written[count % partitions].append(time.time())
+                    count += 1
+                producer.poll(0)
+
+        thread = threading.Thread(target=produce, name="producer", daemon=True)
+        with self.query(kind, topic) as query:
+            thread.start()
+            threading.Event().wait(SETTLE_S + LATENCY_S)
+            stop.set()
+            thread.join(10)
+            producer.flush(10)
+            found = batches_of(query)
+            from_memory = rows_from_memory()
+        since_s = found[-1].ended_s - LATENCY_S
+        took_s = []
+        for before, batch in itertools.pairwise(found):
+            if batch.began_s >= since_s:
+                for p, end in batch.ends.items():
+                    took_s += [batch.ended_s - at_s for at_s in written[p][before.ends.get(p, 0) : end]]
+        took_s.sort()
+        median_ms, p99_ms = statistics.median(took_s) * 1000, took_s[len(took_s) * 99 // 100] * 1000
+        print(
+            f"  {kind:9} p50 {median_ms:5.0f} ms, p99 {p99_ms:5.0f} ms, {len(took_s):,} records in {LATENCY_S} s; "
+            f"{from_memory:,} rows from memory in all"
+        )
+        return median_ms
+
+    def warm(self, records: int) -> None:
+        """A batch every 90 s: the third one reads what an agent has held for long, with workers that are new."""
+        with self.query("executor", "bench", every_s=WARM_S, maxOffsetsPerTrigger=records) as query:
+            seen: list[tuple[int, set[int]]] = []
+            before = 0
+
+            def look() -> bool:
+                nonlocal before
+                batches = batches_of(query)
+                if len(batches) > len(seen):
+                    served = rows_from_memory()
+                    seen.append((served - before, {pid for pid, kind in _processes() if kind == "worker"}))
+                    before = served
+                return len(batches) == 3
+
+            await_(look, "three batches", query, within_s=4 * WARM_S)
+            for number, batch in enumerate(batches_of(query)):
+                from_memory, workers = seen[number]
+                gone = len(seen[number - 1][1] - workers) if number else 0
+                print(
+                    f"  batch {number}: {batch.rows:,} rows, {from_memory:,} from memory, tasks {batch.tasks_s:.2f} s; "
+                    f"{gone} Python processes of the batch before are gone"
+                )
+
+
+def await_(
+    holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None, within_s: float = QUERY_S
+) -> None:
+    pause, until_s = threading.Event(), time.monotonic() + within_s
+    while not holds():
+        if query is not None and not query.isActive:
+            raise AssertionError(f"the query ended: {query.exception()}")
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{what} took more than {within_s:.0f} s")
+        pause.wait(LOOK_S)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench executors", description=__doc__)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--bytes", type=int, default=100)
+    parser.add_argument("--partitions", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory", default="64m")
+    parts = ["reading", "backlog", "trigger", "latency", "warm"]
+    parser.add_argument("--only", action="append", choices=parts)
+    parser.add_argument("--without", action="append", default=[], choices=[SPARKS, "driver"], help="a kind")
+    told = parser.parse_args(arguments)
+    wanted = told.only or parts
+    os.environ["BENCH"] = uuid.uuid4().hex  # tells this run's processes from others
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, Broker(java_options=BROKER_JAVA) as broker:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        servers, records = broker.bootstrap_servers, told.records
+        print(f"{records:,} records of {told.bytes} bytes measured of {FIFTHS * records:,}, in {told.partitions} "
+              f"partitions, {os.cpu_count()} cores, agentMemory {told.memory}", flush=True)  # fmt: skip
+        fill(servers, "bench", records=FIFTHS * records, size=told.bytes, partitions=told.partitions)
+        if "reading" in wanted:
+            print("\nCPU of one reader, without Spark")
+            fill(servers, "reading", records=records, size=told.bytes, partitions=told.partitions)
+            reading = argparse.Namespace(
+                records=records, bytes=told.bytes, partitions=told.partitions, runs=told.rounds, memory=64
+            )
+            ahead.compare(servers, "reading", reading)
+        spark = session(Path(folder))
+        try:
+            kinds = [kind for kind in KINDS if kind not in told.without]
+            bench = Bench(spark, servers, Path(folder), told.memory, kinds)
+            if {"backlog", "trigger"} & set(wanted):
+                for kind in kinds:  # a JVM that has done it before
+                    bench.read(kind, records=records, size=records, every_s=0)
+            if "backlog" in wanted:
+                size = records // BACKLOG_BATCHES
+                bench.compare(
+                    f"batches of {size:,}, one after the other", told.rounds, records=records, size=size, every_s=0
+                )
+            if "trigger" in wanted:
+                bench.compare(
+                    f"batches of {records:,}, every {EVERY_S} s", told.rounds,
+                    records=records, size=records, every_s=EVERY_S,
+                )  # fmt: skip
+            if "latency" in wanted:
+                print(f"\n{PER_S:,} records a second, from timestamp to the end of the batch")
+                for number, kind in enumerate(("driver", "executor") * max(1, told.rounds // 2)):
+                    bench.latency(kind, f"latency-{number}")
+            if "warm" in wanted:
+                print(f"\na batch of {records // 4:,} every {WARM_S} s")
+                bench.warm(records // 4)
+        finally:
+            spark.stop()
+    return 0
