@@ -29,7 +29,7 @@ def script(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Any other one."""
     for folder in ("scratch", "said"):
-        (home / folder).mkdir()
+        (home / folder).mkdir(exist_ok=True)  # the second of a home
     with (home / "log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, str(path)],

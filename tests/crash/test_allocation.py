@@ -1,0 +1,107 @@
+"""G7, B65: members follow executors that Spark allocates and lets go, also where their workers have no daemon."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, TopicFactory
+
+from crash.lent import Watched, Where, living
+from crash.running import BATCH_S, START_S
+from crash.standalone import package_as_zip, python_without_package, standalone
+from spark_group_source.executor.agent.home import agents
+from spark_group_source.local.broker import Broker
+
+PARTITIONS = 4
+SESSION_MS = 60_000
+"""A whole application starts within it."""
+ALLOCATED = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "1",
+    "spark.dynamicAllocation.maxExecutors": "3",
+    "spark.dynamicAllocation.executorIdleTimeout": "20s",
+    # Delta's: the state of its log is cached, and was shuffled.
+    "spark.dynamicAllocation.cachedExecutorIdleTimeout": "20s",
+    "spark.dynamicAllocation.shuffleTracking.timeout": "20s",
+    "spark.executor.cores": "1",
+}
+
+pytestmark = [
+    pytest.mark.crash,
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.soak,
+    pytest.mark.timeout(3 * START_S + 8 * BATCH_S),
+]
+
+
+@pytest.fixture
+def watched(
+    broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
+) -> Watched:
+    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
+    more = {"groupMembers": "auto", "kafka__session__timeout__ms": SESSION_MS}
+    return Watched(tmp_path, where, "classic", broker.bootstrap_servers, **more)
+
+
+def test_members_live_beside_executors_that_have_no_daemon_for_their_workers(watched: Watched) -> None:
+    """Each task then has a Python process of its own, which the executor itself starts, and for which Spark waits 10 s:
+    not for a busy machine."""
+    with watched.running(spark={"spark.python.use.daemon": "false", "spark.master": "local[2]"}):
+        watched.send()
+        watched.await_rows(START_S)
+        watched.await_lent()
+        (_,) = living()
+        (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents().iterdir()}
+        assert "org.apache.spark.deploy.SparkSubmit" in executor.cmdline()
+        below = [" ".join(child.cmdline()) for child in executor.children(recursive=True)]
+        assert not any("pyspark.daemon" in command for command in below)
+        assert watched.run["recalls"] == 0
+
+
+def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_as_many(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hosts() -> list[str]:
+        """Where each slot lives, when all partitions are there."""
+        run = watched.run
+        return run["hosts"] if run and sum(run["assigned"]) == PARTITIONS else []
+
+    def spread_over(executors: int) -> bool:
+        return len(set(hosts())) == executors == len(living()) and all(hosts())
+
+    python = str(python_without_package(watched.home))
+    monkeypatch.setenv("PYSPARK_PYTHON", python)
+    with standalone(watched.home / "cluster", workers=3) as cluster:
+        package = str(package_as_zip(watched.home))
+        how = {"master": cluster.url, "py_files": package, "python": python, "spark": ALLOCATED}
+        with watched.running(**how):
+            watched.send()
+            watched.await_rows(START_S)
+            watched.await_spread(lambda: spread_over(1), "the only slot at the first executor")
+            assert len(hosts()) == 1
+
+            watched.forget()
+            watched.hold(0)  # tasks that wait for a core: Spark asks for more executors
+            watched.send()
+            watched.await_(lambda: len({one["executor"] for one in watched.said()}) == 3, "three executors")
+            watched.let_go()
+            watched.await_spread(lambda: spread_over(3), "a slot at each of three executors")
+            watched.await_rows()
+            before = watched.run["generation"]
+
+            watched.await_(lambda: len(living()) == 1, "two executors that Spark let go")
+            watched.await_spread(lambda: spread_over(1), "all slots at the one that is left")
+            watched.await_rows()
+            watched.await_committed()
+            assert len(hosts()) == 3 and watched.run["generation"] == before, "a rebalance"
+            watched.process.kill()
+            watched.process.wait(30)
+        with watched.running(**how):
+            watched.send()
+            watched.await_rows(START_S)
+            assert len(watched.run["hosts"]) == 3
+            watched.await_committed()
+            assert watched.run["generation"] == before, "a rebalance"
