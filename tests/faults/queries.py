@@ -93,16 +93,24 @@ class Query:
         plan = parse((self._checkpoint / "offsets" / str(max(done))).read_text().splitlines()[-1])
         return {tp: end for tp, (_, end) in plan.ranges.items()}
 
-    def longest_s(self, since: datetime) -> dict[str, float]:
-        """Of the batches that ended since then: the longest planning, and the longest reading and writing."""
+    def ended_since(self, since: datetime) -> list[dict[str, int]]:
+        """How many milliseconds each step took, of the batches that ended since then."""
         assert self._query is not None, "never started"
-        found = {"latestOffset": 0.0, "addBatch": 0.0}
+        found = []
         for told in self._query.recentProgress:
-            took_ms = told["durationMs"]
+            took_ms: dict[str, int] = told["durationMs"]
             began = datetime.fromisoformat(told["timestamp"])
             if began + timedelta(milliseconds=took_ms.get("triggerExecution", 0)) >= since:
-                found = {step: max(longest, took_ms.get(step, 0) / 1000) for step, longest in found.items()}
+                found.append(took_ms)
         return found
+
+    def longest_s(self, since: datetime) -> dict[str, float]:
+        """Of the batches that ended since then: the longest planning, and the longest reading and writing."""
+        ended = self.ended_since(since)
+        return {
+            step: max((took_ms.get(step, 0) for took_ms in ended), default=0) / 1000
+            for step in ("latestOffset", "addBatch")
+        }
 
     def await_(self, holds: Callable[[], object], what: str, deadline_s: float = SPARK_S) -> None:
         def look() -> bool:
