@@ -217,9 +217,19 @@ class Commits:
                 self._leave_out(shares[exc.share], exc, left)
             else:
                 if by_members and not left and all(share.member.static for share in shares):
-                    self._committer.anew()
+                    self._take_over()
                 self._offsets.wait_shown({tp: offset for share in shares for tp, offset in share.offsets.items()})
                 return
+
+    def _take_over(self) -> None:
+        """Raises Fenced: a newer driver commits for this stream."""
+        if self._committer.lost:
+            try:
+                self._committer.anew()
+            except Fenced:
+                raise
+            except SourceError as exc:
+                log.info("the transactional id was not taken over, the next commit tries again: %s", exc)
 
     def _of_members(self, shares: Sequence[Share], left: dict[int, str]) -> list[Share]:
         for share in shares:
@@ -236,7 +246,7 @@ class Commits:
     def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> bool:
         """Returns whether the members did it."""
         asked_ms = self._runtime.now_ms()
-        if not self._committer.barred and asked_ms >= self._denied_until_ms:
+        if not self._committer.lost and asked_ms >= self._denied_until_ms:
             try:
                 self._committer.prepare()
                 self._committer.settle()

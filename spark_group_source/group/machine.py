@@ -233,7 +233,8 @@ class GroupMachine:
         self.positions.epoch = offset.epoch
         replay = seq < offset.seq
         ranges = {} if replay else offset.ranges
-        self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={})  # the batch itself did not read these
+        # The batch itself did not read these.
+        self.positions.remember(offset.owed, as_of=offset.seq - 1, ranges={}, since=offset.since)
         after = adopted(offset, replay=replay)
         self.positions.remember(after, as_of=seq, ranges=ranges, planned=replay, cut=offset.cut, lost=offset.lost)
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}

@@ -11,13 +11,14 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Seven optional members:
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Eight optional members:
 ``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
 (:mod:`cuts`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was cut, the
 position that they had before; ``lost`` has it for those that begin after it, because their next records were gone;
 ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose
 start *followed* a commit that no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next
-offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came;
+offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came,
+and ``since`` for some of them the number of the last batch that read them, and where it began;
 and ``turn`` is the partition that got the last spare record of the fair cut.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
@@ -56,6 +57,7 @@ class StreamOffset:
     cut: Mapping[TopicPartition, int] = field(default_factory=dict)
     lost: Mapping[TopicPartition, int] = field(default_factory=dict)
     owed: Mapping[TopicPartition, int] = field(default_factory=dict)
+    since: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
     turn: TopicPartition | None = None
 
     @classmethod
@@ -98,6 +100,8 @@ class StreamOffset:
         if self.owed:
             doc["owed"] = _nested(self.owed)
         doc["seq"] = self.seq
+        if self.since:
+            doc["since"] = _nested(self.since)
         doc["stream"] = self.stream
         doc["topics"] = {}
         for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
@@ -182,28 +186,29 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         epoch=epoch,
         followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
         leader_epochs=leaders,
-        cut=_flat(doc.get("cut", {})),
-        lost=_flat(doc.get("lost", {})),
-        owed=_flat(doc.get("owed", {})),
+        cut=_numbers(doc.get("cut", {})),
+        lost=_numbers(doc.get("lost", {})),
+        owed=_numbers(doc.get("owed", {})),
+        since={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("since", {})).items()},
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )
 
 
-def _nested(numbers: Mapping[TopicPartition, int]) -> dict[str, dict[str, int]]:
+def _nested(values: Mapping[TopicPartition, Any]) -> dict[str, dict[str, Any]]:
     """By topic and partition, in sorted order."""
-    found: dict[str, dict[str, int]] = {}
-    for tp, number in numbers.items():
-        found.setdefault(tp.topic, {})[str(tp.partition)] = number
+    found: dict[str, dict[str, Any]] = {}
+    for tp, value in values.items():
+        found.setdefault(tp.topic, {})[str(tp.partition)] = value
     return {topic: dict(sorted(found[topic].items())) for topic in sorted(found)}
 
 
-def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, int]:
+def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, Any]:
     """The inverse."""
-    return {
-        TopicPartition(topic, int(partition)): int(number)
-        for topic, numbers in nested.items()
-        for partition, number in numbers.items()
-    }
+    return {TopicPartition(t, int(p)): value for t, values in nested.items() for p, value in values.items()}
+
+
+def _numbers(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, int]:
+    return {tp: int(number) for tp, number in _flat(nested).items()}
 
 
 def _short(value: object, chars_max: int = 200) -> str:

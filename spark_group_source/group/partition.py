@@ -56,6 +56,11 @@ class Partition:
         at = self.reached
         return at is not None and (self.theirs or self.committed != at)
 
+    @property
+    def owed_unseen(self) -> bool:
+        """The same of one whose committed offset this run does not know now."""
+        return self.owed and (self.state is PartitionState.AWAY or self.state in UNKNOWN)
+
     def unconfirmed(self, in_flight: tuple[int, int]) -> int:
         """Offsets that its next reader reads again; ``in_flight`` is what the batch in flight reads of it."""
         if self.state in UNKNOWN or self.position is None:

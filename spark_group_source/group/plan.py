@@ -78,6 +78,7 @@ class Planner:
         known = machine.known()
         read = {tp.topic for tp in until}
         followed = machine.positions.followed()
+        owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
             stream=machine.stream,
@@ -90,7 +91,8 @@ class Planner:
             leader_epochs=leader_epochs(positions),
             cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
             lost={tp: at for tp, at in machine.positions.lost().items() if tp in until},
-            owed={tp: at for tp, at in machine.positions.owed().items() if tp not in until},
+            owed=owed,
+            since=machine.positions.since(owed),
             turn=self._turn,
         )
 

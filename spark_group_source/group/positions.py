@@ -45,6 +45,7 @@ class Positions:
         *,
         as_of: int,
         ranges: Ranges,
+        since: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
         planned: bool = False,
         cut: Mapping[TopicPartition, int] = MappingProxyType({}),
         lost: Mapping[TopicPartition, int] = MappingProxyType({}),
@@ -52,17 +53,14 @@ class Positions:
         """What a checkpoint says. Whether Kafka has it shows when the partitions come.
 
         Args:
-            as_of, ranges: the number of the last durable batch, and what it read if that is known.
+            as_of, ranges: the number of the last durable batch, and what it read, if known; ``since``: of another one.
             planned: the batch after it begins there, and is to be run again.
-            cut: where partitions stood before, whose log was cut below that.
-            lost: where partitions stood before the batch, whose next records were gone.
+            cut, lost: where partitions stood before whose log was cut below that, or whose next records were gone.
         """
         for tp, at in positions.items():
-            start = lost.get(tp, ranges[tp][0]) if tp in ranges else None
+            seq, start = since.get(tp, (as_of, lost.get(tp, ranges[tp][0]) if tp in ranges else None))
             before = lost.get(tp) if planned else None
-            self.all[tp] = Partition(
-                position=at, as_of=as_of, start=start, planned=planned, cut=cut.get(tp), lost=before
-            )
+            self.all[tp] = Partition(position=at, as_of=seq, start=start, planned=planned, cut=cut.get(tp), lost=before)
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -298,8 +296,11 @@ class Positions:
         known = {tp: at for tp in self._due if (at := self.ours[tp].position) is not None}
         if not self._unknown and len(self.all) == len(self.ours):
             return known
-        others = (tp for tp, p in self.all.items() if p.state is PartitionState.AWAY or p.state in UNKNOWN)
-        return known | {tp: at for tp in others if self.all[tp].owed and (at := self.all[tp].reached) is not None}
+        return known | {tp: at for tp, p in self.all.items() if p.owed_unseen and (at := p.reached) is not None}
+
+    def since(self, owed: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
+        """Of those that this run never had: the last batch that read them, and where it began (:func:`is_older`)."""
+        return {tp: (p.as_of, p.start) for tp in owed if (p := self.all[tp]).start is not None and p.owed_unseen}
 
     def followed(self) -> frozenset[TopicPartition]:
         """Ours, whose position came from a commit that no stream made, until a batch moved them on."""

@@ -63,18 +63,22 @@ class OffsetCommitter:
         self._ending = False  # it was made, and not answered
         self._begun_ms = 0
         self._fenced: KafkaError | None = None
-        self.lost = self._proven = False
-        """Whether this process had the id, and cannot say any more whether it has: until it has taken it over again."""
+        self.lost = False
+        """Whether this process had the id, and cannot say any more whether it has: nothing is committed before
+        :meth:`anew`."""
 
     def anew(self) -> None:
-        """Take the id over again, with the next commit: a broker took a commit from a member of this process just now,
-        which it would have refused if another process had the place."""
-        self._proven = True
+        """Take the id over again: a broker took a commit from a member of this process just now, which it would have
+        refused if another process had the place. That is good for this moment only: a process may stand still in the
+        next one, and shut its successor out when it goes on.
 
-    @property
-    def barred(self) -> bool:
-        """Whether nothing may be committed before :meth:`anew`."""
-        return self.lost and not self._proven
+        Raises:
+            As :meth:`prepare`.
+        """
+        try:
+            self._take_over()
+        except KafkaException as exc:
+            raise self._failure(exc.args[0]) from exc
 
     def prepare(self) -> None:
         """Take the transactional id over now: from here on no older process can commit with it.
@@ -162,14 +166,16 @@ class OffsetCommitter:
     def _own(self) -> Any:
         if self._fenced is not None:
             raise KafkaException(self._fenced)
-        if self.barred:
+        if self.lost:
             raise CommitFailed("the transactional id may be another process's by now")
         if self._producer is None:
-            producer = self._runtime.producer(self._settings)
-            producer.init_transactions(TRANSACTION_TIMEOUT_S)
-            self._producer, self._open, self._ending = producer, None, False
-            self.lost = self._proven = False
+            self._take_over()
         return self._producer
+
+    def _take_over(self) -> None:
+        producer = self._runtime.producer(self._settings)
+        producer.init_transactions(TRANSACTION_TIMEOUT_S)
+        self._producer, self._open, self._ending, self.lost = producer, None, False, False
 
     def _begun(self) -> Any:
         """The producer, with a transaction that was just begun."""
@@ -213,14 +219,14 @@ class OffsetCommitter:
             return
         expires_ms = int(str(self._settings["transaction.timeout.ms"]))
         if self._open is not None and self._runtime.now_ms() - self._begun_ms >= expires_ms:
-            self._producer, self._open, self._ending, self.lost, self._proven = None, None, False, True, False
+            self._producer, self._open, self._ending, self.lost = None, None, False, True
         else:
             self._fenced = error
 
     def _usable(self, error: KafkaError) -> bool:
         """Whether the producer can go on after this."""
         if self._producer is not None and not (error.retriable() or error.txn_requires_abort()):
-            self.lost, self._proven = self._fenced is None, False
+            self.lost = self._fenced is None
             self._producer = None
         return self._producer is not None
 

@@ -103,6 +103,7 @@ def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
     assert rows(table) == records(0, 40)
 
 
+@pytest.mark.soak  # a RESTORE is ten seconds of CPU; what a history of them says is tested without one
 def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))

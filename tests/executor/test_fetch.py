@@ -873,6 +873,7 @@ def test_a_topic_deleted_after_it_was_read(
 # -------------------------------------------------------------------------------------------- clients and processes
 
 
+@pytest.mark.parametrize("path", ["fast", pytest.param("plain", marks=pytest.mark.soak)], indirect=True)
 def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
     topic: TopicFactory, produce: Produce, read: Read
 ) -> None:

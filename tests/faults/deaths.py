@@ -126,7 +126,9 @@ class Deaths(Soak):
             self._cluster.heal()
         kafka_s = max(at_s for _, at_s in self._flow.taken.values()) - died_s
         came_at = datetime.now(UTC)  # rows are in a table before Spark tells of their batch
-        await_until(lambda: all(query.ended_since(came_at) for query in self._queries), RECOVERED_S, what="next batches")
+        await_until(
+            lambda: all(query.ended_since(came_at) for query in self._queries), RECOVERED_S, what="next batches"
+        )
         longest = [query.longest_s(died_at) for query in self._queries]
         planning_s, batch_s = (max(one[step] for one in longest) for step in ("latestOffset", "addBatch"))
         return Death(role, node, down_s, kafka_s, first_s, all_s, planning_s, batch_s, self._generations() != before)

@@ -198,6 +198,7 @@ def test_a_node_of_three_is_killed_and_comes_back(
         await_committed(fresh, group_id, [topic])  # what was asked of the killed coordinator may never be answered
 
 
+@pytest.mark.parametrize("strategy", ["range", pytest.param("consumer", marks=pytest.mark.soak)], indirect=True)
 def test_connections_are_reset_again_and_again(
     query: Query, faulty: FaultyCluster, judge: AdminClient, name: str, group_id: str
 ) -> None:

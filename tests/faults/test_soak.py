@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
 
-SHORT_S = 30.0
+SHORT_S = 12.0
 SHORT_SEED = 1
 SOAK_S = 900.0
 SEEDS = 2**32

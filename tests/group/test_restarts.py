@@ -83,6 +83,25 @@ def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_pla
     assert planned.followed == {A}
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_an_operators_rewind_that_was_taken_in_a_batch_survives_runs_without_the_partition(durable: bool) -> None:
+    """They plan without it, or before it is known where it stands: what they write down of it must not undo this."""
+    past = RunHarness.returning(PAST)
+    past.committed[A] = ev.Committed(offset=20)
+    run = after_a_crash(past, PAST, durable=False)
+    run.pass_time(1_000)
+    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)
+    offset = PAST
+    for end in (41, 42):
+        run = after_a_crash(run, offset, durable=durable or offset is PAST, given=(B,))
+        run.ends = {A: 150, B: end}
+        offset = run.batch()
+        assert offset.owed == {A: 150}
+    again = after_a_crash(run, offset, durable=durable)
+    again.ends = {A: 150, B: 42}
+    assert again.batch().ranges[A] == (20, 150)
+
+
 def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)

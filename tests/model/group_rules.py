@@ -61,7 +61,7 @@ class Model:
                 self.theirs.add(tp)
                 start, end = pending or self.flight.get(tp, (0, 0))
                 self.uncounted[tp] = (at if start <= at < end else end) - start
-            elif ours is not None and found.seq < as_of:
+            elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
             own = found.stream == STREAM
             self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None)
@@ -70,6 +70,11 @@ class Model:
             self.mark(tp, False)
             at = after(at, pending)
         self.position[tp] = at
+
+    def followed_back(self, found: ev.Committed, tp: TopicPartition, as_of: int) -> bool:
+        """A batch was in flight when somebody moved its partition back to before where it began."""
+        start = self.start.get(tp)
+        return found.followed and found.seq == as_of - 1 and start is not None and found.offset < start
 
     def mark(self, tp: TopicPartition, followed: bool) -> None:
         (self.followed.add if followed else self.followed.discard)(tp)

@@ -191,6 +191,9 @@ class GroupRun:
         assert offset is not None
         assert (offset.seq, offset.epoch, offset.ranges) == (model.seq + 1, model.epoch, ranges)
         assert offset.owed == {tp: at for tp, at in model.owed().items() if tp not in ranges}
+        away = offset.owed.keys() & model.start.keys() - model.position.keys()
+        since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
+        assert offset.since == since
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
@@ -223,9 +226,10 @@ class GroupRun:
             model.kafka = {tp: ev.Committed(offset=reset[ALL.index(tp)], epoch=epoch) for tp in model.kafka}
         model.epoch, model.seq = offset.epoch, offset.seq - (not durable)
         positions = dict(offset.owed) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
-        model.memory = {tp: (at, model.seq) for tp, at in positions.items()}
+        model.memory = {tp: (at, offset.since.get(tp, (model.seq, 0))[0]) for tp, at in positions.items()}
+        model.start = {tp: start for tp, (_, start) in offset.since.items()}
         if durable:
-            model.start = {tp: start for tp, (start, _) in offset.ranges.items()}
+            model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.Durable(offset=offset, topics=("orders",), places=SLOTS))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}

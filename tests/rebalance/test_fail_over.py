@@ -9,6 +9,7 @@ group is in every run; the three passing phases, a minute each, are in `make soa
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from rebalance.runs import Run
 from spark_group_source.local.broker import Broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.crash, pytest.mark.slow]
+soak = partial(pytest.param, marks=pytest.mark.soak)
 
 PARTITIONS = 6
 NODES = 3
@@ -198,7 +200,9 @@ def test_the_coordinator_dies_while_members_fetch_their_assignment(scene: Cluste
         scene.settle("members fetched their assignment", run, flow)
 
 
-@pytest.mark.parametrize("scene", ["range", "cooperative-sticky", "consumer"], indirect=True)
+@pytest.mark.parametrize(
+    "scene", [*(soak(each) for each in ("range", "cooperative-sticky")), "consumer"], indirect=True
+)
 def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: ClusterScene) -> None:
     with ExitStack() as stack:
         run, flow = scene.shared(stack)
@@ -228,7 +232,7 @@ def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Cluster
         scene.settle("partitions moved", run, flow)
 
 
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
+@pytest.mark.parametrize("strategy", ["range", soak("consumer")])
 def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(
     strategy: str, cluster: Broker, cluster_admin: AdminClient, group_id: str
 ) -> None:

@@ -86,7 +86,7 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
         assert running.exception() is None
 
 
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
+@pytest.mark.parametrize("strategy", ["range", pytest.param("consumer", marks=pytest.mark.soak)])
 def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     table = scene.folder / "table"

@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "writes-no-debts",
         "group/plan.py",
-        "owed={tp: at for tp, at in machine.positions.owed().items() if tp not in until},",
-        "owed={},",
+        "owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}",
+        "owed = {}",
         "the next offset carries what Kafka may not have",
     ),
     Mutant(
