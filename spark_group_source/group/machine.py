@@ -251,7 +251,7 @@ class GroupMachine:
         self._move_phase(ev.Replay)
         self._adopt(event, seq=event.offset.seq - 1)
         self.plan = event.offset
-        self.positions.replayed(event.offset.ranges)
+        self.positions.replayed(event.offset.takes)
 
     def _planned(self, offset: StreamOffset) -> None:
         self._require(
@@ -261,7 +261,7 @@ class GroupMachine:
         leaving = offset.ranges.keys() & set(self._slots.leaving())
         self._require(not leaving, f"batch {offset.seq} reads {leaving}, which are leaving")
         self._require((self.phase, ev.Planned) in PHASES, f"Planned in phase {self.phase.value}")
-        elsewhere = self.positions.planned(offset.ranges)
+        elsewhere = self.positions.planned(offset.ranges, offset.takes)
         self._require(elsewhere is None, f"{elsewhere}")
         self.plan = offset
         self._move_phase(ev.Planned)

@@ -73,6 +73,13 @@ class StreamOffset:
         """The ranges to read for the batch that ends here, without the empty ones, sorted."""
         return [OffsetRange(tp, a, b) for tp, (a, b) in sorted(self.ranges.items()) if a < b]
 
+    @property
+    def takes(self) -> Mapping[TopicPartition, tuple[int, int]]:
+        """The ranges, each with the records before it that were gone: who stands there stands behind it afterwards."""
+        if not self.lost:
+            return self.ranges
+        return {tp: (min(a, self.lost.get(tp, a)) if a < b else a, b) for tp, (a, b) in self.ranges.items()}
+
     def positions(self) -> dict[TopicPartition, int]:
         """The next offset of every partition held at the plan."""
         return {tp: until for tp, (_, until) in self.ranges.items()}

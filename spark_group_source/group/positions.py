@@ -80,7 +80,7 @@ class Positions:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def planned(self, ranges: Ranges) -> str | None:
+    def planned(self, ranges: Ranges, takes: Ranges) -> str | None:
         """A batch that was cut from :meth:`plannable` is in flight. Returns what is wrong with it, if anything is."""
         ready, ours = PartitionState.READY, self.ours
         planned = _to(ready, ev.Planned)  # looked up once: a batch can have 100,000 partitions
@@ -91,12 +91,12 @@ class Positions:
                 return f"{tp}[{start},{end}) is planned, but the partition is at {at}"
             if start < end:
                 partition.until, partition.state = end, planned
-        self._in_flight = ranges
+        self._in_flight = takes
         return None
 
-    def replayed(self, ranges: Ranges) -> None:
+    def replayed(self, takes: Ranges) -> None:
         """A former run's batch is in flight; what it reads joins it as the partitions come."""
-        self._in_flight = ranges
+        self._in_flight = takes
 
     def durable(self) -> None:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""

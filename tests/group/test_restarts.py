@@ -194,6 +194,23 @@ def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable:
     assert again.batch().ranges[A] == (20, 190)
 
 
+@pytest.mark.parametrize("returns", ["in the batch", "behind it"])
+def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_lost_in_it(returns: str) -> None:
+    """Kafka has it where the lost records began, and the batch begins behind them."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert (planned.ranges[A], planned.lost) == ((170, 180), {A: 150})
+    run.lost(A, B)
+    run.committed[A] = ev.Committed(offset=150, stream=STREAM, seq=7)
+    if returns == "behind it":
+        run.latest()  # the batch is durable, and there is nothing to plan
+    run.assigned(A, B)
+    run.pass_time(ANSWER_MS)
+    run.ends = {A: 190, B: 40}
+    assert run.batch().ranges[A] == (180, 190)
+
+
 def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
     """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
     past = RunHarness.returning(PAST)
