@@ -268,7 +268,7 @@ def test_an_agent_ends_when_it_is_not_wanted(agent: Callable[..., Home], how: st
 def test_an_agent_ends_with_what_it_hosts(agent: Callable[..., Home], tmp_path: Path) -> None:
     home = agent(hosted="agents:Noted", given={"folder": str(tmp_path)})
     pid = home.pid
-    assert (tmp_path / "started").exists()
+    await_until((tmp_path / "started").exists, STARTED_S, what="what it hosts: it serves a moment before")
     assert not (tmp_path / "stopped").exists()
     (tmp_path / "over").touch()
     agents.await_ended(pid)
