@@ -10,8 +10,8 @@ STAMP := .stamps/venv
 BIN := $(VENV)/bin
 export PYTHON
 
-# Processes that share the tests: most of a run is waiting, so twice as many as two cores. Tests that are named in ARGS
-# run in one, where -s and --pdb work.
+# Processes that share the tests: twice as many as two cores, for many tests wait. Tests that are named in ARGS run in
+# one, where -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
 .PHONY: demo test unit check bench soak clean tools
