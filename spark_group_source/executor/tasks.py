@@ -28,7 +28,6 @@ from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import membership, near, start
 from spark_group_source.executor.agent.processes import Process, executor
-from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.dialect import codec
 from spark_group_source.members.settings import member_settings
@@ -87,27 +86,23 @@ def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "I
         GroupError: see :func:`fetch.read_ranges`.
     """
     tally = Tally()
-    at = executor()
     if not call.agents:
-        yield from _read_directly(options, piece, tally, **bounds)
+        yield from _read(None, options, piece, tally, bounds)
         if tally.lost:
-            _line(call).tell(TaskEnded(plan=call.plan, task=call.task, executor=name_of(at), lost=tally.lost))
+            ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=tally.lost)
+            _line(call).tell(ended)
         return
+    at = executor()
     home = _agent(options, call, at) if at is not None else None
     with _claimed(call, piece, name_of(at), tally) as given:
-        yield from near.read_near(
-            home,
-            options.consumer_settings(),
-            given.ranges,
-            topic_ids=given.topic_ids,
-            leader_epochs=given.leader_epochs,
-            tally=tally,
-            **bounds,
-        )
+        yield from _read(home, options, given, tally, bounds)
 
 
-def _read_directly(options: Options, piece: Ranges, tally: Tally, **bounds: Any) -> "Iterator[pa.RecordBatch]":
-    return read_ranges(
+def _read(
+    home: "Home | None", options: Options, piece: Ranges, tally: Tally, bounds: Mapping[str, Any]
+) -> "Iterator[pa.RecordBatch]":
+    return near.read_near(
+        home,
         options.consumer_settings(),
         piece.ranges,
         topic_ids=piece.topic_ids,
