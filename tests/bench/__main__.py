@@ -4,6 +4,8 @@ import importlib
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+
 
 def _run(arguments: list[str]) -> int:
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))

@@ -19,12 +19,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from spark_group_source.local.broker import Broker
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
-
 import quick_spark
 from crash import calm, channel_faults, churn, kills
+
+from spark_group_source.local.broker import Broker
 
 SEEDS = 2**32
 SESSION_MS = 45_000

@@ -14,18 +14,19 @@ import argparse
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import agents
 import pyarrow as pa
 from confluent_kafka import Consumer, Message, TopicCollection
 from confluent_kafka import TopicPartition as ConfluentPartition
 from confluent_kafka.admin import AdminClient
 
+from bench.throughput import BROKER_JAVA, fill
 from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.home import Home
@@ -34,12 +35,6 @@ from spark_group_source.executor.agent.processes import Process
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, TopicPartition
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
-
-import agents
-
-from bench.throughput import BROKER_JAVA, fill
 
 CONSUMED = 10_000
 """Messages of one call; fewer are slower, more are not faster."""

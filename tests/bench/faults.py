@@ -19,15 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.source import KafkaGroupDataSource
-from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
-
 from faults.deaths import Deaths, Restarts
 from faults.outages import Outage
 from faults.soak import SETTINGS, Soak
+
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.source import KafkaGroupDataSource
+from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
