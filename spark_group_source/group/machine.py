@@ -203,8 +203,9 @@ class GroupMachine:
 
     def check(self) -> None:
         """State the invariants, or raise InvariantBroken. Walks over everything: for tests, and for a failure."""
-        if self.phase is Phase.CLOSED:
-            return  # events are ignored: what it knew then is not kept true
+        if self.phase is Phase.CLOSED:  # events are ignored: what it knew then is not kept true
+            self._require(self._slots.all_out, "a member is left in a run that has ended")
+            return
         self._require((self.plan is not None) == (self.phase is Phase.PLANNED), "a plan without its phase")
         wrong = self._slots.check() or self.positions.check()
         self._require(wrong is None, wrong or "")
@@ -367,10 +368,11 @@ class GroupMachine:
         self._move_phase(ev.Closing)
 
     def _end_with(self, error: SourceError | None) -> None:
-        """End the run with an error, if there is one."""
+        """End the run with an error, if there is one. Its members close at once, for nobody would answer them any more:
+        the batch in flight may take long, and a revocation that they hold would keep the group waiting for it."""
         if error is None:
             return
-        self._slots.failed()
+        self._slots.close(leave=self.rules.leave_on_stop == "always")
         if self.phase is not Phase.NEW:
             self._move_phase(ev.Fail)
         self._out.order(ev.Fail(error=error))

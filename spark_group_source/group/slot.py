@@ -11,7 +11,7 @@ from spark_group_source.model import TopicPartition
 HOME = ""
 """The host that is always there: the stream reader itself."""
 
-WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.FENCED, SlotState.MOVING})
+WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.MOVING})
 
 
 @dataclass(slots=True)

@@ -213,12 +213,6 @@ class Slots:
             self._move(slot, ev.HostLost)
             self.join(slot)
 
-    def failed(self) -> None:
-        """The run ends: nobody is asked any more who took a place."""
-        for slot in self.all:
-            if slot.state is SlotState.ASKING:
-                self._move(slot, ev.Fail)
-
     # --- what may be asked ------------------------------------------------------------------------------------------
 
     def get(self, number: int) -> Slot | None:
@@ -228,6 +222,11 @@ class Slots:
     def all_assigned(self) -> bool:
         """Every slot has an assignment of its subscription, maybe an empty one, and is not asked for any of it."""
         return self._assigned_count == len(self.all) and not self._told_at
+
+    @property
+    def all_out(self) -> bool:
+        """Whether no slot has a member that serves the run."""
+        return all(slot.state is SlotState.OUT for slot in self.all)
 
     def leaving(self) -> Iterator[TopicPartition]:
         """Partitions that are asked for and were not let go yet."""

@@ -58,7 +58,6 @@ class SlotState(State):
     ASSIGNED = "assigned"  # has an assignment, maybe an empty one
     REVOKING = "revoking"  # holds a revocation; heartbeats go on
     ASKING = "asking"  # its place was taken: asks the broker whether by a newer driver of this stream
-    FENCED = "fenced"  # a newer driver has the stream
     MOVING = "moving"  # its member closes where it is, and the next one joins from another host
 
 
@@ -161,7 +160,6 @@ SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
     (SlotState.REVOKING, ev.MemberFenced): SlotState.ASKING,
     (SlotState.ASKING, ev.NotReplaced): SlotState.OUT,
     (SlotState.ASKING, ev.ReplacedUnknown): SlotState.ASKING,
-    (SlotState.ASKING, ev.Fail): SlotState.FENCED,
     (SlotState.JOINING, ev.Leave): SlotState.OUT,
     (SlotState.ASSIGNED, ev.Leave): SlotState.OUT,
     (SlotState.REVOKING, ev.Leave): SlotState.OUT,

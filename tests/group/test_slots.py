@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import pytest
+
 from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
@@ -101,7 +103,21 @@ def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
     assert pair.phase() is Phase.CLOSED
     assert pair.durable() == []
     assert pair.tick(ms=60_000) == []
-    assert pair.machine.statistics().slots == ("fenced", "joining")
+    assert pair.machine.statistics().slots == ("out", "out")
+
+
+@pytest.mark.parametrize(("leave_on_stop", "leave"), [("auto", False), ("always", True)])
+def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on_stop: str, leave: bool) -> None:
+    """Its batch may be written for long, and nobody in it would answer the group meanwhile."""
+    pair = GroupHarness(slots=2, leave_on_stop=leave_on_stop)
+    pair.born()
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 110)})
+    assert pair.revoking(B, slot=1) == []
+    assert only(ev.Leave, pair.feed(ev.Broken(error=Fenced("x")))) == [
+        ev.Leave(slot=slot, leave=leave) for slot in (0, 1)
+    ]
 
 
 def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -> None:
@@ -150,7 +166,7 @@ def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group
     unknown = ev.ReplacedUnknown(slot=0, reason="transactions are not allowed", final=True)
     (fail,) = only(ev.Fail, group.feed(unknown))
     assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
-    assert group.machine.statistics().slots == ("fenced",)
+    assert group.machine.statistics().slots == ("out",)
 
 
 def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:

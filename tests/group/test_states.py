@@ -173,7 +173,6 @@ SLOT_WAYS: dict[Row, Way] = {
     (SlotState.REVOKING, ev.MemberFenced): [revoking, lambda g: g.fenced()],
     (SlotState.ASKING, ev.NotReplaced): [asking, lambda g: g.feed(ev.NotReplaced(slot=0))],
     (SlotState.ASKING, ev.ReplacedUnknown): [asking, lambda g: g.feed(ev.ReplacedUnknown(slot=0, reason="x"))],
-    (SlotState.ASKING, ev.Fail): [asking, replaced],
     (SlotState.JOINING, ev.Leave): [born, close],
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
@@ -575,7 +574,6 @@ def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
 def test_nothing_leads_out_of_the_ends() -> None:
     assert {to for (state, _), to in RUN.items() if state is RunState.CLOSED} == {RunState.CLOSED}
     assert not [row for row in PHASES if row[0] is Phase.CLOSED]
-    assert not [row for row in SLOTS if row[0] is SlotState.FENCED]
 
 
 def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
@@ -596,7 +594,7 @@ def test_the_tables_are_rendered_for_the_documentation() -> None:
                 if line.startswith(f"| `{state.value}` |") and f"{cause.__name__} → `{to.value}`" in line
             ][:1]
             assert line
-    assert "| `fenced` | nothing |" in text
+    assert "| `gone` | nothing |" in text
     assert [line for line in text.splitlines() if line.endswith("leaves by |")] == [
         f"| {name} | leaves by |" for name in ("run", "stream", "slot", "partition", "host")
     ]
