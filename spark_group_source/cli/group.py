@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_group_source.cli.report import GroupReport
-    from spark_group_source.kafka import Admin
+    from spark_group_source.kafka import GroupAdmin
     from spark_group_source.model import TopicPartition
 
 console = Console()
@@ -174,8 +174,8 @@ def _place(offset: int | None, text: str | None) -> StartAt:
     return StartAt("time", int(moment.timestamp() * 1000))
 
 
-def _admin(servers: str, group: str, config: Path | None) -> "Admin":
-    from spark_group_source.kafka import Admin
+def _admin(servers: str, group: str, config: Path | None) -> "GroupAdmin":
+    from spark_group_source.kafka import GroupAdmin
     from spark_group_source.options.table import Options
 
     lines = [] if config is None else config.read_text(encoding="utf-8").splitlines()
@@ -185,7 +185,7 @@ def _admin(servers: str, group: str, config: Path | None) -> "Admin":
         raise OptionError(f"{config}: {wrong[0]!r} has no value; write name=value")
     given = {f"kafka.{name.strip()}": value.strip() for name, value in pairs}
     options = Options.parse({**given, "kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"})
-    return Admin(options.admin_settings(), retries=0)
+    return GroupAdmin(options.admin_settings(), retries=0)
 
 
 @contextmanager
@@ -272,7 +272,7 @@ def _at(values: Sequence[T], slot: int, otherwise: T) -> T:
     return values[slot] if slot < len(values) else otherwise
 
 
-def _show_move(admin: "Admin", group: str, targets: "dict[TopicPartition, int]") -> None:
+def _show_move(admin: "GroupAdmin", group: str, targets: "dict[TopicPartition, int]") -> None:
     now = admin.committed(group)
     table = Table("topic", "partition", "now", "then")
     for tp, offset in sorted(targets.items()):

@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_group_source.group.names import parse_note
 from spark_group_source.host import runs
-from spark_group_source.kafka import Admin, GroupMember
+from spark_group_source.kafka import GroupAdmin, GroupMember
 from spark_group_source.model import TopicPartition
 
 
@@ -65,7 +65,7 @@ class GroupReport:
         }
 
 
-def describe(admin: Admin, group: str, ledger: Mapping[TopicPartition, int] | None = None) -> GroupReport:
+def describe(admin: GroupAdmin, group: str, ledger: Mapping[TopicPartition, int] | None = None) -> GroupReport:
     """Ask the cluster about a group.
 
     Args:

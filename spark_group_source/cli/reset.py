@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spark_group_source.delta.ledger import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group import names
-from spark_group_source.kafka import Admin, CommittedOffset, Topic
+from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET
 
@@ -25,7 +25,7 @@ ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing",
 """States in which Kafka refuses to move a group's offsets, because its members go on from where they are."""
 
 
-def partitions_of(admin: Admin, group: str, topics: Iterable[str]) -> list[TopicPartition]:
+def partitions_of(admin: GroupAdmin, group: str, topics: Iterable[str]) -> list[TopicPartition]:
     """The partitions to move: those of the named topics, or all that the group ever committed."""
     names = list(topics)
     if not names:
@@ -33,7 +33,7 @@ def partitions_of(admin: Admin, group: str, topics: Iterable[str]) -> list[Topic
     return [TopicPartition(name, p) for name, topic in admin.require(names).items() for p in range(topic.partitions)]
 
 
-def targets(admin: Admin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
+def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
     """Where a word, an offset or a time means for each partition. Partitions that are gone are left out."""
     tps = list(tps)
     if to.kind == "time":
@@ -44,7 +44,7 @@ def targets(admin: Admin, tps: Iterable[TopicPartition], to: StartAt) -> dict[To
     return named_targets(admin, dict.fromkeys(tps, number))
 
 
-def named_targets(admin: Admin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+def named_targets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
     """The same for an offset each (-1 latest, -2 earliest); one that is outside the log becomes its nearest end."""
     first, end = admin.earliest(offsets), admin.latest(offsets)
     words = {EARLIEST_OFFSET: first, LATEST_OFFSET: end}
@@ -107,7 +107,12 @@ def _of_void_batch(note: names.Note | None, ledger: Ledger) -> bool:
 
 
 def move(
-    admin: Admin, group: str, targets: Mapping[TopicPartition, int], *, spark: "SparkSession | None", table: str | None
+    admin: GroupAdmin,
+    group: str,
+    targets: Mapping[TopicPartition, int],
+    *,
+    spark: "SparkSession | None",
+    table: str | None,
 ) -> int:
     """Bring the group to the targets and then, with a table, its ledger too. Returns the number of the reset.
 

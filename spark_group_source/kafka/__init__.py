@@ -10,6 +10,7 @@ from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
 from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.epochs import EpochEnds
+from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
@@ -21,6 +22,7 @@ __all__ = [
     "CommittedOffset",
     "Empty",
     "EpochEnds",
+    "GroupAdmin",
     "GroupDescription",
     "GroupMember",
     "GroupOffsets",

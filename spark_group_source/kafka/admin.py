@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
-from spark_group_source.errors import CommitFailed, TopicMissing
+from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.asking import until_answered
-from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
+from spark_group_source.kafka.described import GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
@@ -51,7 +51,7 @@ be the one that gives up: a coordinator that comes back after that makes it abor
 We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
 
 Bound = Mapping[str, float]
-_COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
+COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
 Offsets = dict[TopicPartition, int]
@@ -87,20 +87,25 @@ class Admin:
         self._asker = Asker.of(settings)
         self._retries = retries
         self._retry_interval_s = retry_interval_s
-        self._settings = {**settings, "error_cb": self._on_error}
+        self._settings = settings
         self._refused: KafkaError | None = None
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms: float = -math.inf
         self._slow = 0  # questions in a row that the time of the first ones was too short for
         self._former: deque[Any] = deque(maxlen=FORMER_MAX)
         # The object must outlive every answer: a collected AdminClient fails its pending futures.
-        self._client = self._runtime.admin(self._settings)
+        self._client = self._new_client()
 
     def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
         """Every topic that ``wants`` says yes to, with its id and partition count."""
+        return self.describe([name for name in self.listed() if wants(name)])
+
+    def listed(self) -> dict[str, Any]:
+        """The library's word of every topic that this user may see; each has ``partitions``."""
         op = "listing topics"
         listed = self._asked(Request.TOPICS, op, lambda _: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
-        return self.describe([name for name in listed.topics if wants(name)])
+        found: dict[str, Any] = listed.topics
+        return found
 
     def describe(self, names: Iterable[str]) -> dict[str, Topic]:
         """The named topics; those that a broker says do not exist are left out. It may not have heard of a new one."""
@@ -185,29 +190,12 @@ class Admin:
         found.update(self.at_time({tp: at.value for tp, at in words.items() if at.kind == "time"}, whole=False))
         return found
 
-    def committed(self, group: str) -> dict[TopicPartition, CommittedOffset]:
-        """Every offset that the group committed. A query uses :class:`GroupOffsets`, which says why."""
-        self.group(group)  # finds the coordinator, and waits for it while it loads
-        request = [ConsumerGroupTopicPartitions(group)]
-        answer = self._ask(
-            Request.COMMITTED,
-            "reading committed offsets",
-            lambda _: self._client.list_consumer_group_offsets(request, require_stable=True, **_COORDINATOR_BOUND),
-        )[group]
-        if isinstance(answer, Missing):
-            return {}
-        return {
-            TopicPartition(p.topic, p.partition): CommittedOffset(p.offset, p.metadata or "")
-            for p in answer.topic_partitions
-            if p.offset >= 0 and p.error is None
-        }
-
     def group(self, group: str) -> GroupDescription:
         """Who is in the group. A group that never was is described as dead, without members."""
         found = self._ask(
             Request.GROUP,
             "describing the group",
-            lambda _: self._client.describe_consumer_groups([group], **_COORDINATOR_BOUND),
+            lambda _: self._client.describe_consumer_groups([group], **COORDINATOR_BOUND),
         )[group]
         if isinstance(found, Missing):
             return GroupDescription("dead", "", "", ())
@@ -223,38 +211,11 @@ class Admin:
             ),
         )
 
-    def move_committed(
-        self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str] | None = None
-    ) -> None:
-        """Commit for a group without members, as an operator, in one request.
-
-        Args:
-            notes: the text beside each offset; a partition that is not in it gets none.
-
-        Raises:
-            CommitFailed: Kafka refused one of them, for example because the group has members; or it was not answered,
-                and then it may still happen.
-        """
-        entries = [to_kafka(tp, offset, (notes or {}).get(tp, "")) for tp, offset in offsets.items()]
-        request = [ConsumerGroupTopicPartitions(group, entries)]
-        try:
-            future = self._client.alter_consumer_group_offsets(request, **_COORDINATOR_BOUND)[group]
-            answer = self._answer(Request.ALTER, future)
-        except KafkaException as exc:
-            error = exc.args[0]
-            if error.code() < 0:  # librdkafka's own word: no broker has said anything
-                raise CommitFailed(
-                    f"Kafka did not answer whether group {group!r} was moved ({error.str()}). It may be yet: look with "
-                    "spark-group describe, then do this again"
-                ) from exc
-            missing = self._asker.needs(Request.ALTER, error.code(), group)
-            needs = f". {self._asker.user} needs {missing}" if missing else ""
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {error.str()}{needs}") from exc
-        if isinstance(answer, Missing):
-            raise CommitFailed(f"Kafka refused to move group {group!r}: a topic does not exist")
-        refused = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
-        if refused:
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {', '.join(refused[:10])}")
+    def close(self) -> None:
+        """No answer is wanted any more; nothing may be asked after it. The clients end here and now, for the library
+        ends the whole process where one ends on its own thread: there a late answer lets garbage be collected."""
+        self._former.clear()
+        self._client = None
 
     def pause(self, wait_s: float) -> None:
         """Let time pass between two questions, serving the client meanwhile."""
@@ -386,7 +347,10 @@ class Admin:
         self._refused = self._tokenless = None
         self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
-        self._client = self._runtime.admin(self._settings)
+        self._client = self._new_client()
+
+    def _new_client(self) -> Any:
+        return self._runtime.admin({**self._settings, "error_cb": self._on_error})
 
 
 def _no_answer() -> KafkaException:

@@ -47,7 +47,11 @@ class FakeAdmin:
         del topic
 
         def serve(reply: Reply) -> None:
-            reply(SimpleNamespace(topics={name: SimpleNamespace(topic=name) for name in self._known()}))
+            found = {
+                name: SimpleNamespace(topic=name, partitions=dict.fromkeys(topic.partitions))
+                for name, topic in self._known().items()
+            }
+            reply(SimpleNamespace(topics=found))
 
         return self._library.answer(
             Ask.TOPICS,
@@ -95,25 +99,6 @@ class FakeAdmin:
             reply({name: self._group(name) for name in group_ids})
 
         return self._futures(Ask.GROUP, list(group_ids), serve, lambda name, found: found[name], request_timeout, "")
-
-    def list_consumer_group_offsets(
-        self, request: Sequence[Any], *, require_stable: bool = False, request_timeout: float = REQUEST_S, **_: Any
-    ) -> Futures:
-        (asked,) = request
-        group = self._cluster.group(asked.group_id)
-
-        def serve(reply: Reply) -> None:
-            tps = sorted(group.offsets) if asked.topic_partitions is None else map(to_ours, asked.topic_partitions)
-            group.read(tps, require_stable, reply)
-
-        def one(_: str, found: dict[Any, Any]) -> Any:
-            answers = [
-                Answered(tp.topic, tp.partition, entry.offset if entry else NO_OFFSET, entry.note if entry else None)
-                for tp, entry in found.items()
-            ]
-            return SimpleNamespace(group_id=asked.group_id, topic_partitions=answers)
-
-        return self._futures(Ask.COMMITTED, [asked.group_id], serve, one, request_timeout, "")
 
     def alter_consumer_group_offsets(
         self, request: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any

@@ -10,7 +10,7 @@ from functools import partial
 
 from spark_group_source.cli import reset
 from spark_group_source.errors import GroupError
-from spark_group_source.kafka import Admin
+from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.testing.books import Reader
 from spark_group_source.testing.cluster import Cluster
@@ -49,7 +49,7 @@ class Operator:
         self._world, self._cluster, self._truth, self._group = world, cluster, truth, group
         self._stop, self._start = stop, start
         self._runtime = SimulatedRuntime(self._process, cluster)
-        self._admin = Admin({"bootstrap.servers": "kafka:9092"}, runtime=self._runtime, retries=10)
+        self._admin = GroupAdmin({"bootstrap.servers": "kafka:9092"}, runtime=self._runtime, retries=10)
         self.busy = self._to_ledger = False
         self.moves = 0
         truth.reads_as(self._process.name, Reader(self._process.name, self._process.name))

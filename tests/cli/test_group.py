@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions
-from conftest import ADMIN_S, await_until
+from conftest import await_until
 from delta_files import living_rows
-from kafka_words import set_committed
+from kafka_words import noted_of, set_committed
 from scenes import Scene
 from streams import Job, Outsider, describe, numbered, planned
 from typer.testing import CliRunner
@@ -185,9 +184,7 @@ def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ..
 
 def notes(scene: Scene) -> dict[TopicPartition, Note]:
     """What the text beside each of the group's committed offsets says."""
-    asked = scene.admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(scene.group)], require_stable=True)
-    found = asked[scene.group].result(ADMIN_S).topic_partitions
-    return {TopicPartition(p.topic, p.partition): parse_note(p.metadata or "") for p in found or []}
+    return {tp: parse_note(text) for tp, (_, text) in noted_of(scene.admin, scene.group).items()}
 
 
 def await_left(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
-from spark_group_source.kafka import Admin, CommittedOffset, GroupOffsets
+from spark_group_source.kafka import Admin, CommittedOffset, GroupAdmin, GroupOffsets
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 SETTINGS = {"bootstrap.servers": "b"}
@@ -118,4 +118,4 @@ def test_reading_back_gives_up(runtime: HandRuntime) -> None:
 def test_a_group_that_may_have_been_moved_is_not_called_refused(runtime: HandRuntime, code: int, said: str) -> None:
     runtime.will("alter_consumer_group_offsets", {"g": refusal(code)})
     with pytest.raises(CommitFailed, match=said):
-        Admin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+        GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})

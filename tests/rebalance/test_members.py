@@ -10,7 +10,7 @@ from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import CommitFailed, Fenced
-from spark_group_source.kafka import Admin
+from spark_group_source.kafka import GroupAdmin
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -102,7 +102,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
     name = scene.topic(2)
     scene.fill(name, 10)
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
-    operator = Admin({"bootstrap.servers": scene.servers, "log_level": "3"})
+    operator = GroupAdmin({"bootstrap.servers": scene.servers, "log_level": "3"})
     with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
         run.await_(lambda: len(run.records) == 20, "all records")
         scene.await_committed(name)
@@ -196,7 +196,7 @@ def test_B71_G5_a_partition_goes_on_exactly_where_it_was_committed(
     if count == 0:  # all records are gone, the committed offset is both the beginning and the end
         scene.admin.delete_records([KafkaPartition(name, 0, 3)])
         await_until(lambda: _begin(scene.broker, tp) == 3, what="the deleted records")
-    Admin({"bootstrap.servers": scene.servers, "log_level": "3"}).move_committed(scene.group, {tp: at})
+    GroupAdmin({"bootstrap.servers": scene.servers, "log_level": "3"}).move_committed(scene.group, {tp: at})
     with Run(scene.run_options(name, strategy, startingOffsets="latest" if at == 0 else "earliest")) as run:
         run.await_partitions(1)
         run.await_idle()

@@ -3,10 +3,9 @@
 import shutil
 
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions
 from confluent_kafka.admin import AdminClient
-from conftest import ADMIN_S, await_until
-from kafka_words import set_committed
+from conftest import await_until
+from kafka_words import noted_of, set_committed
 
 from rebalance.accounts import stays
 from rebalance.conftest import GroupScene
@@ -97,9 +96,4 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
 
 def _committed_by_a_stream(admin: AdminClient, group: str) -> dict[TopicPartition, int]:
     """The offsets that a stream committed, by the notes beside them."""
-    found = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(ADMIN_S)
-    return {
-        TopicPartition(tp.topic, tp.partition): tp.offset
-        for tp in found.topic_partitions or []
-        if parse_note(tp.metadata or "").stream is not None
-    }
+    return {tp: at for tp, (at, note) in noted_of(admin, group).items() if parse_note(note).stream is not None}
