@@ -69,7 +69,12 @@ LANES = {
     "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
     "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
     "faults": ("tests/faults/",),
-    "cluster": ("tests/rebalance/test_fail_over.py", "tests/local/test_broker.py", "tests/security/"),
+    "cluster": (
+        "tests/rebalance/test_fail_over.py",
+        "tests/local/test_broker.py",
+        "tests/kafka/test_ends.py",
+        "tests/security/",
+    ),
 }
 """Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. The
 longest lane is the first. A test that is missing here works as well; it may start a second Spark."""

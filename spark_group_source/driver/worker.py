@@ -137,9 +137,12 @@ class Worker:
             self._work.put_nowait(_Probe(done))
 
     def stop(self) -> None:
-        """End after the order in hand; what is still waiting is dropped."""
+        """End after the order in hand; what is still waiting is dropped. Nobody asks anything of the run's after it."""
         self._stopped = True
-        self._work.put_nowait(None)  # wakes the thread
+        if self._commits is None:
+            self._admin.close()
+        else:
+            self._work.put_nowait(None)  # wakes the thread
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -183,6 +186,7 @@ class Worker:
             if isinstance(work, _Probe):
                 work.done(None)
         self._offsets.close()
+        self._admin.close()
 
     def _on_time(self, due_s: float | None) -> None:
         if due_s is not None and due_s <= WAKE_S:

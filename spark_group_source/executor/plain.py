@@ -234,6 +234,7 @@ class PlainClient:
         self._consumer.unassign()
 
     def close(self) -> None:
+        self._asked, self._asking = {}, None
         self._consumer.close()
 
 
