@@ -24,7 +24,7 @@ from spark_group_source.model import StartAt, TopicPartition
 REQUEST_TIMEOUT_S = 6.0
 """One question to the cluster, including the search for the broker that can answer. A client that asked a broker which
 died goes on asking it; the next question is another client's."""
-FIRST_TIMEOUT_S, FIRST_TRIES = 3.0, 2
+FIRST_TIMEOUT_S, FIRST_TRIES = 2.0, 2
 """So the first questions are given up sooner, and a cluster that is only slow has the whole time from then on, until it
 answers sooner again."""
 ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
