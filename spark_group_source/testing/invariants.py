@@ -132,7 +132,12 @@ class Invariants(Accounts):
         book = self.books[tp]
         holding = book.holders.pop(name)
         loss = holding.loss
-        behind = holding.until is not None and holding.until > self._committed(tp)
+        committed, first = self._committed(tp), None
+        if book.start <= committed < book.start + len(book.first):
+            first = book.first[committed - book.start]
+        # A run that follows it has read on in its place, and may never be given it.
+        behind = first is not None and first is not holding.reader and first.party == holding.reader.party
+        behind |= holding.until is not None and holding.until > committed
         if loss is None and (cause is Cause.TOLD or behind):  # out of the group, and nobody has come instead yet
             loss = Loss(holding.reader, self._committed(tp), cause)
             book.losses.append(loss)
