@@ -5,6 +5,8 @@
 ``python -m tests.bench faults --restarts S``: every broker in turn in order, and then all of them for so many seconds
 ``python -m tests.bench faults --outage S [S ...]``: so many seconds, of one broker of three and of all
 
+Kafka's own elections wait for its metadata log on the disk: with ``TMPDIR=/dev/shm`` other writers do not hold them up.
+
 Prints each fault with the time from its end until both groups have committed everything that was produced by then, and
 the account: nothing may be lost or doubled. The same seed draws the same faults; what they meet differs.
 """

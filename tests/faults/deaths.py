@@ -168,11 +168,13 @@ class Deaths(Soak):
 
     def table(self) -> str:
         """Median and worst of each role, and of all."""
-        rows = ["death of       deaths  Kafka takes all     first rows   every partition   (seconds, median and worst)"]
+        columns = "Kafka takes all     first rows   every partition   after Kafka"
+        rows = [f"death of       deaths  {columns}   (seconds, median and worst)"]
         for role in (*ROLES, "any"):
             these = [death for death in self.deaths if role in (death.role, "any")]
             if these:
                 figures = [[d.kafka_s for d in these], [d.first_s for d in these], [d.all_s for d in these]]
+                figures.append([max(0.0, d.first_s - d.kafka_s) for d in these])
                 shown = "".join(f"{statistics.median(f):9.1f} {max(f):6.1f}" for f in figures)
                 rows.append(f"{role:12} {len(these):8}{shown}")
         return "\n".join(rows)
