@@ -90,8 +90,8 @@ class Invariants(Accounts):
             if holding.loss is None and holding.reader.counted is not None:
                 behind = holding.until is not None and self._committed(tp) < holding.until
                 reads = holding.reader in book.flight and self._overlaps(tp, holding.reader)
-                if (behind or reads) and not client.entitled(tp):
-                    # It was thrown out, and knows: nothing is committed in its name, and another may have it.
+                # It was thrown out, and knows: nothing is committed in its name, and another may have it.
+                if (behind and not client.entitled(tp)) or (reads and client.is_out):
                     self._close(tp, client.name, Cause.TOLD)
                     continue
                 if behind:

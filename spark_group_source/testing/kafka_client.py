@@ -163,6 +163,11 @@ class Client:
         """A commit of the application's was refused for what the member is."""
         raise NotImplementedError
 
+    @property
+    def is_out(self) -> bool:
+        """Whether the group does not know it any more: its session ended, or another took its place."""
+        return self.member not in self._group.members
+
     def entitled(self, tp: TopicPartition) -> bool:
         """Whether the group still says that it has the partition: an answer may come after the session ended."""
         member = self._group.members.get(self.member)
