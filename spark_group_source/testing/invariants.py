@@ -362,8 +362,9 @@ class Invariants(Accounts):
         anyone = last is None or reader.party in book.away
         if anyone and not before:
             known = {book.start, book.nobodys, *book.firsts, *(entry.offset for entry in seen)}
-            # Under latest it may have begun at an end that the log has lost since.
-            return start in known or (book.end < start <= book.longest and self._may_skip(tp, reader))
+            # Under latest it may have begun at an end that the log has lost since, or that retention has passed.
+            lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
+            return start in known or (lost and self._may_skip(tp, reader))
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
 
     def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
