@@ -75,7 +75,8 @@ def plan(
     A partition that is not moved keeps its note, with the new number: nobody moved it, so a sink that has more of it
     than Kafka knows leaves that out instead of refusing it. Where ``ledger`` is further than Kafka, the last commit of
     a run was lost; the table decides. It decides as well where a stream committed that had not heard of the last reset
-    and whose batch the sink left out: Kafka is further then by records that are not in the table.
+    and whose batch the sink left out: Kafka is further then by records that are not in the table. It does not where it
+    has not heard of the reset that Kafka's offset knows, as after one with another table of the group.
 
     Args:
         committed: what the group committed so far.
@@ -88,7 +89,10 @@ def plan(
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topic_ids.get(tp.topic) in (None, "", topics[tp.topic].id):
-                offsets[tp] = at if _of_void_batch(notes.get(tp), ledger) else max(at, offsets.get(tp, 0))
+                note = notes.get(tp)
+                if note is not None and note.epoch > ledger.epoch:
+                    continue
+                offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
     offsets = {
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions

@@ -54,6 +54,13 @@ def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows
     assert plan({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
 
 
+def test_a_table_that_has_not_heard_of_a_reset_does_not_take_it_back() -> None:
+    """The group went back to another table's ledger. Before, the next reset of this one skipped what that lacks."""
+    before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
+    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
+    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}, epoch=1), TOPICS).offsets == {P0: 5, P1: 10, P2: 10}
+
+
 def test_what_a_stream_committed_of_a_batch_that_the_table_left_out_does_not_count() -> None:
     """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
