@@ -50,7 +50,7 @@ class Operator:
         self._stop, self._start = stop, start
         self._runtime = SimulatedRuntime(self._process, cluster)
         self._admin = GroupAdmin({"bootstrap.servers": "kafka:9092"}, runtime=self._runtime, retries=10)
-        self.busy = self._to_ledger = False
+        self.busy = False
         self.moves = 0
         truth.reads_as(self._process.name, Reader(self._process.name, self._process.name))
         truth.operator = self._process.name
@@ -127,7 +127,7 @@ class Operator:
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
         """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose.
 
-        Where one table stands may be behind another one of the group, whose sink then refuses: once is enough of that.
+        Where one table stands may be behind another one of the group, so all are reset to it.
         """
         held = {} if table.ledger is None else dict(table.ledger.offsets)
         if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
@@ -136,11 +136,9 @@ class Operator:
                 self._admin, reset.partitions_of(self._admin, self._group, topics), StartAt("earliest")
             )
             self.by_reset(lambda _: first, tables)
-        elif self._world.chance(0.5) and not (self._to_ledger and len(tables) > 1):
-            self._to_ledger = True
-            self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, [table])
+        elif self._world.chance(0.5):
+            self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
         else:
-            self._to_ledger = False
             self.by_reset(lambda committed: committed, tables)
 
 
