@@ -142,7 +142,7 @@ class Invariants(Accounts):
         behind = first is not None and first is not holding.reader and first.party == holding.reader.party
         behind |= holding.until is not None and holding.until > committed
         if loss is None and (cause is Cause.TOLD or behind):  # out of the group, and nobody has come instead yet
-            loss = Loss(holding.reader, self._committed(tp), cause)
+            loss = Loss(holding.reader, committed, cause)
             book.losses.append(loss)
         if loss is not None:
             loss.cause = cause
