@@ -250,8 +250,9 @@ class HandAdmin:
     def alter_consumer_group_offsets(self, groups: list[Any], **bounds: float) -> dict[str, "Future[Any]"]:
         return self._done(self.runtime.answer("alter_consumer_group_offsets", groups, {}))
 
-    def list_topics(self, **bounds: float) -> None:
+    def list_topics(self, **bounds: float) -> Any:
         """Learns where the leaders are."""
+        return self.runtime.answer("list_topics")
 
     @staticmethod
     def _done(answers: Mapping[Any, Any]) -> dict[Any, "Future[Any]"]:

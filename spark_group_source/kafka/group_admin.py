@@ -30,6 +30,12 @@ class GroupAdmin(Admin):
             BrokerUnavailable: of some there was no answer.
         """
         listed = self.listed()
+        if blank := sorted(name for name, topic in listed.items() if not topic.partitions):
+            raise BrokerUnavailable(
+                f"group {group!r}: brokers do not say now which partitions topic {blank[0]} has, so the group's "
+                "offsets cannot all be read. Ask again in a moment",
+                group=group,
+            )
         tps = [TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions]
         offsets = GroupOffsets(self._settings, group=group, runtime=self._runtime)
         try:

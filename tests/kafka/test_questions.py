@@ -119,3 +119,17 @@ def test_a_group_that_may_have_been_moved_is_not_called_refused(runtime: HandRun
     runtime.will("alter_consumer_group_offsets", {"g": refusal(code)})
     with pytest.raises(CommitFailed, match=said):
         GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+
+
+def test_a_topic_without_partitions_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
+    """Left out, its offsets would look like none."""
+    runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
+    with pytest.raises(BrokerUnavailable, match="which partitions topic a has"):
+        GroupAdmin(SETTINGS, runtime=runtime).committed("g")
+
+
+def test_a_partition_without_an_answer_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
+    runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
+    runtime.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
+    with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, the first a-1"):
+        GroupAdmin(SETTINGS, runtime=runtime).committed("g")
