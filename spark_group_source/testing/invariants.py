@@ -141,6 +141,8 @@ class Invariants(Accounts):
         # A run that follows it has read on in its place, and may never be given it.
         behind = first is not None and first is not holding.reader and first.party == holding.reader.party
         behind |= holding.until is not None and holding.until > committed
+        # A run that fails closes its members while its batch is written.
+        behind |= book.flight.get(holding.reader, (0, 0))[1] > committed
         if loss is None and (cause is Cause.TOLD or behind):  # out of the group, and nobody has come instead yet
             loss = Loss(holding.reader, committed, cause)
             book.losses.append(loss)

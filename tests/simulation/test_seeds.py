@@ -32,3 +32,7 @@ def test_a_batch_that_another_run_of_its_stream_has_written_is_in_nobodys_hands_
 
 def test_a_run_may_wait_in_vain_for_what_an_older_run_of_its_stream_keeps_seed_6398() -> None:
     run(6398, protocol="consumer")  # testing/scene.py: _judge_timeout
+
+
+def test_what_a_failed_run_still_writes_while_its_members_close_is_its_own_loss_seed_71398() -> None:
+    run(71398, protocol="consumer")  # testing/invariants.py: _close, book.flight
