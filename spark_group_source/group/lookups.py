@@ -5,7 +5,7 @@ Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: ask
 becomes a position (``positions``, ``starts``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from spark_group_source.errors import SourceError
 from spark_group_source.group import events as ev
@@ -56,6 +56,10 @@ class Lookups:
     def tick(self) -> None:
         if self._again_at_ms is not None and self._out.now_ms >= self._again_at_ms:
             self._again_at_ms = None
+
+    def made_again(self, topics: Iterable[str]) -> None:
+        """The stream began with other topics of these names: of the new ones all partitions came later."""
+        self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
 
     def committed_read(self, event: ev.CommittedRead, stream: str) -> None:
         """The group's committed offsets; a newer reset among them makes everything that was known void."""

@@ -122,6 +122,7 @@ class GroupMachine:
                 self._end_with(self._slots.replaced(event.reason))
             case ev.RecordsGone():
                 self.positions.gone(event.offsets, event.topics, event.cut)
+                self._lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
             case ev.Tick():
                 self._tick()

@@ -75,17 +75,19 @@ class Partition:
 
 def is_older(committed: ev.Committed, partition: Partition) -> bool:
     """Whether a commit of ours was made before what we remember. Between the last batch and the plan of the next one a
-    position can move on: records that were to be read are gone."""
+    position can move on: records that were to be read are gone.
+
+    A run whose batch is in flight goes on where another stream or an operator put the group since. Under its own name
+    that looks like a commit of before; but it is before where that batch began, and no batch of ours ended there.
+    """
     if partition.planned and committed.seq == partition.as_of:
-        return not committed.followed or committed.offset == partition.lost
-    return committed.seq < partition.as_of and not _followed_back(committed, partition)
+        return not _before(committed.offset, partition.position) or committed.offset == partition.lost
+    put_back = committed.seq == partition.as_of - 1 and _before(committed.offset, partition.start)
+    return committed.seq < partition.as_of and not put_back
 
 
-def _followed_back(committed: ev.Committed, partition: Partition) -> bool:
-    """Whether a batch was in flight when its partition was moved back to before where that batch began, and the run
-    ended before it could plan from there: the batch after it would have begun at that very offset."""
-    before_it = partition.start is not None and committed.offset < partition.start
-    return committed.followed and committed.seq == partition.as_of - 1 and before_it
+def _before(offset: int, at: int | None) -> bool:
+    return at is not None and offset < at
 
 
 def after_batch(at: int, batch: tuple[int, int]) -> int:

@@ -36,3 +36,11 @@ def test_a_run_may_wait_in_vain_for_what_an_older_run_of_its_stream_keeps_seed_6
 
 def test_what_a_failed_run_still_writes_while_its_members_close_is_its_own_loss_seed_71398() -> None:
     run(71398, protocol="consumer")  # testing/invariants.py: _close, book.flight
+
+
+def test_where_others_put_the_group_back_stays_true_though_a_run_committed_it_in_mid_batch_seed_85073() -> None:
+    run(85073, protocol="eager")  # group/partition.py: is_older, _before
+
+
+def test_a_topic_made_again_begins_at_its_first_record_also_where_others_had_the_partition_seed_85694() -> None:
+    run(85694, protocol="eager")  # group/lookups.py: made_again
