@@ -69,10 +69,13 @@ class Transactions:
         who: tuple[str, int, str | None],
         entries: Mapping[TopicPartition, Entry],
     ) -> Code:
-        """Offsets, in the name of a member (id, generation, instance id) or of none."""
+        """Offsets, in the name of a member (id, generation, instance id) or of none. What comes when the transaction is
+        over is refused, as by brokers since 3.8 (KIP-890: they ask the transaction's coordinator)."""
         found = self._known.get(id_)
         if found is None or found.epoch != epoch:
             return Code.FENCED_PRODUCER
+        if not found.open:
+            return Code.INVALID_TXN_STATE
         member, generation, instance = who
         return group.send(id_, member, generation, entries, instance=instance)
 
