@@ -51,11 +51,6 @@ class PlannedBatch:
     other_sources: int = 0
     run_id: str | None = None
 
-    def user_metadata(self) -> str:
-        """The offset JSON as it is kept in the table's commit: one offset, or a list where a query has several."""
-        texts = [offset.to_json() for offset in self.offsets]
-        return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
-
 
 def planned(query_id: str, batch_id: int, text: str, before: str | None) -> PlannedBatch:
     """Read the text of ``offsets/<batch id>``; ``before`` is that of the batch before it, if there is one.

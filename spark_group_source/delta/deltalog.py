@@ -9,28 +9,21 @@ together with a ``SetTransaction`` and with metadata domains. Everything from py
 """
 
 import logging
-import os
 import random
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.delta import names, races
+from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger(__name__)
-
-COMMIT_ATTEMPTS_MAX = 30
-"""How often a commit that lost to another writer is tried again; each loss means that someone made progress."""
-
-RACE_WAIT_MAX_S = 0.5
-"""Longest wait between two attempts. Waits are random, so that writers of one table do not keep step."""
 
 CREATE_ATTEMPTS_MAX = 10
 """How often the creation of a table that another writer creates too is tried; mostly the second attempt finds it."""
@@ -39,37 +32,9 @@ CREATE_WAIT_MAX_S = 1.0
 """Longest wait between two such attempts; the other writer needs less from making the directory to its first commit."""
 
 FEATURE = "domainMetadata"
-RETENTION = "delta.setTransactionRetentionDuration"
 
 # With other files in the directory, with an empty log, and with neither.
 _HALF_CREATED = {"DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND", "DELTA_MISSING_DELTA_TABLE"}
-
-_T = TypeVar("_T")
-
-
-class CommitRace(Exception):
-    """Another writer committed something that this transaction read or writes too. Begin again."""
-
-
-def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
-    """Run an attempt again while it loses races, at most COMMIT_ATTEMPTS_MAX times.
-
-    Raises:
-        LedgerConflict: every attempt lost. ``what`` opens the message.
-    """
-    lost: CommitRace | None = None
-    for n in range(1, COMMIT_ATTEMPTS_MAX + 1):
-        try:
-            return attempt()
-        except CommitRace as exc:
-            lost = exc
-            log.info("%s: another writer was first (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
-            # An event that nobody sets: a wait with a bound.
-            threading.Event().wait(random.uniform(0, RACE_WAIT_MAX_S * n / COMMIT_ATTEMPTS_MAX))
-    raise LedgerConflict(
-        f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. Restarting the "
-        "query is safe. If it comes back, too many queries write this table: give each more time per batch"
-    ) from lost
 
 
 def available(spark: "SparkSession") -> bool:
@@ -86,50 +51,15 @@ def available(spark: "SparkSession") -> bool:
     return all(type(name).__name__ == "JavaClass" for name in names)
 
 
-def canonical(table: str | os.PathLike[str]) -> str:
-    """A table as this package names it: a path, or a name in the catalog. SQL's form delta.`/path` is a path too.
-
-    Raises:
-        OptionError: there is nothing left to name.
-    """
-    text = os.fspath(table)
-    quoted = re.fullmatch(r"delta\.`(.+)`", text, flags=re.IGNORECASE)
-    text = quoted[1] if quoted else text
-    if isinstance(table, os.PathLike) and "/" not in text:
-        text = "./" + text
-    if not text.strip():
-        raise OptionError("the table is empty: give a path (it has a slash in it) or a table name")
-    return text
-
-
-def is_path(table: str) -> bool:
-    """A table is named by its path if there is a slash in it; everything else is a name in the catalog."""
-    return "/" in table
-
-
-def sql_name(table: str) -> str:
-    """The table as SQL writes it."""
-    return "delta.`" + table.replace("`", "``") + "`" if is_path(table) else table
-
-
 def open_table(spark: "SparkSession", table: str) -> "Table":
     """A handle on an existing Delta table.
 
     Raises:
-        OptionError: there is no such Delta table, or this session has no Delta classes.
+        OptionError: there is no such Delta table.
     """
-    if not available(spark):
-        raise OptionError(
-            "the ledger can be read and set only where Delta's Java classes can be reached: a classic Spark session "
-            "with the delta-spark jar (see spark.jars.packages), not Spark Connect"
-        )
-    handle = Table(spark, canonical(table))
+    handle = Table(spark, names.canonical(table))
     if not handle.exists():
-        raise OptionError(
-            f"there is no Delta table {table!r}. A path has a slash in it; a name is looked up in the catalog, now "
-            f"{spark.catalog.currentCatalog()}.{spark.catalog.currentDatabase()}",
-            table=table,
-        )
+        raise OptionError(names.no_table(spark, table), table=table)
     return handle
 
 
@@ -144,7 +74,7 @@ class Table:
 
     def exists(self) -> bool:
         """Whether there is a Delta table. A name that belongs to another format is an error of Delta's own."""
-        if is_path(self.table):
+        if names.is_path(self.table):
             # DeltaTable.isDeltaTable says yes to an empty log, which a writer leaves that is just creating the table.
             return self.snapshot().version >= 0
         return self._spark.catalog.tableExists(self.table)
@@ -153,39 +83,43 @@ class Table:
         """Create the table with the columns of ``df`` unless it exists; safe against others who do the same."""
         for n in range(1, CREATE_ATTEMPTS_MAX + 1):
             builder = self._jvm.io.delta.tables.DeltaTable.createIfNotExists(self._jspark)
-            builder = builder.location(self.table) if is_path(self.table) else builder.tableName(self.table)
+            builder = builder.location(self.table) if names.is_path(self.table) else builder.tableName(self.table)
             # A DataFrame writer makes every column nullable when it creates a table; so does this.
             builder = builder.addColumns(df._jdf.schema().asNullable())
             builder = builder.property(f"delta.feature.{FEATURE}", "supported")
-            names = self._spark.sparkContext._gateway.new_array(self._jvm.java.lang.String, len(partition_by))  # type: ignore[union-attr]
+            columns = self._spark.sparkContext._gateway.new_array(self._jvm.java.lang.String, len(partition_by))  # type: ignore[union-attr]
             for i, name in enumerate(partition_by):
-                names[i] = name
+                columns[i] = name
             try:
-                builder.partitionedBy(names).execute()
+                builder.partitionedBy(columns).execute()
                 return
             except Exception as exc:
-                if n == CREATE_ATTEMPTS_MAX or not (_is_race(exc) or _is_half_created(exc) or self.exists()):
+                if n == CREATE_ATTEMPTS_MAX or not (races.is_race(exc) or _is_half_created(exc) or self.exists()):
                     raise
                 threading.Event().wait(random.uniform(0, CREATE_WAIT_MAX_S))
 
+    def has_domains(self) -> bool:
+        """Whether the table can keep domains."""
+        utils = self._jvm.org.apache.spark.sql.delta.DomainMetadataUtils
+        return bool(utils.domainMetadataSupported(self._snapshot().protocol()))
+
     def ensure_domains(self) -> bool:
         """Give the table the feature that ledgers need; True if it had to be added, as a commit of its own."""
-        jvm = self._jvm.org.apache.spark.sql.delta.DomainMetadataUtils
-        if jvm.domainMetadataSupported(self._snapshot().protocol()):
+        if self.has_domains():
             return False
         tables = self._jvm.io.delta.tables.DeltaTable
-        by = tables.forPath if is_path(self.table) else tables.forName
+        by = tables.forPath if names.is_path(self.table) else tables.forName
 
         def attempt() -> bool:
             try:
                 by(self._jspark, self.table).addFeatureSupport(FEATURE)
             except Exception as exc:
-                if _is_race(exc):
-                    raise CommitRace(str(exc)) from exc
+                if races.is_race(exc):
+                    raise races.CommitRace(str(exc)) from exc
                 raise
             return True
 
-        added = retry_races(attempt, what=f"adding the table feature {FEATURE} to {self.table}")
+        added = races.retry_races(attempt, what=f"adding the table feature {FEATURE} to {self.table}")
         log.warning(
             "table %s now has the Delta table feature %r, which the ledger needs: writers older than Delta 3.0 can no "
             "longer write it",
@@ -209,7 +143,7 @@ class Table:
     def _log(self) -> tuple[Any, Any]:
         """The DeltaLog, and the catalog's entry as an Option: without it a managed table's entry would go stale."""
         delta = self._jvm.org.apache.spark.sql.delta
-        if is_path(self.table):
+        if names.is_path(self.table):
             return delta.DeltaLog.forTable(self._jspark, self.table), self._none()
         state = self._jspark.sessionState()
         parts = _items(state.sqlParser().parseMultipartIdentifier(self.table))
@@ -237,6 +171,7 @@ class Snapshot:
 
     def __init__(self, java: Any) -> None:
         self.java = java
+        self._applications: dict[str, int] | None = None
 
     @property
     def version(self) -> int:
@@ -250,12 +185,18 @@ class Snapshot:
         found = known.get() if known.isDefined() else self.java.domainMetadata()
         return {d.domain(): d.configuration() for d in _items(found) if not d.removed()}
 
+    def applications(self) -> dict[str, int]:
+        """The version that each application's ``SetTransaction`` recorded last."""
+        if self._applications is None:
+            checksum = self.java.checksumOpt()
+            known = checksum.get().setTransactions() if checksum.isDefined() else checksum
+            found = known.get() if known.isDefined() else self.java.setTransactions()
+            self._applications = {str(t.appId()): int(t.version()) for t in _items(found)}
+        return self._applications
+
     def recorded(self, app_id: str) -> int:
-        """The version that an application's ``SetTransaction`` recorded last, or -1."""
-        checksum = self.java.checksumOpt()
-        known = checksum.get().setTransactions() if checksum.isDefined() else checksum
-        found = known.get() if known.isDefined() else self.java.setTransactions()
-        return max((int(t.version()) for t in _items(found) if t.appId() == app_id), default=-1)
+        """The one of an application, or -1."""
+        return self.applications().get(app_id, -1)
 
     def properties(self) -> dict[str, str]:
         """The table's properties."""
@@ -337,28 +278,35 @@ class Transaction:
         *,
         app_id: str,
         batch_id: int,
+        numbers: Mapping[str, int],
         user_metadata: str,
     ) -> int:
-        """Commit files, the application's batch and the domains together; returns the new version of the table.
+        """Commit files, the application's batch, the domains and the numbers of other applications together; returns
+        the new version of the table.
 
         Raises:
-            CommitRace: another writer changed one of the domains, the application's batch or the metadata.
+            races.CommitRace: another writer changed one of the domains, the application's batch or the metadata.
         """
         jvm = self._table._jvm
-        clock_ms = int(jvm.java.lang.System.currentTimeMillis())
-        self._java.updateSetTransaction(app_id, batch_id, self._table._some(clock_ms))
+        self._count({app_id: batch_id, **numbers})
         mode = jvm.org.apache.spark.sql.streaming.OutputMode.Append()
         operation = jvm.org.apache.spark.sql.delta.DeltaOperations
         update = operation.StreamingUpdate(mode, app_id, batch_id, self._table._some(user_metadata))
         return self._commit([*written.actions, *self._domains(domains)], update)
 
-    def commit_domains(self, domains: Mapping[str, str], *, user_metadata: str) -> int:
-        """Commit nothing but domains. Raises as :meth:`commit`."""
+    def commit_domains(self, domains: Mapping[str, str], *, numbers: Mapping[str, int], user_metadata: str) -> int:
+        """Commit nothing but domains and numbers. Raises as :meth:`commit`."""
+        self._count(numbers)
         jvm, none = self._table._jvm, self._table._none()
         write = jvm.org.apache.spark.sql.delta.DeltaOperations.Write
         append = jvm.org.apache.spark.sql.SaveMode.Append
         some = self._table._some(user_metadata)
         return self._commit(self._domains(domains), write(append, none, none, some, none, none, none, none, none))
+
+    def _count(self, numbers: Mapping[str, int]) -> None:
+        now_ms = self._table._some(int(self._table._jvm.java.lang.System.currentTimeMillis()))
+        for app_id, number in numbers.items():
+            self._java.updateSetTransaction(app_id, number, now_ms)
 
     def _domains(self, domains: Mapping[str, str]) -> list[Any]:
         make = self._table._jvm.org.apache.spark.sql.delta.actions.DomainMetadata
@@ -368,8 +316,8 @@ class Transaction:
         try:
             return int(self._java.commit(self._table._seq(actions), operation))
         except Exception as exc:
-            if _is_race(exc):
-                raise CommitRace(str(exc)) from exc
+            if races.is_race(exc):
+                raise races.CommitRace(str(exc)) from exc
             raise
 
 
@@ -383,17 +331,3 @@ def _items(collection: Any) -> list[Any]:
 def _is_half_created(exc: Exception) -> bool:
     """Whether the table's directory is there without a table: that of another writer that is creating it, perhaps."""
     return isinstance(exc, PySparkException) and exc.getCondition() in _HALF_CREATED
-
-
-def _is_race(exc: Exception) -> bool:
-    """Whether Delta says that a concurrent commit got in the way; all such errors extend one class of the JDK."""
-    # The exception is py4j's own, or PySpark's translation of it if the delta package is imported.
-    java: Any = getattr(exc, "java_exception", None) or getattr(exc, "_origin", None)
-    while java is not None:
-        kind = java.getClass()
-        while kind is not None:
-            if kind.getName() == "java.util.ConcurrentModificationException":
-                return True
-            kind = kind.getSuperclass()
-        java = java.getCause()
-    return False

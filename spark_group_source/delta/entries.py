@@ -22,6 +22,11 @@ what the table has under former ids, and a batch is compared with what was writt
 with. A reset ends that, as all plans of before are void. It also ends the entries of topics that are deleted: of them
 only the ids stay, in ``retired``, so that one that was there all the same is not read from where the table knows
 nothing. Releases that do not know these two forget them.
+
+``number`` counts the group's commits in the table: it is the version of the commit's ``SetTransaction`` of the
+application ``spark-group-source.<group>``, by which Delta lets one of two writers win that count the same number.
+``queries`` has the last batch of each query that wrote. The same text stands in the ``userMetadata`` of the commit
+(:mod:`notes`), for those who cannot read domains.
 """
 
 import json
@@ -35,6 +40,11 @@ from spark_group_source.model import TopicPartition
 VERSION = 1
 
 DOMAIN_PREFIX = "spark-group-source."
+"""Of the metadata domain of a group, and of the application that counts its commits."""
+
+QUERIES_MAX = 50
+"""How many queries' last batches are kept; the one that wrote longest ago goes first. A replay of its last batch is
+still known by its offsets, unless an operator moved the group in between: then it is refused."""
 
 RETIRED_MAX = 1000
 """How many ids of deleted topics are kept; the one that was added first goes first."""
@@ -66,10 +76,12 @@ class Ledger:
     seq: int = -1
     epoch: int = 0
     void: Mapping[str, int] = field(default_factory=dict)
+    number: int = 0
+    queries: Mapping[str, int] = field(default_factory=dict)
     table_version: int = -1
 
     def to_json(self) -> str:
-        """The domain's configuration: keys sorted, integers only, ``epoch`` and ``void`` absent when empty."""
+        """The domain's configuration: keys sorted, integers only; what may be empty is absent then."""
         topics: dict[str, dict[str, Any]] = {}
         for topic in sorted({tp.topic for tp in self.offsets} | set(self.topic_ids)):
             topics[topic] = {"id": self.topic_ids.get(topic, ""), "offsets": {}}
@@ -85,6 +97,9 @@ class Ledger:
             doc = dict(sorted(doc.items()))
         if self.void:
             doc["void"] = dict(sorted(self.void.items()))
+        if self.number or self.queries:
+            doc["number"], doc["queries"] = self.number, dict(self.queries)
+            doc = dict(sorted(doc.items()))
         return json.dumps(doc, separators=(",", ":"))
 
     def _former_text(self, topic: str) -> list[dict[str, Any]]:
@@ -130,6 +145,8 @@ class Ledger:
                 seq=_number(doc["seq"], least=-1),
                 epoch=_number(doc.get("epoch", 0)),
                 void={str(stream): _number(seq) for stream, seq in doc.get("void", {}).items()},
+                number=_number(doc.get("number", 0)),
+                queries={str(query): _number(batch) for query, batch in doc.get("queries", {}).items()},
                 table_version=table_version,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -139,6 +156,15 @@ class Ledger:
                 "the position you want writes it anew, and the query can go on with its checkpoint",
                 group=group,
             ) from exc
+
+    def written(self, query_id: str = "", batch_id: int = -1) -> "Ledger":
+        """The ledger as the next commit of the group has it; without a query it is an operator's."""
+        queries = dict(self.queries)
+        if query_id:
+            queries.pop(query_id, None)
+            queries[query_id] = batch_id
+        last = dict(list(queries.items())[-QUERIES_MAX:])
+        return replace(self, number=self.number + 1, queries=last, table_version=-1)
 
     def same(self, other: "Ledger | None") -> bool:
         """Whether both say the same of the same topics, whoever wrote them."""

@@ -1,122 +1,131 @@
-"""What others did to a table: the commits of its log, newest first.
+"""What others did to a table: its versions and commits, through the classes of the Delta jar.
 
-Runs in: the user's driver, the command line. Deliberately absent: what follows from it (:mod:`kept`, :mod:`sink`), and
-the rows.
+Runs in: the user's driver, the command line. Deliberately absent: what follows from it (:mod:`kept`, :mod:`sink`), the
+rows, and sessions without these classes (:mod:`told`).
 
-``RESTORE`` takes rows away, and leaves metadata domains as they are: the ledger then still says what was once written.
-So the ledger of a table is that of its newest commit with one, unless a ``RESTORE`` came after it; then it is the one
-of the version that the table was restored to.
+``RESTORE`` takes rows away, and leaves metadata domains and the numbers of applications as they are: the ledger then
+still says what was once written. So the ledger of a table is that of its newest commit with one, unless a ``RESTORE``
+came after it; then it is the one of the version that the table was restored to.
 """
 
-import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_group_source.delta import deltalog
-from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.delta import deltalog, names
+from spark_group_source.delta.entries import DOMAIN_PREFIX, Ledger
+from spark_group_source.delta.notes import Commit
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-HISTORY_STEPS = (1, 20, 1000)
-"""How many of the table's last commits are searched for a batch, in turns: normally it is the very last."""
-
-HISTORY_CHARS_MAX = 32_000_000
-"""The commits of a search are all in memory at once, each with the offsets of its batch."""
 
 COMMITS_MAX = 1000
 """How far back a look for a ``RESTORE`` goes, among commits without a ledger: one costs some milliseconds."""
 
 
-def steps(note: str) -> list[int]:
-    """How many commits to search for a batch with these offsets: those of other batches are about as long."""
-    most = max(HISTORY_CHARS_MAX // max(len(note), 1), 1)
-    return sorted({min(commits, most) for commits in HISTORY_STEPS})
+class Aged(Exception):
+    """A group wrote to the table, and its log has nothing of that any more.
 
-
-def recorded(spark: "SparkSession", table: str, note: str) -> bool:
-    """Whether one of the table's last commits has exactly this ``userMetadata``."""
-    from pyspark.sql import functions as F
-
-    for commits in steps(note):
-        history: Any = spark.sql(f"DESCRIBE HISTORY {deltalog.sql_name(table)} LIMIT {commits}")
-        # The notes stay where they are: one number comes back.
-        found = history.agg(F.max(F.col("userMetadata") == note).alias("it"), F.count("*").alias("all")).first()
-        if found[0]:
-            return True
-        if found[1] < commits:
-            return False
-    return False
-
-
-class Commit(NamedTuple):
-    """One commit.
-
-    ``docs`` is what the writer of a ledger wrote beside it: the offsets of a batch, or why an operator set it; ``read``
-    the version of the table that it knew; ``restored_to`` the version that a ``RESTORE`` went back to.
+    ``number``: of its last commit, or one that none is beyond; None, if not even that is known.
     """
 
-    version: int
-    read: int
-    docs: tuple[dict[str, Any], ...] = ()
-    restored_to: int | None = None
-
-    def has_ledger(self, group: str) -> bool:
-        """Whether it wrote the ledger of a group."""
-        return any(doc.get("group") == group for doc in self.docs)
-
-    def batch(self, group: str) -> list[StreamOffset]:
-        """What a batch had of a group."""
-        return [parse(doc) for doc in self.docs if doc.get("group") == group and "ledger" not in doc]
+    def __init__(self, group: str, number: int | None) -> None:
+        super().__init__(group)
+        self.group, self.number = group, number
 
 
-def at(spark: "SparkSession", snapshot: deltalog.Snapshot, version: int) -> deltalog.Snapshot:
-    """An earlier version of the same table."""
-    jvm: Any = spark._jvm
-    none = jvm.scala.Option.empty()
-    return deltalog.Snapshot(snapshot.java.deltaLog().getSnapshotAt(version, none, none, False))
+class Commits(Protocol):
+    """Those of a table."""
+
+    def commits(self, *, after: int = -1) -> Iterator[Commit]:
+        """Newest first, as long as the log has them; at most COMMITS_MAX."""
 
 
-def commits(spark: "SparkSession", snapshot: deltalog.Snapshot, *, after: int = -1) -> Iterator[Commit]:
-    """The commits up to a version of the table, newest first, as long as the log has them; at most COMMITS_MAX."""
-    jvm: Any = spark._jvm
-    delta = jvm.org.apache.spark.sql.delta
-    log = snapshot.java.deltaLog()
-    files, conf = delta.util.DeltaCommitFileProvider.apply(snapshot.java), log.newDeltaHadoopConf()
-    for version in range(snapshot.version, max(after, snapshot.version - COMMITS_MAX), -1):
-        file = files.deltaFile(version)
-        if not file.getFileSystem(conf).exists(file):
-            return  # the log was cleaned up
-        found = delta.DeltaHistoryManager.getCommitInfoOpt(log.store(), file, conf)
-        yield _commit(spark, snapshot, version, found.get()) if found.isDefined() else Commit(version, version - 1)
+class Past(Commits, Protocol):
+    """A version of a table and what came before it."""
+
+    @property
+    def table(self) -> str: ...
+
+    @property
+    def version(self) -> int:
+        """-1: there is no table."""
+
+    def at(self, version: int) -> "Past":
+        """An earlier version of the same table."""
+
+    def groups(self) -> list[str]:
+        """Those that have a ledger, sorted."""
+
+    def ledger(self, group: str) -> Ledger | None:
+        """The newest ledger of a group, whatever was restored since.
+
+        Raises:
+            Aged: there was one.
+            LedgerConflict: it is damaged or of a newer release.
+        """
 
 
-def _commit(spark: "SparkSession", snapshot: deltalog.Snapshot, version: int, info: Any) -> Commit:
-    operation, read, note = info.operation(), info.readVersion(), info.userMetadata()
-    return Commit(
-        version,
-        int(read.get()) if read.isDefined() else version - 1,
-        _docs(operation, str(note.get())) if note.isDefined() else (),
-        _restored_to(spark, snapshot, info, version) if operation == "RESTORE" else None,
-    )
+class Logged:
+    """The past of a snapshot."""
 
+    def __init__(self, spark: "SparkSession", table: str, snapshot: deltalog.Snapshot) -> None:
+        self.table, self.snapshot, self._spark = table, snapshot, spark
 
-def _docs(operation: str, note: str) -> tuple[dict[str, Any], ...]:
-    """What a writer of a ledger noted; nothing, if it is somebody else's note, or of the tier without a ledger."""
-    try:
-        found = json.loads(note)
-    except ValueError:
-        return ()
-    docs = [doc for doc in (found if isinstance(found, list) else [found]) if isinstance(doc, dict)]
-    return tuple(doc for doc in docs if operation == "STREAMING UPDATE" or "ledger" in doc)
+    @property
+    def version(self) -> int:
+        return self.snapshot.version
 
+    def at(self, version: int) -> "Logged":
+        jvm: Any = self._spark._jvm
+        none = jvm.scala.Option.empty()
+        java = self.snapshot.java.deltaLog().getSnapshotAt(version, none, none, False)
+        return Logged(self._spark, self.table, deltalog.Snapshot(java))
 
-def _restored_to(spark: "SparkSession", snapshot: deltalog.Snapshot, info: Any, version: int) -> int:
-    given = {name: info.operationParameters().get(name) for name in ("version", "timestamp")}
-    values = {name: str(found.get()).strip('"') for name, found in given.items() if found.isDefined()}
-    if values.get("version", "null").isdecimal():
-        return int(values["version"])
-    table = deltalog.sql_name(snapshot.java.deltaLog().dataPath().toString())
-    history: Any = spark.sql(f"DESCRIBE HISTORY {table} LIMIT {COMMITS_MAX}")
-    before = history.where(f"version < {version} AND timestamp <= timestamp'{values['timestamp']}'")
-    return int(before.selectExpr("coalesce(max(version), 0)").first()[0])
+    def groups(self) -> list[str]:
+        names = {*self.snapshot.domains(), *self.snapshot.applications()}
+        return sorted(name.removeprefix(DOMAIN_PREFIX) for name in names if name.startswith(DOMAIN_PREFIX))
+
+    def ledger(self, group: str) -> Ledger | None:
+        text = self.snapshot.domains().get(DOMAIN_PREFIX + group)
+        found = None if text is None else Ledger.from_json(group, text, table_version=self.version)
+        number = self.snapshot.recorded(DOMAIN_PREFIX + group)
+        if number <= (-1 if found is None else found.number):
+            return found
+        # Somebody wrote it who cannot write domains.
+        for commit in self.commits():
+            noted = commit.ledger(group)
+            if noted is not None and noted.number == number:
+                return noted
+        raise Aged(group, number)
+
+    def commits(self, *, after: int = -1) -> Iterator[Commit]:
+        jvm: Any = self._spark._jvm
+        delta = jvm.org.apache.spark.sql.delta
+        log = self.snapshot.java.deltaLog()
+        files, conf = delta.util.DeltaCommitFileProvider.apply(self.snapshot.java), log.newDeltaHadoopConf()
+        for version in range(self.version, max(after, self.version - COMMITS_MAX), -1):
+            file = files.deltaFile(version)
+            if not file.getFileSystem(conf).exists(file):
+                return  # the log was cleaned up
+            found = delta.DeltaHistoryManager.getCommitInfoOpt(log.store(), file, conf)
+            yield self._commit(version, found.get()) if found.isDefined() else Commit(version, version - 1)
+
+    def _commit(self, version: int, info: Any) -> Commit:
+        operation, read, note = str(info.operation()), info.readVersion(), info.userMetadata()
+        return Commit.of(
+            version,
+            int(read.get()) if read.isDefined() else None,
+            operation,
+            str(note.get()) if note.isDefined() else None,
+            self._restored_to(info, version) if operation == "RESTORE" else None,
+        )
+
+    def _restored_to(self, info: Any, version: int) -> int:
+        given = {name: info.operationParameters().get(name) for name in ("version", "timestamp")}
+        values = {name: str(found.get()).strip('"') for name, found in given.items() if found.isDefined()}
+        if values.get("version", "null").isdecimal():
+            return int(values["version"])
+        table = names.sql_name(self.snapshot.java.deltaLog().dataPath().toString())
+        history: Any = self._spark.sql(f"DESCRIBE HISTORY {table} LIMIT {COMMITS_MAX}")
+        before = history.where(f"version < {version} AND timestamp <= timestamp'{values['timestamp']}'")
+        return int(before.selectExpr("coalesce(max(version), 0)").first()[0])

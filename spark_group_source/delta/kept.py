@@ -3,14 +3,14 @@
 Runs in: the user's driver, the command line. Deliberately absent: what a ledger means (:mod:`ledger`), Kafka.
 """
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from spark_group_source.delta import deltalog, history
-from spark_group_source.delta.ledger import DOMAIN_PREFIX, VERSION, Ledger, LedgerDamaged, shown
+from spark_group_source.delta import doors, names, notes, races
+from spark_group_source.delta.history import Aged, Commits, Past
+from spark_group_source.delta.ledger import Ledger, LedgerDamaged, shown
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -23,20 +23,28 @@ log = logging.getLogger(__name__)
 def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
     """The ledger of one group in a table (a path or a table name), or None if the group never wrote there.
 
-    Of a table that was restored it is where the rows are now, not what the domain says.
+    Of a table that was restored it is where the rows are now, not what was written last.
 
     Raises:
-        OptionError: there is no such Delta table, or this session has no Delta classes (Spark Connect).
-        LedgerConflict: the ledger is damaged or of a newer release.
+        OptionError: there is no such Delta table.
+        LedgerConflict: the ledger is damaged, of a newer release, or older than what the table's log keeps.
     """
-    return standing(spark, deltalog.open_table(spark, table).snapshot(), group)
+    try:
+        return standing(doors.existing(spark, table).begin().past, group)
+    except Aged as exc:
+        raise LedgerConflict(
+            f"group {group!r} wrote to table {table}, but that is longer ago than the table's log goes back "
+            "(delta.logRetentionDuration), so nobody can read its ledger. The next batch of the group makes it anew "
+            f"from the rows; to set it: `spark-group reset --group {group} --table {table}` with a position",
+            table=table,
+            group=group,
+        ) from exc
 
 
 def ledgers(spark: "SparkSession", table: str) -> list[Ledger]:
     """The ledgers of all groups that ever wrote to a table, sorted by group. Errors as in :func:`read_ledger`."""
-    snapshot = deltalog.open_table(spark, table).snapshot()
-    groups = sorted(d.removeprefix(DOMAIN_PREFIX) for d in snapshot.domains() if d.startswith(DOMAIN_PREFIX))
-    return [found for found in (standing(spark, snapshot, group) for group in groups) if found is not None]
+    now = doors.existing(spark, table).begin().past
+    return [found for found in (standing(now, group) for group in now.groups()) if found is not None]
 
 
 def set_ledger(
@@ -65,16 +73,14 @@ def set_ledger(
             it. The ids stay, and a batch that reads one of them all the same is refused.
 
     Raises:
-        OptionError: there is no such Delta table, or this session has no Delta classes (Spark Connect); or the table
-            knows of a newer reset.
+        OptionError: there is no such Delta table, or it knows of a newer reset.
         LedgerConflict: the ledger is of a newer release, or other writers won every one of the bounded attempts.
     """
-    handle = deltalog.open_table(spark, table)
-    handle.ensure_domains()
+    door = doors.existing(spark, table)
 
     def attempt() -> Ledger:
-        txn = handle.begin()
-        old = _readable(spark, txn.snapshot, group) or Ledger(group=group)
+        entry = door.begin()
+        old = _readable(entry, group)
         now = old.epoch if epoch is None else epoch
         if now < old.epoch:
             raise OptionError(
@@ -96,18 +102,11 @@ def set_ledger(
         )
         if now > old.epoch:
             new = new.retire(deleted)
-        text = new.to_json()
-        note = {"group": group, "ledger": json.loads(text), "reason": reason, "v": VERSION}
-        version = txn.commit_domains({DOMAIN_PREFIX + group: text}, user_metadata=json.dumps(note, sort_keys=True))
-        return Ledger.from_json(group, text, table_version=version)
+        new = replace(new, number=old.number, queries=old.queries).written()
+        version = entry.restate(new, notes.text((), [new], read=entry.past.version, reason=reason))
+        return replace(new, table_version=version)
 
-    return deltalog.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
-
-
-def in_snapshot(snapshot: deltalog.Snapshot, group: str) -> Ledger | None:
-    """The ledger of a group in a version of the table, or None. Errors as in :func:`read_ledger`."""
-    text = snapshot.domains().get(DOMAIN_PREFIX + group)
-    return None if text is None else Ledger.from_json(group, text, table_version=snapshot.version)
+    return races.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
 
 class Restored(NamedTuple):
@@ -119,10 +118,10 @@ class Restored(NamedTuple):
     batch: int | None = None
 
 
-def restored(spark: "SparkSession", snapshot: deltalog.Snapshot, group: str, *, after: int = -1) -> Restored | None:
+def restored(now: Commits, group: str, *, after: int = -1) -> Restored | None:
     """Whether the table was restored since a group's ledger was written, looking at the commits after a version."""
     inside: tuple[int, int] | None = None
-    for commit in history.commits(spark, snapshot, after=after):
+    for commit in now.commits(after=after):
         if inside is not None and commit.version <= inside[0]:
             return None
         if commit.restored_to is not None:
@@ -132,10 +131,8 @@ def restored(spark: "SparkSession", snapshot: deltalog.Snapshot, group: str, *, 
     return None
 
 
-def standing(
-    spark: "SparkSession", snapshot: deltalog.Snapshot, group: str, found: Restored | None = None
-) -> Ledger | None:
-    """The ledger that fits the rows of a version of the table. Errors as in :func:`read_ledger`.
+def standing(there: Past, group: str, found: Restored | None = None) -> Ledger | None:
+    """The ledger that fits the rows of a version of the table. Errors as in :func:`read_ledger`, and Aged.
 
     Of a partition that the table had no rows of in the version it was restored to, it is where the first batch began
     that is gone.
@@ -143,35 +140,34 @@ def standing(
     Args:
         found: the ``RESTORE``, where it is known.
     """
-    now = in_snapshot(snapshot, group)
-    found = found or (restored(spark, snapshot, group) if now is not None else None)
+    now = there.ledger(group)
+    found = found or (restored(there, group) if now is not None else None)
     if now is None or found is None:
         return now
     if found.batch is not None:
-        raise _torn(snapshot, group, found)
-    then = standing(spark, history.at(spark, snapshot, found.to), group) or Ledger(group=group)
-    before = history.at(spark, snapshot, found.version - 1)
+        raise _torn(there, group, found)
+    then = standing(there.at(found.to), group) or Ledger(group=group)
     offsets = dict.fromkeys(now.offsets, 0)
-    for commit in history.commits(spark, before, after=found.to):
+    for commit in there.at(found.version - 1).commits(after=found.to):
         for batch in commit.batch(group):
             offsets |= {tp: start for tp, (start, _) in batch.ranges.items() if tp in offsets}
     same = {topic for topic, id_ in then.topic_ids.items() if now.topic_ids.get(topic, id_) == id_}
     offsets |= {tp: at for tp, at in then.offsets.items() if tp.topic in same or tp.topic not in then.topic_ids}
-    return replace(now, offsets=offsets, table_version=snapshot.version)
+    return replace(now, offsets=offsets, table_version=there.version)
 
 
-def refuse_restored(spark: "SparkSession", table: str, snapshot: deltalog.Snapshot, now: Ledger, *, after: int) -> None:
+def refuse_restored(past: Past, now: Ledger, *, after: int) -> None:
     """Refuse a batch while rows that the ledger stands for are gone by a ``RESTORE``.
 
     Args:
-        now: the group's ledger, as the domain says.
+        now: the group's ledger, as it was written last.
         after: the version up to which that is known not to be.
 
     Raises:
         LedgerConflict: with what settles it.
     """
-    found = restored(spark, snapshot, now.group, after=after)
-    there = standing(spark, snapshot, now.group, found) if found is not None else now
+    found, table = restored(past, now.group, after=after), past.table
+    there = standing(past, now.group, found) if found is not None else now
     if found is None or there is None or there.offsets == now.offsets:
         return
     gone = [OffsetRange(tp, at, now.offsets[tp]) for tp, at in sorted(there.offsets.items()) if at < now.offsets[tp]]
@@ -188,13 +184,13 @@ def refuse_restored(spark: "SparkSession", table: str, snapshot: deltalog.Snapsh
     )
 
 
-def _torn(snapshot: deltalog.Snapshot, group: str, found: Restored) -> LedgerConflict:
-    table = snapshot.java.deltaLog().dataPath().toString()
+def _torn(there: Past, group: str, found: Restored) -> LedgerConflict:
+    table = there.table
     return LedgerConflict(
         f"table {table} was restored to version {found.to} (this is its version {found.version}) while a batch of "
         f"group {group!r} was on its way: that is version {found.batch}. The rows of the batch are there, those before "
         "them are gone. Stop the queries that write the table, and restore it without the batch: `RESTORE TABLE "
-        f"{deltalog.sql_name(table)} TO VERSION AS OF {found.version}`. Then read all of them again: `spark-group "
+        f"{names.sql_name(table)} TO VERSION AS OF {found.version}`. Then read all of them again: `spark-group "
         f"reset --group {group} --to-ledger --table {table}`, and start the queries with the checkpoints they have",
         table=table,
         group=group,
@@ -203,9 +199,13 @@ def _torn(snapshot: deltalog.Snapshot, group: str, found: Restored) -> LedgerCon
     )
 
 
-def _readable(spark: "SparkSession", snapshot: deltalog.Snapshot, group: str) -> Ledger | None:
+def _readable(entry: doors.Entry, group: str) -> Ledger:
+    """The ledger that an operator's takes the place of; an empty one with its number, if it cannot be read."""
     try:
-        return standing(spark, snapshot, group)
+        there = entry.ledger(group)
+        return Ledger(group=group) if there is None else standing(entry.past, group) or there
     except LedgerDamaged as exc:
         log.warning("it is replaced: %s", exc)
-        return None
+    except Aged:
+        log.warning("group %s: what table %s had of it is older than the table's log", group, entry.past.table)
+    return Ledger(group=group, number=entry.number(group))

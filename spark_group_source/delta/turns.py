@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from spark_group_source.delta.checkpoint import PlannedBatch
-from spark_group_source.delta.deltalog import sql_name
+from spark_group_source.delta.names import sql_name
 from spark_group_source.errors import OptionError
 from spark_group_source.host import runs
 

@@ -1,0 +1,51 @@
+"""How a table is named, here and in SQL.
+
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
+Deliberately absent: whether it is there.
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from spark_group_source.errors import OptionError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RETENTION = "delta.setTransactionRetentionDuration"
+"""The property by which a table forgets the numbers of applications."""
+
+
+def canonical(table: str | os.PathLike[str]) -> str:
+    """A table as this package names it: a path, or a name in the catalog. SQL's form delta.`/path` is a path too.
+
+    Raises:
+        OptionError: there is nothing left to name.
+    """
+    text = os.fspath(table)
+    quoted = re.fullmatch(r"delta\.`(.+)`", text, flags=re.IGNORECASE)
+    text = quoted[1] if quoted else text
+    if isinstance(table, os.PathLike) and "/" not in text:
+        text = "./" + text
+    if not text.strip():
+        raise OptionError("the table is empty: give a path (it has a slash in it) or a table name")
+    return text
+
+
+def is_path(table: str) -> bool:
+    """A table is named by its path if there is a slash in it; everything else is a name in the catalog."""
+    return "/" in table
+
+
+def sql_name(table: str) -> str:
+    """The table as SQL writes it."""
+    return "delta.`" + table.replace("`", "``") + "`" if is_path(table) else table
+
+
+def no_table(spark: "SparkSession", table: str) -> str:
+    """That there is no such table."""
+    return (
+        f"there is no Delta table {table!r}. A path has a slash in it; a name is looked up in the catalog, now "
+        f"{spark.catalog.currentCatalog()}.{spark.catalog.currentDatabase()}"
+    )
