@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
-from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.sink import DeltaSink, Tier
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -36,8 +36,8 @@ def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) 
 class Query:
     """A query's checkpoint, and its batches handed to a sink as ``foreachBatch`` would."""
 
-    def __init__(self, spark: "SparkSession", root: Path, name: str) -> None:
-        self.spark, self.root, self.id = spark, root / name, f"query-{name}"
+    def __init__(self, spark: "SparkSession", root: Path, name: str, tier: Tier = "auto") -> None:
+        self.spark, self.root, self.id, self.tier = spark, root / name, f"query-{name}", tier
         (self.root / "offsets").mkdir(parents=True)
         (self.root / "metadata").write_text(json.dumps({"id": self.id}))
 
@@ -53,7 +53,7 @@ class Query:
         sink(self.rows(*lines), batch_id)
 
     def sink(self, table: Path | str, **arguments: Any) -> DeltaSink:
-        return DeltaSink(table, checkpoint=str(self.root), **arguments)
+        return DeltaSink(table, **{"checkpoint": str(self.root), "tier": self.tier, **arguments})
 
 
 def commits(table: Path | str) -> list[list[dict[str, Any]]]:
@@ -80,13 +80,22 @@ def rows(table: Path | str) -> list[Any]:
     return sorted((tuple(r.get(c) for c in columns) for r in found), key=lambda row: [(v is None, v) for v in row])
 
 
+def notes(commit: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ledgers in a commit's ``userMetadata``."""
+    texts = [info["userMetadata"] for info in actions(commit, "commitInfo") if "group" in info.get("userMetadata", "")]
+    found = [json.loads(text) for text in texts]
+    return [doc for docs in found for doc in (docs if isinstance(docs, list) else [docs]) if "ledger" in doc]
+
+
 def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """The ledger as the log's files have it: the last domain of the group."""
+    """The ledger as the log's files have it: in the last note with one of the group, and in its last domain."""
     found = [d for commit in commits(table) for d in actions(commit, "domainMetadata")]
-    texts = [d["configuration"] for d in found if d["domain"] == f"spark-group-source.{group}"]
-    if not texts:
+    kept = [json.loads(d["configuration"]) for d in found if d["domain"] == f"spark-group-source.{group}"]
+    noted = [doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc.get("group") == group]
+    if not noted:
         return {}
-    topics = json.loads(texts[-1])["topics"]
+    assert not kept or kept[-1] in noted
+    topics = noted[-1]["topics"]
     return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
 
 

@@ -11,15 +11,22 @@ from pyspark import cloudpickle
 from sink_source import SCHEMA, ScriptSource
 from sink_words import Query
 
-from spark_group_source.delta import deltalog
+from spark_group_source.delta import by_options, deltalog
+from spark_group_source.delta.sink import Tier
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 @pytest.fixture
-def new_query(spark: "SparkSession", tmp_path: Path) -> Callable[[str], Query]:
-    return lambda name: Query(spark, tmp_path / "checkpoints", name)
+def tier() -> Tier:
+    """Of the queries' sinks."""
+    return "auto"
+
+
+@pytest.fixture
+def new_query(spark: "SparkSession", tmp_path: Path, tier: Tier) -> Callable[[str], Query]:
+    return lambda name: Query(spark, tmp_path / "checkpoints", name, tier)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def intruder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
     """``intruder(action)``: once, just before the next commit, someone else does ``action``."""
 
     def arm(action: Callable[[], object]) -> None:
-        real = deltalog.Transaction.commit
+        real, write = deltalog.Transaction.commit, by_options.Door.write
         waiting = [action]
 
         def commit(self: deltalog.Transaction, *args: Any, **kwargs: Any) -> int:
@@ -59,7 +66,13 @@ def intruder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
                 waiting.pop()()
             return real(self, *args, **kwargs)
 
+        def by_writer(self: by_options.Door, *args: Any, **kwargs: Any) -> None:
+            if waiting:
+                waiting.pop()()
+            write(self, *args, **kwargs)
+
         monkeypatch.setattr(deltalog.Transaction, "commit", commit)
+        monkeypatch.setattr(by_options.Door, "write", by_writer)
 
     return arm
 

@@ -9,8 +9,9 @@ import pytest
 from sink_source import SCHEMA, offset
 from sink_words import Query, commits, next_offsets, one, parquet_files, records, rows
 
-from spark_group_source.delta import history
+from spark_group_source.delta import told
 from spark_group_source.delta.kept import read_ledger, set_ledger
+from spark_group_source.delta.told import Told
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -290,10 +291,10 @@ def test_a_constraint_that_comes_while_a_batch_is_written_holds_for_that_batch(
 
 
 def test_the_search_for_a_batch_in_the_history_has_a_bound_in_bytes() -> None:
-    assert history.steps("x" * 300) == [1, 20, 1000]
+    assert told.steps("x" * 300) == [1, 20, 1000]
     large = "x" * 400_000  # the offsets of 10,000 partitions
-    assert history.steps(large)[-1] * len(large) <= history.HISTORY_CHARS_MAX
-    assert history.steps("x" * 10**9) == [1]
+    assert told.steps(large)[-1] * len(large) <= told.NOTE_CHARS_MAX
+    assert told.steps("x" * 10**9) == [1]
 
 
 def test_a_batch_is_found_in_the_history_without_fetching_the_notes_of_others(
@@ -313,6 +314,6 @@ def test_a_batch_is_found_in_the_history_without_fetching_the_notes_of_others(
         return found
 
     monkeypatch.setattr(Classic, "collect", watched)
-    assert history.recorded(query.spark, str(table), batches[1].to_json())
-    assert not history.recorded(query.spark, str(table), offset(9, one(0, 1)).to_json())
+    assert Told(query.spark, str(table)).recorded([batches[1]])
+    assert not Told(query.spark, str(table)).recorded([offset(9, one(0, 1))])
     assert came and "stream" not in str(came)

@@ -19,13 +19,26 @@ import pytest
 from pyspark import cloudpickle
 from pyspark.sql import functions as F
 from sink_source import SCHEMA, offset
-from sink_words import QUERY_S, Query, actions, commits, next_offsets, one, parquet_files, records, rows, run, stream
+from sink_words import (
+    QUERY_S,
+    Query,
+    actions,
+    commits,
+    next_offsets,
+    notes,
+    one,
+    parquet_files,
+    records,
+    rows,
+    run,
+    stream,
+)
 
-from spark_group_source.delta import deltalog
+from spark_group_source.delta import deltalog, names, races
 from spark_group_source.delta.checkpoint import ONLY_RUN, planned, read_planned
 from spark_group_source.delta.kept import read_ledger, set_ledger
 from spark_group_source.delta.ledger import Ledger
-from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.sink import DeltaSink, Tier
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
@@ -35,6 +48,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
+
+BOTH = pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+"""What holds whichever way a commit takes."""
 
 CHILD_S = 180
 """Bound of a driver of its own, from its start until it is killed: 15 s, and much more on a busy machine."""
@@ -48,21 +64,26 @@ def test_one_commit_holds_the_rows_the_batch_number_the_ledger_and_the_offsets(q
     query.run(query.sink(new_table), 0, batch)
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn", "domainMetadata"}
-    (txn,) = actions(commit, "txn")
-    assert (txn["appId"], txn["version"]) == (query.id, 0)
-    assert txn["lastUpdated"] > 0
+    txns = {txn["appId"]: txn for txn in actions(commit, "txn")}
+    assert {name: txn["version"] for name, txn in txns.items()} == {query.id: 0, "spark-group-source.etl": 1}
+    assert all(txn["lastUpdated"] > 0 for txn in txns.values())
     (domain,) = actions(commit, "domainMetadata")
     assert domain["domain"] == "spark-group-source.etl"
-    assert json.loads(domain["configuration"]) == {
+    ledger = {
+        "number": 1,
+        "queries": {query.id: 0},
         "seq": 0,
         "stream": "s1",
         "topics": {"orders": {"id": "id-1", "offsets": {"0": 5, "1": 7}}},
         "v": 1,
     }
-    assert json.loads(actions(commit, "commitInfo")[0]["userMetadata"]) == json.loads(batch.to_json())
+    assert json.loads(domain["configuration"]) == ledger
+    note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
+    assert note == [json.loads(batch.to_json()), {"group": "etl", "ledger": ledger, "v": 1}]
     assert rows(new_table) == records(0, 5)
 
 
+@BOTH
 def test_each_batch_is_one_commit_and_the_ledger_goes_on(query: Query, table: Path) -> None:
     sink = query.sink(table)
     for n in range(3):
@@ -78,9 +99,11 @@ def test_several_groups_in_one_query_have_a_ledger_each(query: Query, table: Pat
     assert next_offsets(table, "a") == {("orders", 0): 5}
     assert next_offsets(table, "b") == {("other", 0): 4}
     note = json.loads(actions(commits(table)[-1], "commitInfo")[0]["userMetadata"])
-    assert note == [json.loads(a.to_json()), json.loads(b.to_json())]
+    assert note[:2] == [json.loads(a.to_json()), json.loads(b.to_json())]
+    assert [doc["group"] for doc in note[2:]] == ["a", "b"]
 
 
+@BOTH
 def test_two_sources_of_one_group_share_its_ledger(query: Query, table: Path) -> None:
     lines = offset(0, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")
     query.run(query.sink(table), 0, *lines)
@@ -90,6 +113,7 @@ def test_two_sources_of_one_group_share_its_ledger(query: Query, table: Path) ->
 # Replay and zombies
 
 
+@BOTH
 def test_a_replayed_batch_is_skipped(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
@@ -97,6 +121,7 @@ def test_a_replayed_batch_is_skipped(query: Query, table: Path) -> None:
     assert rows(table) == records(0, 5)
 
 
+@BOTH
 def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back(query: Query, table: Path) -> None:
     zombie, sink = query.sink(table), query.sink(table)
     for n in range(3):
@@ -106,6 +131,7 @@ def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back
     assert next_offsets(table) == {("orders", 0): 15}
 
 
+@BOTH
 def test_B46_another_batch_under_a_recorded_number_is_refused(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     with pytest.raises(LedgerConflict, match=r"does not cover orders-0\[5,9\)"):
@@ -125,6 +151,7 @@ def test_a_replay_after_the_ledger_was_set_back_by_hand_is_skipped(query: Query,
 # Against the ledger
 
 
+@BOTH
 def test_B53_two_queries_of_one_group_write_every_record_once(
     new_query: Callable[[str], Query], table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +164,7 @@ def test_B53_two_queries_of_one_group_write_every_record_once(
     assert "5 offsets are in the table already" in caplog.text
 
 
+@BOTH
 def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
     new_query: Callable[[str], Query], table: Path
 ) -> None:
@@ -145,7 +173,7 @@ def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
     b.run(b.sink(table), 0, offset(0, one(2, 8), stream="s2"))
     commit = commits(table)[-1]
     assert actions(commit, "add") == []
-    assert actions(commit, "txn")[0]["appId"] == b.id
+    assert notes(commit)[0]["ledger"]["queries"] == {a.id: 0, b.id: 0}
     assert next_offsets(table) == {("orders", 0): 10}
 
 
@@ -177,6 +205,7 @@ def test_a_batch_without_the_kafka_columns_is_written_where_nothing_has_to_be_le
     assert [r[0] for r in rows(new_table)] == [r[3] for r in records(0, 3)]
 
 
+@BOTH
 def test_rows_of_other_sources_are_never_left_out(new_query: Callable[[str], Query], table: Path) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
@@ -197,6 +226,7 @@ def test_rows_that_two_sources_may_have_read_cannot_be_told_apart(
     assert len(commits(table)) == 2
 
 
+@BOTH
 @pytest.mark.parametrize("end", [3, 30])
 def test_a_rewind_by_someone_else_is_refused_and_the_table_stays(query: Query, table: Path, end: int) -> None:
     sink = query.sink(table)
@@ -207,6 +237,7 @@ def test_a_rewind_by_someone_else_is_refused_and_the_table_stays(query: Query, t
     assert rows(table) == records(0, 10)
 
 
+@BOTH
 def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
@@ -223,6 +254,7 @@ def test_what_another_member_had_in_between_is_no_error(query: Query, table: Pat
     assert next_offsets(table) == {("orders", 0): 60}
 
 
+@BOTH
 def test_a_topic_that_was_created_anew_is_written_from_its_start(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,7 +270,7 @@ def test_a_damaged_ledger_stops_the_query(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     txn = deltalog.Table(query.spark, str(table)).begin()
-    txn.commit_domains({"spark-group-source.etl": '{"v":1,"topics":'}, user_metadata="")
+    txn.commit_domains({"spark-group-source.etl": '{"v":1,"topics":'}, numbers={}, user_metadata="")
     with pytest.raises(LedgerConflict, match="damaged"):
         query.run(sink, 1, offset(1, one(10, 20)))
 
@@ -250,6 +282,7 @@ def no_rows(df: "DataFrame") -> "DataFrame":
     raise AssertionError("the rows of a void batch are read")
 
 
+@BOTH
 def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,9 +292,9 @@ def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     for _ in range(2):
         query.run(query.sink(table, transform=no_rows), 1, offset(1, one(10, 20)))
     commit = commits(table)[-1]
-    assert {kind for action in commit for kind in action} == {"commitInfo", "txn", "domainMetadata"}
+    assert {kind for action in commit for kind in action} - {"domainMetadata"} == {"commitInfo", "txn"}
     assert len(commits(table)) == 4, "the replay is recognised"
-    assert actions(commit, "txn")[0]["version"] == 1
+    assert notes(commit)[0]["ledger"]["queries"] == {query.id: 1}
     assert next_offsets(table) == {("orders", 0): 3}
     assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
     query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
@@ -322,30 +355,30 @@ def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
     assert next_offsets(table) == {("orders", 0): 5}
 
 
-@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+@BOTH
 def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
-    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
     (tmp_path / "runs").mkdir(mode=0o700)
-    sink = query.sink(table, tier=tier)
-    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
     assert (runs.durable_seq("s1"), runs.durable_seq("s2")) == (0, 4)
     query.run(sink, 1, offset(1, one(5, 6)))
-    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), group="b", stream="s2"))
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
     assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
-    if tier == "transaction":
-        with pytest.raises(LedgerConflict):
-            query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-        set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    with pytest.raises(LedgerConflict):
         query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-        assert runs.durable_seq("s1") == 0
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+    query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+    assert runs.durable_seq("s1") == 0
 
 
 # Idle
 
 
+@BOTH
 def test_a_batch_without_rows_that_moves_nothing_is_not_committed(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)))
@@ -354,6 +387,7 @@ def test_a_batch_without_rows_that_moves_nothing_is_not_committed(query: Query, 
     assert len(commits(table)) == 2
 
 
+@BOTH
 def test_a_batch_without_rows_that_moves_a_position_is_committed_without_files(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)))
@@ -387,6 +421,7 @@ def test_a_source_without_news_does_not_stop_the_rows_of_another(
 # Writers at the same time
 
 
+@BOTH
 def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record_once(
     new_query: Callable[[str], Query], new_table: Path
 ) -> None:
@@ -434,6 +469,7 @@ def test_a_lost_race_commits_the_files_that_are_written_already(
     assert next_offsets(table) == {("orders", 0): 4, ("orders", 1): 3}
 
 
+@BOTH
 def test_a_lost_race_to_the_same_records_leaves_them_out(
     new_query: Callable[[str], Query], table: Path, intruder: Callable[[Callable[[], object]], None]
 ) -> None:
@@ -444,7 +480,7 @@ def test_a_lost_race_to_the_same_records_leaves_them_out(
     assert rows(table) == records(0, 9)
 
 
-@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+@BOTH
 def test_a_lost_race_against_the_same_query_ends_in_a_skip(
     query: Query, table: Path, intruder: Callable[[Callable[[], object]], None], tier: str
 ) -> None:
@@ -459,6 +495,7 @@ def test_a_lost_race_against_the_same_query_ends_in_a_skip(
     "change",
     ["ADD COLUMNS (more string)", "ADD CONSTRAINT more CHECK (offset < 1000)", "SET TBLPROPERTIES ('more' = 'b')"],
 )
+@BOTH
 def test_a_table_that_is_altered_meanwhile_gets_the_batch_once_and_stays_altered(
     query: Query, table: Path, intruder: Callable[[Callable[[], object]], None], change: str
 ) -> None:
@@ -475,11 +512,11 @@ def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
 
     def lose(self: deltalog.Transaction, *args: Any, **kwargs: Any) -> int:
-        raise deltalog.CommitRace("lost")
+        raise races.CommitRace("lost")
 
     monkeypatch.setattr(deltalog.Transaction, "commit", lose)
-    monkeypatch.setattr(deltalog, "RACE_WAIT_MAX_S", 0.0)
-    monkeypatch.setattr(deltalog, "COMMIT_ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(races, "RACE_WAIT_MAX_S", 0.0)
+    monkeypatch.setattr(races, "COMMIT_ATTEMPTS_MAX", 3)
     with pytest.raises(LedgerConflict, match="lost to concurrent writers 3 times"):
         query.run(query.sink(table), 1, offset(1, one(2, 5)))
     assert len(commits(table)) == 2
@@ -610,6 +647,7 @@ def test_an_existing_table_gets_the_feature_that_the_ledger_needs(
     assert rows(new_table) == records(0, 2)
 
 
+@BOTH
 def test_a_table_that_is_deleted_while_the_query_runs_is_not_written_by_halves(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 2)))
@@ -625,10 +663,10 @@ def test_a_table_that_forgets_batch_numbers_is_warned_about(
 ) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 2)))
-    query.spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('{deltalog.RETENTION}' = 'interval 1 days')")
+    query.spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ('{names.RETENTION}' = 'interval 1 days')")
     for n in (1, 2):
         query.run(sink, n, offset(n, one(n + 1, n + 2)))
-    assert caplog.text.count(deltalog.RETENTION) == 1
+    assert caplog.text.count(names.RETENTION) == 1
     assert rows(table) == records(0, 4)
 
 
@@ -686,15 +724,22 @@ def test_a_checkpoint_of_another_query_is_named_in_the_error(query: Query, table
 # The writer-options tier
 
 
-def test_writer_options_put_rows_batch_number_and_offsets_in_one_commit(query: Query, new_table: Path) -> None:
+def test_writer_options_put_rows_number_offsets_and_ledger_in_one_commit_without_a_feature(
+    query: Query, new_table: Path
+) -> None:
     sink, batch = query.sink(new_table, tier="writer-options", partition_by="partition"), offset(0, one(0, 5))
     query.run(sink, 0, batch)
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
-    assert actions(commit, "txn")[0]["appId"] == query.id
-    assert json.loads(actions(commit, "commitInfo")[0]["userMetadata"]) == json.loads(batch.to_json())
+    (txn,) = actions(commit, "txn")
+    assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
+    note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
+    assert note[0] == json.loads(batch.to_json())
+    assert note[1]["ledger"]["topics"] == {"orders": {"id": "id-1", "offsets": {"0": 5}}}
     query.run(sink, 1, offset(1, one(5, 7)))
     assert sorted(rows(new_table)) == sorted(records(0, 7))
+    (protocol,) = (action for commit in commits(new_table) for action in actions(commit, "protocol"))
+    assert "domainMetadata" not in protocol.get("writerFeatures", [])
 
 
 def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Query, table: Path) -> None:
@@ -707,17 +752,17 @@ def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Qu
     assert sum(r[0] == "orders" for r in rows(table)) == 5
 
 
-def test_B46_writer_options_refuse_another_batch_under_a_recorded_number(query: Query, table: Path) -> None:
-    query.run(query.sink(table, tier="writer-options"), 0, offset(0, one(0, 5)))
-    with pytest.raises(LedgerConflict, match="has batch 0 of query query-q already, but not with the offsets"):
-        query.run(query.sink(table, tier="writer-options"), 0, offset(0, one(0, 9)))
-    assert rows(table) == records(0, 5)
+def test_writer_options_write_the_sources_of_one_group(query: Query, table: Path) -> None:
+    a, b = offset(0, one(0, 5), group="a"), offset(0, one(3, 4, topic="other"), group="b", stream="s2")
+    with pytest.raises(OptionError, match=r"of the groups a, b.*Give each group a query of its own"):
+        query.run(query.sink(table, tier="writer-options"), 0, a, b)
+    assert rows(table) == []
 
 
 def test_writer_options_refuse_a_table_that_forgets_batch_numbers(query: Query, new_table: Path) -> None:
     query.spark.sql(
         f"CREATE TABLE delta.`{new_table}` ({SCHEMA}) USING delta "
-        f"TBLPROPERTIES ('{deltalog.RETENTION}' = 'interval 1 days')"
+        f"TBLPROPERTIES ('{names.RETENTION}' = 'interval 1 days')"
     )
     with pytest.raises(OptionError, match="UNSET TBLPROPERTIES"):
         query.run(query.sink(new_table, tier="writer-options"), 0, offset(0, one(0, 5)))
@@ -741,19 +786,37 @@ def test_auto_falls_back_to_writer_options_and_says_so_once(
     for n in range(2):
         query.run(sink, n, offset(n, one(n, n + 1)))
     assert rows(new_table) == records(0, 2)
-    assert next_offsets(new_table) == {}
+    assert next_offsets(new_table) == {("orders", 0): 2}
     assert caplog.text.count("writer options") == 1
     with pytest.raises(OptionError, match="tier='transaction' needs"):
         query.run(query.sink(new_table, tier="transaction"), 2, offset(2, one(2, 3)))
 
 
-def test_the_transaction_tier_takes_over_where_writer_options_stopped(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    query.run(query.sink(table, tier="writer-options"), 1, offset(1, one(2, 4)))
-    query.run(query.sink(table), 1, offset(1, one(2, 4)))
-    query.run(query.sink(table), 2, offset(2, one(4, 6)))
-    assert rows(table) == records(0, 6)
-    assert next_offsets(table) == {("orders", 0): 6}
+def test_either_tier_takes_over_where_the_other_one_stopped(query: Query, table: Path) -> None:
+    for n in range(4):
+        mine, other = ("transaction", "writer-options")[:: 1 if n % 2 else -1]
+        query.run(query.sink(table, tier=mine), n, offset(n, one(n * 2, n * 2 + 2)))
+        query.run(query.sink(table, tier=other), n, offset(n, one(n * 2, n * 2 + 2)))
+    assert rows(table) == records(0, 8)
+    assert next_offsets(table) == {("orders", 0): 8}
+    with pytest.raises(LedgerConflict, match="was moved back by someone else"):
+        query.run(query.sink(table, tier="transaction"), 4, offset(4, one(5, 9), followed=[("orders", 0)]))
+
+
+@pytest.mark.parametrize("mine", ["transaction", "writer-options"])
+def test_of_two_tiers_that_race_one_is_judged_anew(
+    query: Query,
+    new_query: Callable[[str], Query],
+    table: Path,
+    intruder: Callable[[Callable[[], object]], None],
+    mine: Tier,
+) -> None:
+    theirs: Tier = "writer-options" if mine == "transaction" else "transaction"
+    other = new_query("other")
+    intruder(lambda: other.run(other.sink(table, tier=theirs), 0, offset(0, one(0, 5), stream="s2")))
+    query.run(query.sink(table, tier=mine), 0, offset(0, one(0, 9)))
+    assert rows(table) == records(0, 9)
+    assert next_offsets(table) == {("orders", 0): 9}
 
 
 def test_the_checkpoint_is_readable_without_java(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -788,7 +851,7 @@ def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
     assert DeltaSink(tmp_path).table == str(tmp_path)
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"
-    assert [deltalog.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
+    assert [names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
 
 
 # Real streaming queries
@@ -866,7 +929,7 @@ from pyspark.sql import SparkSession
 import sink_source
 from spark_group_source.delta import deltalog
 from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.sink import DeltaSink, Tier
 
 table, script, checkpoint, scratch = sys.argv[1:]
 real = deltalog.Transaction.commit
