@@ -44,3 +44,7 @@ def test_where_others_put_the_group_back_stays_true_though_a_run_committed_it_in
 
 def test_a_topic_made_again_begins_at_its_first_record_also_where_others_had_the_partition_seed_85694() -> None:
     run(85694, protocol="eager")  # group/lookups.py: made_again
+
+
+def test_what_was_read_of_a_topic_made_again_counts_though_its_log_shrank_since_seed_89829() -> None:
+    run(89829, protocol="consumer")  # testing/invariants.py: processed_by, ever
