@@ -1,0 +1,105 @@
+"""Source and sink on a real Spark Connect server: no Java object, the batch in a worker of the server."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from conftest import Offsets, Produce, TopicFactory
+from delta_files import living_rows
+from kafka_words import await_until
+
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import TopicPartition
+
+START_S = 180
+"""Bound of a server's start and its first batch: 30 s, and much more on a busy machine."""
+PARTITIONS = 2
+
+pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(5 * START_S)]
+
+
+class Connected:
+    """One group's queries, each on a server of its own."""
+
+    def __init__(self, broker: Broker, group: str, topic: str, tmp_path: Path) -> None:
+        self.broker, self.group, self.topic, self.root = broker, group, topic, tmp_path
+        self.table = tmp_path / "table"
+
+    @contextmanager
+    def running(self, name: str) -> Iterator["subprocess.Popen[str]"]:
+        """A query with the checkpoint of this name; it is killed at the end, with all that it started."""
+        here = Path(__file__).resolve().parent
+        scratch = self.root / f"scratch-{name}"
+        scratch.mkdir(exist_ok=True)
+        path = [str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+        names = [self.group, self.topic, str(self.table), str(self.root / name), str(scratch)]
+        command = [sys.executable, str(here / "connected.py"), self.broker.bootstrap_servers, *names]
+        with (
+            (self.root / f"{name}.log").open("a") as log,
+            subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                # SPARK_TESTING: any free port, instead of the one that two servers would share.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "SPARK_TESTING": "1"},
+            ) as process,
+        ):
+            try:
+                yield process
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def await_rows(self, count: int, *processes: "subprocess.Popen[str]") -> None:
+        def there() -> bool:
+            assert all(process.poll() is None for process in processes), self.logs()
+            return len(living_rows(self.table, ["offset"])) >= count
+
+        await_until(there, START_S, what=f"{count} rows")
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text()[-3000:] for file in self.root.glob("*.log"))
+
+    def rows(self) -> Counter[tuple[int, int]]:
+        found = living_rows(self.table, ["partition", "offset"])
+        return Counter((row["partition"], row["offset"]) for row in found)
+
+
+@pytest.fixture
+def connected(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path) -> Connected:
+    return Connected(broker, group_id, topic(PARTITIONS), tmp_path)
+
+
+def test_on_spark_connect_a_kill_a_lost_checkpoint_and_a_second_query_write_each_record_once(
+    connected: Connected, produce: Produce, committed: Callable[[str], Offsets]
+) -> None:
+    sent = 0
+
+    def send(count: int) -> int:
+        nonlocal sent
+        for partition in range(PARTITIONS):
+            produce(connected.topic, [str(n) for n in range(count)], partition=partition)
+        sent += PARTITIONS * count
+        return sent
+
+    with connected.running("first") as query:
+        connected.await_rows(send(500), query)
+        connected.await_rows(send(1_500) - 2_000, query)  # in the middle of it
+    with connected.running("first") as query:
+        connected.await_rows(sent, query)
+        assert "Streaming ForeachBatch worker Completed" in (connected.root / "first.log").read_text()
+    with connected.running("anew") as query, connected.running("beside") as other:
+        connected.await_rows(send(500), query, other)
+        ends = {TopicPartition(connected.topic, p): sent // PARTITIONS for p in range(PARTITIONS)}
+        await_until(lambda: committed(connected.group) == ends, START_S, what="the group's offsets at the end")
+    assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(sent // PARTITIONS)})
+    log = (connected.table / "_delta_log" / f"{0:020}.json").read_text()
+    assert "domainMetadata" not in log
