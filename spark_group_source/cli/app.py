@@ -20,6 +20,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from spark_group_source.cli import group as cli_group
+from spark_group_source.cli.ledger import ledger_app
 from spark_group_source.errors import SourceError
 
 console = Console()
@@ -42,6 +43,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="Kafka consumer groups in PySpark.")
 broker_app = typer.Typer(no_args_is_help=True, help="A real local Kafka, for development.")
 app.add_typer(broker_app, name="broker")
+app.add_typer(ledger_app, name="ledger")
 app.command()(cli_group.describe)
 app.command()(cli_group.reset)
 app.command()(cli_group.drain)

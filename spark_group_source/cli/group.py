@@ -56,7 +56,7 @@ def describe(
     from spark_group_source.cli import report
 
     ledger = None
-    with _spark(table is not None) as spark:
+    with session(table is not None) as spark:
         if spark is not None and table is not None:
             from spark_group_source.delta.kept import read_ledger
 
@@ -107,7 +107,7 @@ def reset(
     if batch is not None and to_checkpoint is None:
         raise OptionError("--batch needs --to-checkpoint: the checkpoint that has the batch")
     admin = _admin(bootstrap_servers, group, command_config)
-    with _spark(table is not None or to_checkpoint is not None) as spark:
+    with session(table is not None or to_checkpoint is not None) as spark:
         named: Mapping[TopicPartition, int] | None = None
         if to_offsets is not None:
             named = _named(to_offsets)
@@ -189,7 +189,7 @@ def _admin(servers: str, group: str, config: Path | None) -> "GroupAdmin":
 
 
 @contextmanager
-def _spark(wanted: bool) -> "Iterator[SparkSession | None]":
+def session(wanted: bool) -> "Iterator[SparkSession | None]":
     """A small local session that can read checkpoints and Delta tables, and write these, if one is wanted."""
     if not wanted:
         yield None

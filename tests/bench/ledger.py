@@ -1,0 +1,98 @@
+"""What the ledger costs: a batch with it, both ways into a table, beside the same rows written by Delta alone.
+
+``python -m tests.bench ledger [--batches N] [--partitions N ...] [--rows N]``
+
+No Kafka: the sink is called as ``foreachBatch`` calls it. The kinds take turns, batch by batch, each with a table of
+its own; the first fifth of the batches is not counted. ``alone`` has the batch's number as Delta's documents advise
+(``txnAppId`` and ``txnVersion``), and nothing else. Milliseconds, medians.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.throughput import session
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+UNCOUNTED = 5
+"""One in so many batches, at the beginning."""
+
+
+def batch(number: int, partitions: int) -> StreamOffset:
+    """One record of each partition."""
+    ranges = {TopicPartition("bench", p): (number, number + 1) for p in range(partitions)}
+    known = {"bench": partitions}
+    return StreamOffset(group="bench", stream="s", seq=number, ranges=ranges, topic_ids={"bench": "id"}, known=known)
+
+
+def kinds(root: Path) -> dict[str, Callable[["DataFrame", int], None]]:
+    checkpoint = str(root / "checkpoint")
+
+    def alone(df: "DataFrame", number: int) -> None:
+        writer = df.write.format("delta").mode("append").option("txnAppId", "q").option("txnVersion", number)
+        writer.save(str(root / "alone"))
+
+    return {
+        "alone": alone,
+        "transaction": DeltaSink(root / "transaction", checkpoint=checkpoint, tier="transaction"),
+        "writer-options": DeltaSink(root / "writer-options", checkpoint=checkpoint, tier="writer-options"),
+    }
+
+
+def compare(spark: "SparkSession", root: Path, *, batches: int, partitions: int, rows: int) -> None:
+    (root / "checkpoint" / "offsets").mkdir(parents=True)
+    (root / "checkpoint" / "metadata").write_text(json.dumps({"id": "q"}))
+    sinks = kinds(root)
+    took_ms: dict[str, list[float]] = {kind: [] for kind in sinks}
+    for number in range(batches):
+        text = "\n".join(["v1", '{"batchTimestampMs":0}', batch(number, partitions).to_json()])
+        (root / "checkpoint" / "offsets" / str(number)).write_text(text)
+        order = list(sinks)[number % len(sinks) :] + list(sinks)[: number % len(sinks)]
+        for kind in order:
+            df = spark.range(rows).selectExpr(
+                "'bench' topic",
+                "int(id) partition",
+                f"{number}L offset",
+                "uuid() value",
+            )
+            began_s = time.perf_counter()
+            sinks[kind](df, number)
+            took_ms[kind].append((time.perf_counter() - began_s) * 1000)
+    median = {kind: statistics.median(times[batches // UNCOUNTED :]) for kind, times in took_ms.items()}
+    sizes = {kind: _last_commit(root / kind) for kind in sinks}
+    print(f"{partitions:,} partitions, {rows:,} rows a batch, {batches} batches")
+    for kind, ms in median.items():
+        more = ms - median["alone"]
+        share = more / median["alone"]
+        print(f"  {kind:15} {ms:6.0f} ms  {more:+6.0f} ms  {share:+5.0%}  last commit {sizes[kind]:,} bytes")
+
+
+def _last_commit(table: Path) -> int:
+    return max((table / "_delta_log").glob("*.json")).stat().st_size
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench ledger", description=__doc__)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--partitions", type=int, nargs="+", default=[10, 10_000])
+    parser.add_argument("--rows", type=int, default=10_000)
+    told = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        spark = session(Path(folder))
+        try:
+            for partitions in told.partitions:
+                root = Path(folder) / str(partitions)
+                compare(spark, root, batches=told.batches, partitions=partitions, rows=told.rows)
+        finally:
+            spark.stop()
+    return 0
