@@ -65,8 +65,8 @@ JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
 
 LANES = {
-    "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
     "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
+    "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
     "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
     "faults": ("tests/faults/",),
     "cluster": (

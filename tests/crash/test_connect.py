@@ -21,7 +21,13 @@ START_S = 180
 """Bound of a server's start and its first batch: 30 s, and much more on a busy machine."""
 PARTITIONS = 2
 
-pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(5 * START_S)]
+pytestmark = [
+    pytest.mark.crash,
+    pytest.mark.spark,
+    pytest.mark.broker,
+    pytest.mark.slow,
+    pytest.mark.timeout(5 * START_S),
+]
 
 
 class Connected:
