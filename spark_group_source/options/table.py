@@ -98,11 +98,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="Fail when records that were still to be read are gone; else warn and go on with those that are left."),
     Option("includeHeaders", "include_headers", flag, "true or false", default=False,
            doc="Add the column `headers`."),
-    Option("groupMembers", "group_members", members(GROUP_MEMBERS_MAX), "members or auto", default=1,
+    Option("groupMembers", "group_members", members(GROUP_MEMBERS_MAX), "members or auto", default="auto",
            doc="How many members of the group this query is, 1 to 1000. auto: one for each executor that takes part, "
                "where members live beside executors, else 1."),
     Option("memberHost", "member_host", one_of("auto", "executor", "driver"), "auto, executor or driver",
-           default="driver",
+           default="auto",
            doc="Where the members live: in the stream reader on the driver's host, or beside executors, each in an "
                "agent that reads ahead between batches. auto: beside executors where agents can run, else on the "
                "driver's host; executor: the query fails where the stream reader cannot listen for them."),
@@ -184,8 +184,8 @@ class Options:
     max_records_per_partition: int | None = None
     fail_on_data_loss: bool = True
     include_headers: bool = False
-    group_members: int | Literal["auto"] = 1
-    member_host: Literal["auto", "executor", "driver"] = "driver"
+    group_members: int | Literal["auto"] = "auto"
+    member_host: Literal["auto", "executor", "driver"] = "auto"
     coordinator_port: int = 0
     coordinator_host: str | None = None
     agent_memory_bytes: int = 64 << 20

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         _one_each(producer, topic, chosen.partitions)
         stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", broker.bootstrap_servers)
         stream = stream.option("kafka.group.id", "bench").option("subscribe", topic)
+        stream = stream.option("memberHost", "driver")
         started_s = time.monotonic()
         writer = stream.load().writeStream.format("noop").option("checkpointLocation", f"{scratch}/checkpoint")
         query = writer.start()
