@@ -92,10 +92,11 @@ class Logged:
         if number <= (-1 if found is None else found.number):
             return found
         # Somebody wrote it who cannot write domains.
-        for commit in self.commits():
-            noted = commit.ledger(group)
-            if noted is not None and noted.number == number:
-                return noted
+        from spark_group_source.delta.told import Told
+
+        noted = Told(self._spark, self.table, version=self.version).noted(group)
+        if noted is not None and noted.number == number:
+            return noted
         raise Aged(group, number)
 
     def commits(self, *, after: int = -1) -> Iterator[Commit]:

@@ -79,13 +79,30 @@ class Told:
         Args:
             known: one that stood in an earlier version, so that only newer commits need be looked at.
         """
-        for commit in self.commits(after=-1 if known is None else known.table_version) if known else self._near():
-            found = commit.ledger(group)
+        least = self.version + 1
+        for commit in self._near() if known is None else self.commits(after=known.table_version):
+            found, least = commit.ledger(group), commit.version
             if found is not None:
                 return found
-        if known is not None:
+        if known is not None and least <= known.table_version + 1:
             return known
-        return self._searched(group) or self._folded(group)
+        return self.noted(group) or self._folded(group)
+
+    def noted(self, group: str) -> Ledger | None:
+        """The newest ledger of a group in any note."""
+        from pyspark.sql import functions as F
+
+        # As a former release wrote it, and as it is written now.
+        marks = notes.mark(group), notes.mark(group).replace('","', '", "').replace('":', '": ', 2)
+        its = F.contains(F.col("note"), F.lit(marks[0])) | F.contains(F.col("note"), F.lit(marks[1]))
+        for limit in (COMMITS_MAX, None):
+            history = self._history(limit).selectExpr("version", "userMetadata AS note")
+            row: Any = history.where(its & (F.col("version") <= self.version)).orderBy(F.desc("version")).first()
+            if row is not None:
+                return Commit.of(row["version"], None, "", row["note"], None).ledger(group)
+            if self.version < COMMITS_MAX:
+                break
+        return None
 
     def landed(self, note: str) -> int | None:
         """The version of a commit with this very note that came after this one, if there is one."""
@@ -142,21 +159,6 @@ class Told:
         """What is here without another look."""
         newest = self.version
         return [commit for commit in self._rows if commit.version <= newest]
-
-    def _searched(self, group: str) -> Ledger | None:
-        from pyspark.sql import functions as F
-
-        # As a former release wrote it, and as it is written now.
-        marks = notes.mark(group), notes.mark(group).replace('","', '", "').replace('":', '": ', 2)
-        its = F.contains(F.col("note"), F.lit(marks[0])) | F.contains(F.col("note"), F.lit(marks[1]))
-        for limit in (COMMITS_MAX, None):
-            history = self._history(limit).selectExpr("version", "userMetadata AS note")
-            row: Any = history.where(its & (F.col("version") <= self.version)).orderBy(F.desc("version")).first()
-            if row is not None:
-                return Commit.of(row["version"], None, "", row["note"], None).ledger(group)
-            if self.version < COMMITS_MAX:
-                break
-        return None
 
     def _folded(self, group: str) -> Ledger | None:
         """The ledger that batches of former releases would have left, as far as the history goes back."""

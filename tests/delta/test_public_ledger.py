@@ -104,14 +104,17 @@ def test_a_deleted_checkpoint_and_a_rewind_are_noticed_as_with_delta_s_classes(
 
 @pytest.mark.spark
 def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_ledger(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    stale = query.sink(table)
+    query.run(stale, 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(10, 11)))
     log = table / "_delta_log"
     last = len(commits(table))
     info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
     for version in range(last, last + 1_005):
         (log / f"{version:020}.json").write_text(info + "\n")
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    query.run(query.sink(table), 1, offset(1, one(5, 12)))
+    for sink in (stale, query.sink(table), query.sink(table, tier="transaction")):
+        query.run(sink, 1, offset(1, one(10, 11)))
+    query.run(stale, 2, offset(2, one(5, 12)))
     assert rows(table) == records(0, 12)
 
 
