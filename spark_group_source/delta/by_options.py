@@ -134,6 +134,8 @@ class Entry:
                 began = Ledger(group=group)
                 self.restate(began, notes.text((), [began], read=self.past.version))
             except races.CommitRace:
+                if Told(self._door.spark, self._door.table).noted(group) is not None:
+                    raise  # somebody else began at the same moment
                 raise Aged(group, self.number(group)) from None
             return began
 
