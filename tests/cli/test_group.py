@@ -56,7 +56,7 @@ def run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Run:
     def session(wanted: bool) -> "Iterator[SparkSession | None]":
         yield scene.spark if wanted else None
 
-    monkeypatch.setattr(cli_group, "_spark", session)
+    monkeypatch.setattr(cli_group, "session", session)
 
     def invoke(command: str, *arguments: str) -> Shown:
         common = ["--group", scene.group, "--bootstrap-servers", scene.servers]

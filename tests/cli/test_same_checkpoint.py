@@ -114,7 +114,7 @@ def scene(
     def session(wanted: bool) -> "Iterator[SparkSession | None]":
         yield spark if wanted else None
 
-    monkeypatch.setattr(cli_group, "_spark", session)
+    monkeypatch.setattr(cli_group, "session", session)
     return Scene(spark, admin, broker.bootstrap_servers, group_id, topic(PARTITIONS), tmp_path)
 
 
