@@ -48,3 +48,7 @@ def test_a_topic_made_again_begins_at_its_first_record_also_where_others_had_the
 
 def test_what_was_read_of_a_topic_made_again_counts_though_its_log_shrank_since_seed_89829() -> None:
     run(89829, protocol="consumer")  # testing/invariants.py: processed_by, ever
+
+
+def test_offsets_that_come_when_their_transaction_is_over_are_refused_seed_88462() -> None:
+    run(88462, protocol="eager")  # testing/transactions.py: send, found.open
