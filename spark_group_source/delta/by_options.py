@@ -9,7 +9,6 @@ looked for afterwards. One commit has one such number, so the sources of a query
 that were written for an attempt that lost are written again.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pyspark.errors import PySparkException
 
 from spark_group_source.delta import names, notes, races
-from spark_group_source.delta.checkpoint import PlannedBatch
+from spark_group_source.delta.draft import Draft
 from spark_group_source.delta.history import Aged
 from spark_group_source.delta.ledger import DOMAIN_PREFIX, Ledger
 from spark_group_source.delta.told import Told
 from spark_group_source.errors import OptionError
-from spark_group_source.model import OffsetRange
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-log = logging.getLogger(__name__)
 
 _NO_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
@@ -145,15 +141,8 @@ class Entry:
     def recorded(self, query_id: str, ledgers: Mapping[str, Ledger | None]) -> int:
         return max((led.queries.get(query_id, -1) for led in ledgers.values() if led is not None), default=-1)
 
-    def write(
-        self,
-        rows: "Callable[[], DataFrame] | None",
-        planned: PlannedBatch,
-        ledgers: Mapping[str, Ledger],
-        *,
-        without: tuple[OffsetRange, ...],  # noqa: ARG002 - the files of a lost attempt are gone
-        needed: bool,
-    ) -> int | None:
+    def write(self, draft: Draft) -> int | None:
+        planned, ledgers = draft.planned, draft.ledgers
         if len(ledgers) > 1:
             raise OptionError(
                 f"the sources of query {planned.query_id} are of the groups {', '.join(sorted(ledgers))}. One commit "
@@ -161,9 +150,9 @@ class Entry:
                 "Nothing was written. Give each group a query of its own, or read all topics as one group",
                 groups=sorted(ledgers),
             )
-        if not (needed or planned.other_sources):
+        if not (draft.needed or planned.other_sources):
             return None  # whatever has records moves a position
-        frame = self._empty() if rows is None else rows()
+        frame = self._empty() if draft.rows is None else draft.rows()
         if not ledgers:
             self._door.write(frame, planned.query_id, planned.batch_id, notes.text((), ()))
             return None
@@ -181,6 +170,5 @@ class Entry:
         return version
 
     def _empty(self) -> "DataFrame":
-        spark, table = self._door.spark, self._door.table
-        there = spark.read.format("delta").load(table) if names.is_path(table) else spark.table(table)
-        return spark.createDataFrame([], there.schema)
+        spark = self._door.spark
+        return spark.createDataFrame([], names.read(spark, self._door.table).schema)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from spark_group_source.delta import deltalog, names, notes, races
-from spark_group_source.delta.checkpoint import PlannedBatch
+from spark_group_source.delta.draft import Draft
 from spark_group_source.delta.history import Logged
 from spark_group_source.delta.ledger import DOMAIN_PREFIX, Ledger
 from spark_group_source.model import OffsetRange
@@ -57,25 +57,17 @@ class Entry:
         noted = [led.queries.get(query_id, -1) for led in ledgers.values() if led is not None]
         return max([self._txn.recorded(query_id), *noted])
 
-    def write(
-        self,
-        rows: "Callable[[], DataFrame] | None",
-        planned: PlannedBatch,
-        ledgers: Mapping[str, Ledger],
-        *,
-        without: tuple[OffsetRange, ...],
-        needed: bool,
-    ) -> int | None:
-        written = deltalog.NO_FILES if rows is None else self._files(rows, without)
-        if not (written.actions or needed):
+    def write(self, draft: Draft) -> int | None:
+        written = deltalog.NO_FILES if draft.rows is None else self._files(draft.rows, draft.without)
+        if not (written.actions or draft.needed):
             return None
         return self._txn.commit(
             written,
-            {DOMAIN_PREFIX + group: after.to_json() for group, after in ledgers.items()},
-            app_id=planned.query_id,
-            batch_id=planned.batch_id,
-            numbers={DOMAIN_PREFIX + group: after.number for group, after in ledgers.items()},
-            user_metadata=notes.text(planned.offsets, ledgers.values()),
+            {DOMAIN_PREFIX + group: after.to_json() for group, after in draft.ledgers.items()},
+            app_id=draft.planned.query_id,
+            batch_id=draft.planned.batch_id,
+            numbers={DOMAIN_PREFIX + group: after.number for group, after in draft.ledgers.items()},
+            user_metadata=notes.text(draft.planned.offsets, draft.ledgers.values()),
         )
 
     def _files(self, rows: "Callable[[], DataFrame]", without: tuple[OffsetRange, ...]) -> deltalog.Written:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from spark_group_source.delta import by_options, by_transaction, deltalog, names
-from spark_group_source.delta.checkpoint import PlannedBatch
+from spark_group_source.delta.draft import Draft
 from spark_group_source.delta.history import Past
 from spark_group_source.delta.ledger import Ledger
 from spark_group_source.errors import OptionError
-from spark_group_source.model import OffsetRange
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,22 +38,8 @@ class Entry(Protocol):
     def recorded(self, query_id: str, ledgers: Mapping[str, Ledger | None]) -> int:
         """The number of the last batch of a query that the table has, or -1. ``ledgers``: of the batch's groups."""
 
-    def write(
-        self,
-        rows: "Callable[[], DataFrame] | None",
-        planned: PlannedBatch,
-        ledgers: Mapping[str, Ledger],
-        *,
-        without: tuple[OffsetRange, ...],
-        needed: bool,
-    ) -> int | None:
+    def write(self, draft: Draft) -> int | None:
         """Commit a batch; returns the version, or None if nothing had to be committed.
-
-        Args:
-            rows: makes the rows to write; None, if there are none.
-            ledgers: as they are after it.
-            without: what is left out of the rows, which tells the rows of one attempt from another's.
-            needed: whether there is something to commit even if there are no rows.
 
         Raises:
             CommitRace: somebody else was first.

@@ -8,7 +8,7 @@ still says what was once written. So the ledger of a table is that of its newest
 came after it; then it is the one of the version that the table was restored to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_group_source.delta import deltalog, names
@@ -16,7 +16,7 @@ from spark_group_source.delta.entries import DOMAIN_PREFIX, Ledger
 from spark_group_source.delta.notes import Commit
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 COMMITS_MAX = 1000
 """How far back a look for a ``RESTORE`` goes, among commits without a ledger: one costs some milliseconds."""
@@ -82,8 +82,8 @@ class Logged:
         return Logged(self._spark, self.table, deltalog.Snapshot(java))
 
     def groups(self) -> list[str]:
-        names = {*self.snapshot.domains(), *self.snapshot.applications()}
-        return sorted(name.removeprefix(DOMAIN_PREFIX) for name in names if name.startswith(DOMAIN_PREFIX))
+        found = {*self.snapshot.domains(), *self.snapshot.applications()}
+        return sorted(name.removeprefix(DOMAIN_PREFIX) for name in found if name.startswith(DOMAIN_PREFIX))
 
     def ledger(self, group: str) -> Ledger | None:
         text = self.snapshot.domains().get(DOMAIN_PREFIX + group)
@@ -123,10 +123,23 @@ class Logged:
 
     def _restored_to(self, info: Any, version: int) -> int:
         given = {name: info.operationParameters().get(name) for name in ("version", "timestamp")}
-        values = {name: str(found.get()).strip('"') for name, found in given.items() if found.isDefined()}
-        if values.get("version", "null").isdecimal():
-            return int(values["version"])
+        values = {name: str(found.get()) for name, found in given.items() if found.isDefined()}
         table = names.sql_name(self.snapshot.java.deltaLog().dataPath().toString())
-        history: Any = self._spark.sql(f"DESCRIBE HISTORY {table} LIMIT {COMMITS_MAX}")
-        before = history.where(f"version < {version} AND timestamp <= timestamp'{values['timestamp']}'")
-        return int(before.selectExpr("coalesce(max(version), 0)").first()[0])
+        return restored_to(lambda: self._spark.sql(f"DESCRIBE HISTORY {table} LIMIT {COMMITS_MAX}"), version, values)
+
+
+def restored_to(history: "Callable[[], DataFrame]", version: int, given: Mapping[str, str]) -> int:
+    """The version that a ``RESTORE`` went back to, which it was told by number or by time.
+
+    Args:
+        history: of the table; asked for only where the time counts, because that is a Spark job.
+        version: what the ``RESTORE`` made.
+        given: its parameters.
+    """
+    to = str(given.get("version")).strip('"')
+    if to.isdecimal():
+        return int(to)
+    moment = str(given.get("timestamp")).strip('"')
+    before = history().where(f"version < {version} AND timestamp <= timestamp'{moment}'")
+    first: Any = before.selectExpr("coalesce(max(version), 0)").first()
+    return int(first[0])

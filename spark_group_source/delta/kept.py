@@ -99,10 +99,12 @@ def set_ledger(
             retired=tuple(id_ for id_ in old.retired if id_ not in ids.values()),
             epoch=now,
             void=old.void if now == old.epoch else {},
+            number=old.number,
+            queries=old.queries,
         )
         if now > old.epoch:
             new = new.retire(deleted)
-        new = replace(new, number=old.number, queries=old.queries).written()
+        new = new.written()
         version = entry.restate(new, notes.text((), [new], read=entry.past.version, reason=reason))
         return replace(new, table_version=version)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 RETENTION = "delta.setTransactionRetentionDuration"
 """The property by which a table forgets the numbers of applications."""
@@ -41,6 +41,11 @@ def is_path(table: str) -> bool:
 def sql_name(table: str) -> str:
     """The table as SQL writes it."""
     return "delta.`" + table.replace("`", "``") + "`" if is_path(table) else table
+
+
+def read(spark: "SparkSession", table: str) -> "DataFrame":
+    """The rows of the table."""
+    return spark.read.format("delta").load(table) if is_path(table) else spark.table(table)
 
 
 def no_table(spark: "SparkSession", table: str) -> str:

@@ -41,14 +41,8 @@ def mark(group: str) -> str:
 
 
 def beginning(offsets: Sequence[StreamOffset]) -> str:
-    """How the note of a batch begins; that of a former release is this without bracket and comma, if it had one."""
+    """How the note of a batch begins. That of a former release is :func:`text` without a ledger."""
     return "[" + ",".join(offset.to_json() for offset in offsets) + ","
-
-
-def former(offsets: Sequence[StreamOffset]) -> str:
-    """The note of a batch by a former release."""
-    texts = [offset.to_json() for offset in offsets]
-    return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
 
 
 def docs(note: str | None) -> tuple[dict[str, Any], ...]:

@@ -45,7 +45,7 @@ def from_rows(spark: "SparkSession", past: Past, group: str, offsets: Sequence[S
                 group=group,
             )
     ids = {topic: id_ for offset in offsets for topic, id_ in offset.topic_ids.items() if topic in topics}
-    rows = spark.read.format("delta").load(table) if names.is_path(table) else spark.table(table)
+    rows = names.read(spark, table)
     types = {field.name: field.dataType.simpleString() for field in rows.schema.fields}
     if not ROW_COLUMNS.items() <= types.items():
         log.warning(

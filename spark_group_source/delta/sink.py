@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from spark_group_source.delta import deltalog, doors, kept, ledger, names, notes, races, rebuilt, turns
 from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source.delta.draft import Draft
 from spark_group_source.delta.history import Aged
 from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Retired, Unaware, Write
-from spark_group_source.delta.told import SEARCH_STEPS, Told
+from spark_group_source.delta.told import Told
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
@@ -145,20 +146,6 @@ class DeltaSink:
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
-    def _other_content(self, planned: PlannedBatch) -> LedgerConflict:
-        return LedgerConflict(
-            f"table {self.table} has batch {planned.batch_id} of query {planned.query_id} already, but not with the "
-            f"offsets {notes.former(planned.offsets)[:500]}: none of the table's last {SEARCH_STEPS[-1]} commits holds "
-            "them, and its rows were not written. Either a "
-            "second run of this query wrote another batch under this number (is the checkpoint used twice?), or the "
-            "commit is too old to be seen. Look at "
-            f"`DESCRIBE HISTORY {names.sql_name(self.table)}` (userMetadata); to go on, start the query with a new "
-            "checkpointLocation once the group's position in Kafka is right",
-            table=self.table,
-            query_id=planned.query_id,
-            batch_id=planned.batch_id,
-        )
-
 
 class _Attempt:
     """The attempts to commit one batch."""
@@ -233,31 +220,32 @@ class _Attempt:
     def _confirm(self, decision: Recorded) -> None:
         """The table has a batch of this number. Make sure that it is this one."""
         sink, planned = self.sink, self.planned
-        for group, missing in decision.uncovered.items():
-            # The ledger may also be behind because writer options wrote the batch, or an operator set it back since.
-            if not Told(self.df.sparkSession, sink.table).recorded(planned.offsets):
-                raise LedgerConflict(
-                    f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
-                    f"ledger of group {group!r} does not cover {ledger.shown(missing)}. A second run of this query "
-                    "wrote another batch under this number (is the checkpoint used twice?). Nothing was written. Stop "
-                    "the other run. Then start this query with a new checkpointLocation: it continues at the ledger",
-                    table=sink.table,
-                    query_id=planned.query_id,
-                    batch_id=planned.batch_id,
-                    missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
-                )
+        # The ledger may also be behind because a former release wrote the batch, or an operator set it back since.
+        if decision.uncovered and not Told(self.df.sparkSession, sink.table).recorded(planned.offsets):
+            group, missing = next(iter(decision.uncovered.items()))
+            raise LedgerConflict(
+                f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
+                f"ledger of group {group!r} does not cover {ledger.shown(missing)}. A second run of this query "
+                "wrote another batch under this number (is the checkpoint used twice?). Nothing was written. Stop "
+                "the other run. Then start this query with a new checkpointLocation: it continues at the ledger",
+                table=sink.table,
+                query_id=planned.query_id,
+                batch_id=planned.batch_id,
+                missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+            )
         log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
 
     def _write(self, entry: doors.Entry, decision: Write) -> None:
         sink, planned = self.sink, self.planned
         after = {group: found.written(planned.query_id, planned.batch_id) for group, found in decision.ledgers.items()}
-        version = entry.write(
-            self._rows_without(decision.drop) if decision.rows else None,
-            planned,
-            after,
+        draft = Draft(
+            planned=planned,
+            rows=self._rows_without(decision.drop) if decision.rows else None,
+            ledgers=after,
             without=decision.drop,
             needed=bool(decision.drop) or decision.changed,
         )
+        version = entry.write(draft)
         if version is None:
             log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
             return

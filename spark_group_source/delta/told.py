@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spark_group_source.delta import ledger, names, notes
-from spark_group_source.delta.history import COMMITS_MAX, Aged
+from spark_group_source.delta.history import COMMITS_MAX, Aged, restored_to
 from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.notes import Commit
 from spark_group_source.group.offsets import StreamOffset
@@ -121,7 +121,7 @@ class Told:
         """Whether one of the last commits is that of a batch with exactly these offsets."""
         from pyspark.sql import functions as F
 
-        beginning, former = notes.beginning(offsets), notes.former(offsets)
+        beginning, former = notes.beginning(offsets), notes.text(offsets, ())
         its = (F.col("userMetadata") == former) | F.startswith(F.col("userMetadata"), F.lit(beginning))
         for limit in steps(beginning):
             row: Any = self._history(limit).agg(F.max(its).alias("it"), F.count("*")).first()
@@ -143,17 +143,8 @@ class Told:
         self._whole = len(found) < limit or found[-1]["version"] == 0
 
     def _commit(self, row: Mapping[str, Any]) -> Commit:
-        to = self._restored_to(row) if row["operation"] == "RESTORE" else None
+        to = restored_to(self._history, row["version"], row["given"]) if row["operation"] == "RESTORE" else None
         return Commit.of(row["version"], row["read"], row["operation"], row["note"], to)
-
-    def _restored_to(self, row: Mapping[str, Any]) -> int:
-        to = str(row["given"].get("version")).strip('"')
-        if to.isdecimal():
-            return int(to)
-        moment = str(row["given"].get("timestamp")).strip('"')
-        before = self._history().where(f"version < {row['version']} AND timestamp <= timestamp'{moment}'")
-        first: Any = before.selectExpr("coalesce(max(version), 0)").first()
-        return int(first[0])
 
     def _near(self) -> list[Commit]:
         """What is here without another look."""

@@ -22,7 +22,7 @@ from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 WRITES = {"WRITE", "STREAMING UPDATE"}
 """Operations that add rows, and tell how many."""
@@ -68,9 +68,8 @@ def verify(spark: "SparkSession", table: str) -> Checked:
         findings += chained(commits, group)
         found, now = _now(past, group, commits)
         findings += found
-        ends = {
-            tp: max(ends.get(tp, 0), at) for tp, at in [*ends.items(), *([] if now is None else now.offsets.items())]
-        }
+        for tp, at in () if now is None else now.offsets.items():
+            ends[tp] = max(ends.get(tp, 0), at)
     rows, said, total = _rows(spark, past.table, ends)
     findings += rows
     missing, why = _missing(spark, past.table, total)
@@ -134,7 +133,7 @@ def _now(past: Past, group: str, commits: Sequence[Commit]) -> tuple[list[Findin
 
 def _rows(spark: "SparkSession", table: str, ends: dict[TopicPartition, int]) -> tuple[list[Finding], list[str], int]:
     """Rows that are there twice, or behind every ledger; notes; how many rows there are."""
-    rows = _read(spark, table)
+    rows = names.read(spark, table)
     types = {field.name: field.dataType.simpleString() for field in rows.schema.fields}
     if not ROW_COLUMNS.items() <= types.items():
         lacking = ", ".join(ROW_COLUMNS.keys() - types.keys())
@@ -175,10 +174,6 @@ def _missing(spark: "SparkSession", table: str, total: int) -> tuple[list[Findin
         return [], []
     kind, what = ("missing", "are gone") if total < written else ("doubled", "were never written")
     return [Finding(kind, f"{written:,} rows were written, {total:,} are there: {abs(written - total):,} {what}")], []
-
-
-def _read(spark: "SparkSession", table: str) -> "DataFrame":
-    return spark.read.format("delta").load(table) if names.is_path(table) else spark.table(table)
 
 
 def _expr(text: str) -> Any:
