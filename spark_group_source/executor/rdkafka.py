@@ -1,8 +1,7 @@
-"""librdkafka by ctypes: its calls, the checks that make them safe to use, and raw memory as arrays.
+"""The calls of librdkafka that reading takes, the checks that make them safe to use, and raw memory as arrays.
 
-Runs in: executor workers, on 64-bit little-endian POSIX machines. Deliberately absent: any call back from C into
-Python (errors and log lines are polled as events), and the confluent_kafka package: only the library that it ships is
-loaded.
+Runs in: executor workers, on 64-bit little-endian POSIX machines. Deliberately absent: finding the
+library (``librdkafka``).
 
 What the fast client relies on:
 
@@ -14,16 +13,27 @@ What the fast client relies on:
 
 import ctypes as c
 import functools
-import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from spark_group_source.librdkafka import (
+    CLIENT,
+    INT,
+    INT64,
+    PARTITIONS,
+    POINTER,
+    POINTERS,
+    SIZE,
+    TEXT,
+    Partition,
+    Signatures,
+    calls,
+)
 
 OLDEST_VERSION = 0x02_0F_00_FF
 """librdkafka 2.15.0, the oldest that was looked at. Newer ones have to pass the checks."""
@@ -35,88 +45,45 @@ _WINDOW_BITS = 30
 
 Words = npt.NDArray[np.uint64]
 
-
-class _Partition(c.Structure):
-    _fields_ = [
-        ("topic", c.c_char_p),
-        ("partition", c.c_int32),
-        ("offset", c.c_int64),
-        ("metadata", c.c_void_p),
-        ("metadata_size", c.c_size_t),
-        ("opaque", c.c_void_p),
-        ("err", c.c_int),
-        ("private", c.c_void_p),
-    ]
-
-
-class _PartitionList(c.Structure):
-    _fields_ = [("cnt", c.c_int), ("size", c.c_int), ("elems", c.POINTER(_Partition))]
-
-
-_P, _PP, _INT, _I64, _SIZE, _STR = c.c_void_p, c.POINTER(c.c_void_p), c.c_int, c.c_int64, c.c_size_t, c.c_char_p
-_LIST = c.POINTER(_PartitionList)
-_CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
-    "version": (_INT,),
-    "err2str": (_STR, _INT),
-    "conf_new": (_P,),
-    "conf_destroy": (None, _P),
-    "conf_set": (_INT, _P, _STR, _STR, _STR, _SIZE),
-    "conf_set_events": (None, _P, _INT),
-    "new": (_P, _INT, _P, _STR, _SIZE),
-    "set_log_queue": (_INT, _P, _P),
-    "destroy_flags": (None, _P, _INT),
-    "queue_get_consumer": (_P, _P),
-    "queue_get_main": (_P, _P),
-    "queue_new": (_P, _P),
-    "queue_destroy": (None, _P),
-    "queue_poll": (_P, _P, _INT),
-    "event_type": (_INT, _P),
-    "event_error": (_INT, _P),
-    "event_error_string": (_STR, _P),
-    "event_log": (_INT, _P, c.POINTER(_STR), c.POINTER(_STR), c.POINTER(_INT)),
-    "event_opaque": (_P, _P),
-    "event_destroy": (None, _P),
-    "topic_partition_list_new": (_LIST, _INT),
-    "topic_partition_list_add": (c.POINTER(_Partition), _LIST, _STR, c.c_int32),
-    "topic_partition_list_destroy": (None, _LIST),
-    "topic_partition_get_leader_epoch": (c.c_int32, c.POINTER(_Partition)),
-    "assign": (_INT, _P, _LIST),
-    "incremental_assign": (_P, _P, _LIST),
-    "incremental_unassign": (_P, _P, _LIST),
-    "error_string": (_STR, _P),
-    "error_code": (_INT, _P),
-    "error_destroy": (None, _P),
-    "metadata": (_INT, _P, _INT, _P, _PP, _INT),
-    "metadata_destroy": (None, _P),
-    "position": (_INT, _P, _LIST),
-    "consume_batch_queue": (c.c_ssize_t, _P, _INT, _P, _SIZE),
-    "topic_name": (_STR, _P),
-    "messages_count": (_SIZE, _P),
-    "messages_get": (_P, _P, _SIZE),
-    "messages_destroy": (None, _P),
-    "message_timestamp": (_I64, _P, c.POINTER(_INT)),
-    "message_leader_epoch": (c.c_int32, _P),
-    "message_headers": (_INT, _P, _PP),
-    "AdminOptions_new": (_P, _P, _INT),
-    "AdminOptions_set_request_timeout": (_INT, _P, _INT, _STR, _SIZE),
-    "AdminOptions_set_isolation_level": (_P, _P, _INT),
-    "AdminOptions_set_opaque": (None, _P, _P),
-    "AdminOptions_destroy": (None, _P),
-    "TopicCollection_of_topic_names": (_P, c.POINTER(_STR), _SIZE),
-    "TopicCollection_destroy": (None, _P),
-    "DescribeTopics": (None, _P, _P, _P, _P),
-    "event_DescribeTopics_result": (_P, _P),
-    "DescribeTopics_result_topics": (_PP, _P, c.POINTER(_SIZE)),
-    "TopicDescription_name": (_STR, _P),
-    "TopicDescription_error": (_P, _P),
-    "TopicDescription_topic_id": (_P, _P),
-    "TopicDescription_partitions": (_PP, _P, c.POINTER(_SIZE)),
-    "Uuid_base64str": (_STR, _P),
-    "ListOffsets": (None, _P, _LIST, _P, _P),
-    "event_ListOffsets_result": (_P, _P),
-    "ListOffsets_result_infos": (_PP, _P, c.POINTER(_SIZE)),
-    "ListOffsetsResultInfo_topic_partition": (c.POINTER(_Partition), _P),
-    "header_get_all": (_INT, _P, _SIZE, c.POINTER(_STR), _PP, c.POINTER(_SIZE)),
+_CALLS: Signatures = {
+    **CLIENT,
+    "version": (INT,),
+    "destroy_flags": (None, POINTER, INT),
+    "queue_get_consumer": (POINTER, POINTER),
+    "event_opaque": (POINTER, POINTER),
+    "topic_partition_get_leader_epoch": (c.c_int32, c.POINTER(Partition)),
+    "assign": (INT, POINTER, PARTITIONS),
+    "incremental_assign": (POINTER, POINTER, PARTITIONS),
+    "incremental_unassign": (POINTER, POINTER, PARTITIONS),
+    "error_destroy": (None, POINTER),
+    "metadata": (INT, POINTER, INT, POINTER, POINTERS, INT),
+    "metadata_destroy": (None, POINTER),
+    "position": (INT, POINTER, PARTITIONS),
+    "consume_batch_queue": (c.c_ssize_t, POINTER, INT, POINTER, SIZE),
+    "topic_name": (TEXT, POINTER),
+    "messages_count": (SIZE, POINTER),
+    "messages_get": (POINTER, POINTER, SIZE),
+    "messages_destroy": (None, POINTER),
+    "message_timestamp": (INT64, POINTER, c.POINTER(INT)),
+    "message_leader_epoch": (c.c_int32, POINTER),
+    "message_headers": (INT, POINTER, POINTERS),
+    "AdminOptions_set_isolation_level": (POINTER, POINTER, INT),
+    "AdminOptions_set_opaque": (None, POINTER, POINTER),
+    "TopicCollection_of_topic_names": (POINTER, c.POINTER(TEXT), SIZE),
+    "TopicCollection_destroy": (None, POINTER),
+    "DescribeTopics": (None, POINTER, POINTER, POINTER, POINTER),
+    "event_DescribeTopics_result": (POINTER, POINTER),
+    "DescribeTopics_result_topics": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "TopicDescription_name": (TEXT, POINTER),
+    "TopicDescription_error": (POINTER, POINTER),
+    "TopicDescription_topic_id": (POINTER, POINTER),
+    "TopicDescription_partitions": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "Uuid_base64str": (TEXT, POINTER),
+    "ListOffsets": (None, POINTER, PARTITIONS, POINTER, POINTER),
+    "event_ListOffsets_result": (POINTER, POINTER),
+    "ListOffsets_result_infos": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "ListOffsetsResultInfo_topic_partition": (c.POINTER(Partition), POINTER),
+    "header_get_all": (INT, POINTER, SIZE, c.POINTER(TEXT), POINTERS, c.POINTER(SIZE)),
 }
 
 
@@ -129,8 +96,8 @@ class Library:
         vars(self).update(calls(_CALLS))
         libc = c.CDLL(None)
         self.malloc, self.release = libc.malloc, libc.free
-        self.malloc.restype, self.malloc.argtypes = _P, [_SIZE]
-        self.release.restype, self.release.argtypes = None, [_P]
+        self.malloc.restype, self.malloc.argtypes = POINTER, [SIZE]
+        self.release.restype, self.release.argtypes = None, [POINTER]
         if self.version() < OLDEST_VERSION:
             raise ImportError(f"librdkafka {self.version():#x} is older than {OLDEST_VERSION:#x}")
         self._check_list()
@@ -148,35 +115,6 @@ class Library:
                 raise ImportError("librdkafka keeps its lists of messages in another way than expected")
         finally:
             self.release(block)
-
-
-def calls(signatures: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """librdkafka's functions by their names without ``rd_kafka_``.
-
-    Args:
-        signatures: by name, the type of what is returned and those of the arguments.
-
-    Raises:
-        ImportError: the library is not there, or has no such function.
-    """
-    rdkafka = c.CDLL(str(extension()))
-    found = {}
-    for name, (result, *arguments) in signatures.items():
-        call = getattr(rdkafka, f"rd_kafka_{name}", None)
-        if call is None:
-            raise ImportError(f"librdkafka has no rd_kafka_{name}")
-        call.restype, call.argtypes = result, arguments
-        found[name] = call
-    return found
-
-
-def extension() -> Path:
-    """confluent_kafka's extension module, found without importing the package: it brings librdkafka with it."""
-    package = importlib.util.find_spec("confluent_kafka")
-    for folder in (package.submodule_search_locations or []) if package else []:
-        for path in Path(folder).glob("cimpl*.so"):
-            return path
-    raise ImportError("confluent_kafka is not installed")
 
 
 @functools.cache

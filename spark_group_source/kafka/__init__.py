@@ -8,10 +8,11 @@ ours here, once.
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
-from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, Topic
+from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, ListedGroup, Topic
 from spark_group_source.kafka.epochs import EpochEnds
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.record_times import RecordTime, RecordTimes
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
 from spark_group_source.kafka.taking import take_place
@@ -27,10 +28,13 @@ __all__ = [
     "GroupMember",
     "GroupOffsets",
     "Identity",
+    "ListedGroup",
     "MemberConsumer",
     "MemberStale",
     "OffsetCommitter",
     "Queue",
+    "RecordTime",
+    "RecordTimes",
     "Runtime",
     "Thread",
     "Topic",
