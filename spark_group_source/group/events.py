@@ -247,6 +247,8 @@ class Committed:
     epoch: int = 0
     followed: bool = False
     cut: int | None = None
+    at_ms: int | None = None
+    """When it was committed, on the run's clock; None: the note does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +403,13 @@ class RecordsGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionTold:
+    """How long the group's coordinator keeps offsets that nobody needs."""
+
+    retention_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """A deadline of the machine may have passed."""
 
@@ -434,6 +443,7 @@ MachineEvent = (
     | ReplacedUnknown
     | Replaced
     | RecordsGone
+    | RetentionTold
     | Tick
 )
 """What the machine of slots and positions takes in."""

@@ -14,7 +14,8 @@ from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import Positions
 from spark_group_source.group.rules import Rules, pause_ms
 from spark_group_source.group.states import PartitionState
-from spark_group_source.model import TopicPartition
+from spark_group_source.group.statistics import Counters
+from spark_group_source.model import EARLIEST, TopicPartition
 
 SILENCES_MAX = 6
 """How often in a row an answer may leave out notes that only tell of resets: some ten seconds, after which what they
@@ -27,13 +28,16 @@ class Lookups:
     Args:
         rules: where partitions start.
         positions: what is asked for, and takes the answers.
+        counters: what it counts.
         out: takes orders and log lines; it has the time.
     """
 
-    def __init__(self, rules: Rules, positions: Positions, out: Outbox) -> None:
-        self._rules, self._positions, self._out = rules, positions, out
+    def __init__(self, rules: Rules, positions: Positions, counters: Counters, out: Outbox) -> None:
+        self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
         self.known: Mapping[str, int] = {}
         """How many partitions each topic had when the stream first saw it."""
+        self.began: set[TopicPartition] = set()
+        """Those that nobody committed, and that begin behind their first record, until a batch with them is durable."""
         self._knows_resets = False  # of the time before it had the partitions that it has
         self._stay = 0  # how often it had none: an answer is about the stay in which it was asked
         self._asked_for_resets: int | None = None  # in which stay, while the question is on its way
@@ -75,19 +79,26 @@ class Lookups:
         if epoch > self._positions.epoch:
             self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
             self._positions.reset_seen(epoch)
-        unknown = []
+        unknown, restored = [], []
         for tp, committed in event.offsets.items():
             partition = self._positions.answered(tp, PartitionState.ASKED)
             if partition is None:
                 continue
+            self.began.discard(tp)
             if committed is None and partition.without_last is None:
                 unknown.append(tp)
-            elif (ours := self._positions.take_answer(tp, committed, stream=stream)) is not None and committed:
+                continue
+            if committed is None:
+                restored.append(tp)
+            if (ours := self._positions.take_answer(tp, committed, stream=stream)) is not None and committed:
                 self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
+        self._restored(restored)
         for tp in unknown:
             self._positions.start(tp)
         if unknown:
-            self._out.order(ev.ResolveStarts(starts=starts.words(unknown, self.known, self._rules.starting)))
+            words = starts.words(unknown, self.known, self._rules.starting)
+            self.began |= {tp for tp, word in words.items() if word != EARLIEST}
+            self._out.order(ev.ResolveStarts(starts=words))
         self._left_out(event.asked, event.offsets, again=bool(unknown))
 
     def starts_resolved(self, event: ev.StartsResolved) -> SourceError | None:
@@ -110,6 +121,15 @@ class Lookups:
             self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
         self._left_out(event.asked, event.offsets, again=bool(late))
         return None
+
+    def _restored(self, tps: list[TopicPartition]) -> None:
+        """Of partitions that this stream has read Kafka has no offset. That it had one nobody can say."""
+        self._counters.offsets_restored += len(tps)
+        if tps:
+            self._out.say(
+                f"Kafka has no committed offset of {len(tps)} partitions that this stream has read, such as {tps[0]}: "
+                "expired, deleted, or never there. They go on where the checkpoint says, not at startingOffsets"
+            )
 
     def _beside(self, asked: tuple[TopicPartition, ...]) -> tuple[TopicPartition, ...]:
         """A group is reset while nobody is in it, and only what it ever committed tells of it. So who comes back asks

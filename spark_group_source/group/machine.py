@@ -19,6 +19,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.partition import UNKNOWN
 from spark_group_source.group.positions import NotInTable, Positions, adopted
+from spark_group_source.group.renewal import Renewal
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.slot import Slot
 from spark_group_source.group.slots import Slots
@@ -50,7 +51,8 @@ class GroupMachine:
         )
         self.lending = Lending(rules, self._slots, self._out, self._is_settled)
         self._echo = EchoSchedule()
-        self._lookups = Lookups(rules, self.positions, self._out)
+        self._lookups = Lookups(rules, self.positions, self._counters, self._out)
+        self._renewal = Renewal(self.positions, self._counters, self._out)
         self._story = Story()
 
     # --- the door in ------------------------------------------------------------------------------------------------
@@ -124,6 +126,8 @@ class GroupMachine:
                 self.positions.gone(event.offsets, event.topics, event.cut)
                 self._lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
+            case ev.RetentionTold():
+                self._renewal.told(event.retention_ms)
             case ev.Tick():
                 self._tick()
             case _:
@@ -140,6 +144,10 @@ class GroupMachine:
         for tp in self._slots.leaving():
             found.pop(tp, None)
         return found
+
+    def began(self) -> frozenset[TopicPartition]:
+        """Those that nobody committed, and that begin behind their first record."""
+        return frozenset(self._lookups.began)
 
     def held(self) -> set[TopicPartition]:
         """Every partition that a slot of ours has."""
@@ -182,7 +190,7 @@ class GroupMachine:
         if self.phase is Phase.CLOSED:
             return None
         due = self._slots.deadlines_ms() + self._echo.deadlines_ms() + self._lookups.deadlines_ms()
-        due += self.lending.deadlines_ms()
+        due += self.lending.deadlines_ms() + self._renewal.deadlines_ms()
         return min(due, default=None)
 
     def story(self) -> str:
@@ -221,6 +229,7 @@ class GroupMachine:
             return
         self._require(offset.stream == self.stream, f"offset of stream {offset.stream!r}, not of {self.stream!r}")
         if self.plan is not None and offset.seq == self.plan.seq:
+            self._lookups.began -= self.plan.ranges.keys()
             self.seq, self.plan = offset.seq, None
             self._echo.durable(self._out.now_ms)
             self.positions.durable()
@@ -271,7 +280,7 @@ class GroupMachine:
     # --- the echo ---------------------------------------------------------------------------------------------------
 
     def _echo_done(self, event: ev.EchoDone) -> None:
-        self.positions.echoed(event.offsets)
+        self.positions.echoed(event.offsets, now_ms=self._out.now_ms)
         took_ms = self._echo.done(self._out.now_ms, left=event.left, all_done=not self.positions.due())
         self._counters.committed(took_ms)
         self._tell_of_silent_slots()
@@ -359,6 +368,7 @@ class GroupMachine:
         now = self._out.now_ms
         self._echo.tick(now)
         self._lookups.tick()
+        self._renewal.tick()
         self._slots.tick(seq=self.seq)
         self.lending.tick(seq=self.seq)
 

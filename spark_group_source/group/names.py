@@ -6,7 +6,8 @@ A stream is ``<group>.<stream id>`` as a committing process and ``<group>.<strea
 note beside a committed offset (Kafka calls it metadata) says who committed it:
 
 - ``spark-group:<stream>:<seq>:<epoch>``, with ``:followed`` behind it where the position came from a commit that no
-  stream made: a stream, when its batch ``seq`` was durable;
+  stream made: a stream, when its batch ``seq`` was durable; ``:at=<ms since the epoch>`` is when, which Kafka keeps
+  to itself;
 - ``spark-group-reset:<epoch>``: ``spark-group reset``. The *epoch* counts the resets of a group. Plans that were made
   before the newest one are void, and every later commit carries its number on;
 - anything else: somebody else. Earlier releases wrote notes without an epoch.
@@ -19,6 +20,7 @@ STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
 CUT = "cut="
+AT = "at="
 NOT_A_NAME = r"[^\w.:]"
 """What does not belong into the name of a host."""
 
@@ -37,13 +39,17 @@ class Note(NamedTuple):
     cut: int | None = None
 
 
-def note_text(stream: str, seq: int, epoch: int = 0, *, followed: bool = False, cut: int | None = None) -> str:
+def note_text(
+    stream: str, seq: int, epoch: int = 0, *, followed: bool = False, cut: int | None = None, at_ms: int | None = None
+) -> str:
     """The note of a stream's commit."""
     words = [STREAM_PREFIX, stream, str(seq), str(epoch)]
     if followed:
         words.append(FOLLOWED)
     if cut is not None:
         words.append(f"{CUT}{cut}")
+    if at_ms is not None:
+        words.append(f"{AT}{at_ms}")
     return ":".join(words)
 
 
@@ -65,6 +71,12 @@ def parse_note(text: str) -> Note:
     except ValueError:
         pass
     return Note()
+
+
+def committed_ms(text: str) -> int | None:
+    """When a stream made the commit with this note, by its host's clock; None: the note does not say."""
+    found = [word.removeprefix(AT) for word in text.split(":")[4:] if word.startswith(AT)]
+    return int(found[0]) if found and found[0].isdecimal() and parse_note(text).stream is not None else None
 
 
 def transactional_id(group: str, stream: str) -> str:

@@ -11,22 +11,23 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Eight optional members:
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Nine optional members:
 ``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
 (:mod:`cuts`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was cut, the
 position that they had before; ``lost`` has it for those that begin after it, because their next records were gone;
-``epoch`` counts the resets of the group that this plan knows of (:mod:`names`); ``moved`` lists the partitions whose
-start *followed* a commit that no stream of ours made (an operator's reset, an ordinary consumer); ``owed`` has the next
-offset of partitions that were not held at the plan although Kafka may not know yet how far the batches before it came,
-and ``since`` for some of them the number of the last batch that read them, and where it began;
-and ``turn`` is the partition that got the last spare record of the fair cut.
+``began`` lists partitions of which the group had no offset, so that they begin where ``startingOffsets`` says, and that
+is not at their first record; ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`);
+``moved`` lists the partitions whose start *followed* a commit that no stream of ours made (an operator's reset, an
+ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
+know yet how far the batches before it came, and ``since`` for some of them the number of the last batch that read them,
+and where it began; and ``turn`` is the partition that got the last spare record of the fair cut.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
 empty.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class StreamOffset:
     ranges: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
     epoch: int = 0
     followed: frozenset[TopicPartition] = frozenset()
+    began: frozenset[TopicPartition] = frozenset()
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     cut: Mapping[TopicPartition, int] = field(default_factory=dict)
     lost: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -93,10 +95,10 @@ class StreamOffset:
             by_topic.setdefault(tp.topic, {})[partition] = bounds
             if (epoch := self.leader_epochs.get(tp)) is not None:
                 leaders.setdefault(tp.topic, {})[partition] = epoch
-        moved: dict[str, list[int]] = {}
-        for tp in sorted(self.followed):
-            moved.setdefault(tp.topic, []).append(tp.partition)
-        doc: dict[str, Any] = {"cut": _nested(self.cut)} if self.cut else {}
+        moved = _listed(self.followed)
+        doc: dict[str, Any] = {"began": _listed(self.began)} if self.began else {}
+        if self.cut:
+            doc["cut"] = _nested(self.cut)
         if self.epoch:
             doc["epoch"] = self.epoch
         doc["group"] = self.group
@@ -143,7 +145,8 @@ def parse(document: str | Mapping[str, Any]) -> StreamOffset:
     if not isinstance(doc, Mapping) or "v" not in doc or "group" not in doc:
         raise CheckpointMismatch(
             f"the checkpoint's offset is not one of kafka-group: {_short(doc)}. A checkpoint belongs to one source; "
-            "give this query a checkpointLocation of its own"
+            "give this query a checkpointLocation of its own. To take over from Spark's Kafka connector: spark-group "
+            "migrate"
         )
     if doc["v"] != VERSION:
         raise CheckpointMismatch(
@@ -191,7 +194,8 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         known=known,
         ranges=ranges,
         epoch=epoch,
-        followed=frozenset(TopicPartition(t, int(p)) for t, ps in doc.get("moved", {}).items() for p in ps),
+        followed=_partitions(doc.get("moved", {})),
+        began=_partitions(doc.get("began", {})),
         leader_epochs=leaders,
         cut=_numbers(doc.get("cut", {})),
         lost=_numbers(doc.get("lost", {})),
@@ -199,6 +203,19 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         since={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("since", {})).items()},
         turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )
+
+
+def _listed(tps: Iterable[TopicPartition]) -> dict[str, list[int]]:
+    """By topic, in sorted order."""
+    found: dict[str, list[int]] = {}
+    for tp in sorted(tps):
+        found.setdefault(tp.topic, []).append(tp.partition)
+    return found
+
+
+def _partitions(listed: Mapping[str, Iterable[Any]]) -> frozenset[TopicPartition]:
+    """The inverse."""
+    return frozenset(TopicPartition(topic, int(p)) for topic, partitions in listed.items() for p in partitions)
 
 
 def _nested(values: Mapping[TopicPartition, Any]) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,9 @@ class Partition:
     start: int | None = None  # where that batch began to read it, if a checkpoint says so
     planned: bool = False  # the position is where the batch after that one begins, which is to be run again
     committed: int | None = None  # what Kafka is known to have
+    committed_ms: int | None = None  # ... since when, on the run's clock, if that is known
     theirs: bool = False  # ... under somebody else's name
+    renew: bool = False  # ... for so long that it is to be committed again
     followed: bool = False  # the position came from a commit that no stream made
     cut: int | None = None  # it went back to where its log was cut: where it stood before, until Kafka has more
     lost: int | None = None  # its next records were gone: where it stood before that, until a batch moves it on
@@ -54,12 +56,18 @@ class Partition:
     def owed(self) -> bool:
         """Whether Kafka may not have its position under our name."""
         at = self.reached
-        return at is not None and (self.theirs or self.committed != at)
+        return at is not None and (self.theirs or self.renew or self.committed != at)
 
     @property
     def owed_unseen(self) -> bool:
         """The same of one whose committed offset this run does not know now."""
         return self.owed and (self.state is PartitionState.AWAY or self.state in UNKNOWN)
+
+    @property
+    def uncommitted(self) -> int:
+        """Offsets of it that are durable and that Kafka does not have."""
+        base = self.began if self.committed is None else self.committed
+        return 0 if self.position is None else max(0, self.position - base)
 
     def unconfirmed(self, in_flight: tuple[int, int]) -> int:
         """Offsets that its next reader reads again; ``in_flight`` is what the batch in flight reads of it."""

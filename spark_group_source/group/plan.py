@@ -88,6 +88,7 @@ class Planner:
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             epoch=machine.positions.epoch,
             followed=followed & until.keys() if followed else followed,
+            began=machine.began() & until.keys(),
             leader_epochs=leader_epochs(positions),
             cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
             lost={tp: at for tp, at in machine.positions.lost().items() if tp in until},

@@ -76,7 +76,7 @@ class Positions:
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
-        partition.slot, partition.until, partition.theirs, partition.uncounted = -1, 0, False, 0
+        partition.slot, partition.until, partition.uncounted, partition.theirs, partition.renew = -1, 0, 0, False, False
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Positions:
                 moved_from = ours
             self._move(tp, partition, ev.TheirCommit)
         if committed is not None:
-            partition.before = None
+            partition.before, partition.committed_ms = None, committed.at_ms
         partition.lost = None
         self._resolved(tp, partition, at)
         return moved_from
@@ -257,23 +257,23 @@ class Positions:
         """Ours, whose position Kafka is owed."""
         return self._due.keys()
 
-    def echoed(self, offsets: Mapping[TopicPartition, int]) -> None:
+    def echoed(self, offsets: Mapping[TopicPartition, int], *, now_ms: int) -> None:
         """Kafka shows these offsets under our name."""
         taking, due = PartitionState.TAKING, self._due
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is None or partition.state in UNKNOWN:
                 continue
-            partition.committed = at
+            partition.committed, partition.committed_ms = at, now_ms
             if partition.position == at:
-                partition.theirs = False
+                partition.theirs = partition.renew = False
                 if at > partition.began:  # a batch from there on is durable
                     partition.cut = None
                 due.pop(tp, None)
                 if partition.state is taking:
                     self._move(tp, partition, ev.EchoDone)
             else:
-                self._account(tp, partition)
+                self.account(tp, partition)
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
@@ -362,9 +362,9 @@ class Positions:
 
     def _stand(self, tp: TopicPartition, partition: Partition, at: int) -> None:
         partition.position = at
-        self._account(tp, partition)
+        self.account(tp, partition)
 
-    def _account(self, tp: TopicPartition, partition: Partition) -> None:
+    def account(self, tp: TopicPartition, partition: Partition) -> None:
         if partition.owed:
             self._due[tp] = None
         else:

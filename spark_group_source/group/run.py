@@ -47,9 +47,11 @@ class Run(Steps):
     def statistics(self) -> Statistics:
         slots = self.machine.slots
         readings = [self.reading.of(slot) for slot in slots]
+        positions = self.machine.positions
         return replace(
             self.machine.statistics(self.state.value),
             unreachable_since_ms=self.outage.since_ms or 0,
+            uncommitted_offsets=sum(positions.ours[tp].uncommitted for tp in positions.due()),
             records_lost=self.lookout.records_lost + self.reading.records_lost,
             hosts=self.machine.lending.places(),
             lent_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
@@ -146,6 +148,7 @@ class Run(Steps):
                 | ev.ReplacedUnknown()
                 | ev.Replaced()
                 | ev.RecordsGone()
+                | ev.RetentionTold()
                 | ev.Tick()
             ):
                 self._machine(event)

@@ -44,6 +44,10 @@ class Statistics:
     """Since when the brokers have not answered, on the run's clock; 0: they do."""
     uncommitted: int
     """Partitions whose durable position Kafka does not have yet."""
+    uncommitted_offsets: int = 0
+    """Offsets of ours that the sink has and Kafka's committed offsets do not."""
+    metrics_port: int = 0
+    """Where the run serves Prometheus; 0: it does not."""
     rebalances: int
     """Assignments and revocations that changed something."""
     rebalanced_at_ms: int
@@ -68,6 +72,15 @@ class Statistics:
     echo_last_ms: int
     """From "batch is durable" to "Kafka has all its offsets"."""
     echo_max_ms: int
+    offsets_expiring: int = 0
+    """Partitions of ours whose offset was committed last before three quarters of the brokers' retention: it may be
+    forgotten soon after the query stops (KIP-848), unless it is committed again before. 0 until the retention is
+    known, a minute after the start."""
+    offsets_renewed: int = 0
+    """Offsets of idle partitions that were committed again where they stood, after half of the retention."""
+    offsets_restored: int = 0
+    """Partitions that went on where the checkpoint says because Kafka had no offset of them: expired, deleted, or never
+    committed before a crash."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,6 +111,9 @@ class Counters:
     commits_failed: int = 0
     echo_last_ms: int = 0
     echo_max_ms: int = 0
+    offsets_expiring: int = 0
+    offsets_renewed: int = 0
+    offsets_restored: int = 0
 
     def rebalanced(self, reason: str, *, now_ms: int) -> None:
         self.rebalances += 1
@@ -159,4 +175,7 @@ class Counters:
             commits_failed=self.commits_failed,
             echo_last_ms=self.echo_last_ms,
             echo_max_ms=self.echo_max_ms,
+            offsets_expiring=self.offsets_expiring,
+            offsets_renewed=self.offsets_renewed,
+            offsets_restored=self.offsets_restored,
         )

@@ -57,6 +57,7 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.NotAnswered(error=BrokerUnavailable("x", op="y")),
     ev.SiblingsSeen(waiting=7),
     ev.RecordsGone(offsets={A: 1}, reason="x"),
+    ev.RetentionTold(retention_ms=1),
     ev.Tick(),
     ev.Join(slot=0, client=1, topics=("orders",)),
     ev.Subscribe(slot=0, topics=("orders",)),

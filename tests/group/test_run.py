@@ -455,6 +455,19 @@ def test_a_drain_that_kafka_does_not_answer_answers_all_the_same_and_is_not_drai
     assert any("were not committed within 60 s" in text for text in run.warned())
 
 
+def test_offsets_that_the_sink_has_and_kafka_has_not_are_counted_until_their_commit_is_done() -> None:
+    run = RunHarness()
+    run.ends = {A: 10, B: 7}
+    run.batch()
+    assert run.run.statistics().uncommitted_offsets == 0, "no batch of it is durable yet"
+    run.silent = {ev.Echo}
+    run.ends = {A: 15, B: 7}
+    run.batch()
+    assert run.run.statistics().uncommitted_offsets == 17
+    run.feed(ev.EchoDone(offsets={A: 10, B: 7}))
+    assert run.run.statistics().uncommitted_offsets == 0
+
+
 # --- the same query twice in one group -------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import json
 
 from hypothesis import given, settings
 
+from spark_group_source.delta.checkpoint import is_ours
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.strategies import stream_offsets
@@ -34,3 +35,14 @@ def test_a_topic_that_was_known_but_never_held_is_still_known_after_a_restart() 
         ranges={held: (5, 5)},
     )
     assert parse(offset.to_json()) == offset
+
+
+@given(stream_offsets())
+def test_the_sink_tells_every_offset_of_this_source_from_another_sources(offset: StreamOffset) -> None:
+    assert is_ours(offset.to_json())
+    assert is_ours(json.dumps(offset.to_json_dict()))
+
+
+def test_an_offset_of_kafkas_own_connector_is_not_ours_whatever_its_topics_are_called() -> None:
+    for topics in (["group"], ["cut", "group"], ["began", "cut", "group"], ["epoch", "group"], ["orders"]):
+        assert not is_ours(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))

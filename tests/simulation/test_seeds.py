@@ -52,3 +52,19 @@ def test_what_was_read_of_a_topic_made_again_counts_though_its_log_shrank_since_
 
 def test_offsets_that_come_when_their_transaction_is_over_are_refused_seed_88462() -> None:
     run(88462, protocol="eager")  # testing/transactions.py: send, found.open
+
+
+def test_a_run_that_is_over_looks_after_nobody_seed_200386() -> None:
+    run(200386, protocol="eager", agents=True)  # testing/agents.py: wrong, Phase.CLOSED
+
+
+def test_a_driver_that_was_frozen_has_its_time_to_miss_an_agent_seed_200701() -> None:
+    run(200701, protocol="cooperative", agents=True)  # testing/agents.py: wrong, thawed_at_ms
+
+
+def test_what_an_agent_was_told_its_run_may_never_hear_seed_200532() -> None:
+    run(200532, protocol="cooperative", agents=True)  # testing/invariants.py: told, unheard
+
+
+def test_a_run_reads_on_what_its_agent_lost_until_it_hears_of_it_seed_200545() -> None:
+    run(200545, protocol="consumer", agents=True)  # testing/invariants.py: intends, unheard

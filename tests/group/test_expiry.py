@@ -1,0 +1,216 @@
+"""When Kafka forgets a committed offset, and what a run does before that and after it. The rules are Kafka's own, as
+``tests/kafka/test_expiry.py`` sees them on a real broker."""
+
+import pytest
+
+from spark_group_source.group import events as ev
+from spark_group_source.group.expiry import Clock, Expiry, GroupState, clock_of, expiries, near
+from spark_group_source.group.names import committed_ms, note_text, parse_note, reset_text
+from spark_group_source.group.renewal import LOOKS
+from spark_group_source.group.run import Run
+from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.testing.harness import STREAM, GroupHarness, only, rules_with, tps
+
+A, B, C = tps("orders", 0, 1, 2)
+OLD = TopicPartition("former", 0)
+DAY_MS = 86_400_000
+WEEK_MS = 7 * DAY_MS
+STATES = ("stable", "empty", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling")
+
+
+def seen(
+    state: str = "stable", protocol: str = "classic", members: int = 1, *topics: str, simple: bool = False
+) -> GroupState:
+    return GroupState(state=state, protocol=protocol, members=members, simple=simple, topics=frozenset(topics))
+
+
+# --- Kafka's rules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+@pytest.mark.parametrize("state", STATES)
+def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str) -> None:
+    assert clock_of("orders", seen(state, protocol, 1, "orders")) is Clock.NONE
+
+
+@pytest.mark.parametrize(
+    ("group", "clock"),
+    [
+        (seen("stable", "classic", 2, "orders"), Clock.COMMIT),
+        (seen("preparing_rebalancing", "classic", 2, "orders"), Clock.NOT_STABLE),
+        (seen("completing_rebalancing", "classic", 2, "orders"), Clock.NOT_STABLE),
+        (seen("reconciling", "consumer", 2, "orders"), Clock.COMMIT),
+        (seen("empty", "classic", 0), Clock.EMPTY),
+        (seen("empty", "consumer", 0), Clock.COMMIT),
+        (seen("empty", "classic", 0, simple=True), Clock.COMMIT),
+    ],
+)
+def test_what_counts_for_a_topic_that_no_member_has(group: GroupState, clock: Clock) -> None:
+    assert clock_of("former", group) is clock
+
+
+def test_a_classic_group_without_members_keeps_all_offsets_for_a_retention_after_its_newest_commit() -> None:
+    found = expiries(seen("empty", "classic", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
+    later = Expiry(clock=Clock.EMPTY, earliest_ms=DAY_MS + WEEK_MS)
+    assert found == dict.fromkeys((A, B, C), later), "the last member committed the newest one, and left after that"
+
+
+def test_in_a_group_of_kip_848_without_members_each_offset_has_its_own_end() -> None:
+    found = expiries(seen("empty", "consumer", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
+    assert [found[tp].earliest_ms for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
+    assert all(found[tp].surely for tp in (A, B, C))
+    assert near(found, now_ms=WEEK_MS - DAY_MS, retention_ms=WEEK_MS) == [A]
+
+
+def test_G10_of_what_nobody_wrote_down_nothing_is_concluded() -> None:
+    unknown = expiries(seen("empty", "consumer", 0), {A: None}, retention_ms=WEEK_MS)
+    assert unknown[A].earliest_ms is None and not near(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
+    untold = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)
+    assert untold[A].earliest_ms is None and not near(untold, now_ms=10 * WEEK_MS, retention_ms=None)
+    members = expiries(seen("stable", "classic", 1, "orders"), {OLD: 0, A: 0}, retention_ms=WEEK_MS)
+    assert members[OLD] == Expiry(clock=Clock.COMMIT, earliest_ms=WEEK_MS), "a member may subscribe to it all the same"
+    assert members[A] == Expiry(clock=Clock.NONE)
+
+
+def test_a_streams_note_says_when_it_was_committed_and_who_reads_only_the_rest_is_not_disturbed() -> None:
+    text = note_text("s", 4, 2, followed=True, cut=9, at_ms=1_700_000_000_123)
+    assert committed_ms(text) == 1_700_000_000_123
+    assert parse_note(text) == parse_note(note_text("s", 4, 2, followed=True, cut=9))
+    assert committed_ms(note_text("s", 4, at_ms=5)) == 5
+    for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
+        assert committed_ms(other) is None
+
+
+# --- what a run does ------------------------------------------------------------------------------------------------
+
+
+def told(group: GroupHarness, retention_ms: int = WEEK_MS) -> list[ev.Command]:
+    return group.feed(ev.RetentionTold(retention_ms=retention_ms))
+
+
+def committed(offset: int, at_ms: int | None) -> ev.Committed:
+    return ev.Committed(offset=offset, stream=STREAM, at_ms=at_ms)
+
+
+def test_an_idle_partition_is_committed_again_after_half_of_the_retention(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - WEEK_MS // 4)})
+    assert told(group) == []
+    assert group.tick(ms=WEEK_MS // 4 - WEEK_MS // LOOKS) == []
+    again = group.tick(ms=WEEK_MS // LOOKS)
+    assert again == [ev.Echo(offsets={B: 6}, stream=STREAM, seq=-1)]
+    assert group.echoed(again) == []
+    assert group.tick(ms=WEEK_MS // 4) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
+    group.echoed()
+    statistics = group.machine.statistics()
+    assert (statistics.offsets_renewed, statistics.offsets_expiring, statistics.uncommitted) == (2, 0, 0)
+    assert group.warned() == []
+
+
+def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: committed(5, group.clock())})
+    told(group)
+    group.tick(ms=WEEK_MS // 2 - 1)
+    group.plan({A: (5, 9)})
+    group.echoed(group.durable())
+    assert group.tick(ms=WEEK_MS // 4) == []
+
+
+def test_an_offset_that_nears_its_end_is_warned_of_once_counted_and_committed_again(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.committed({A: committed(5, group.clock() - 6 * DAY_MS), B: committed(6, group.clock())})
+    again = told(group)
+    assert only(ev.Echo, again) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
+    group.feed(ev.EchoFailed(reason="no broker"))
+    assert group.machine.statistics().offsets_expiring == 1
+    group.tick(ms=WEEK_MS // LOOKS)
+    (warning,) = [text for text in group.warned() if "idle partitions" in text]
+    assert "1 idle partitions (orders-0)" in warning and "168.0 h" in warning
+    group.echoed()
+    group.tick(ms=WEEK_MS // LOOKS)
+    assert group.machine.statistics().offsets_expiring == 0
+
+
+def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
+    group.settled(A)
+    assert told(group) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+    assert group.machine.statistics().offsets_expiring == 0, "but nothing is said of it"
+
+
+def test_where_the_retention_is_not_told_nothing_is_committed_again(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.tick(ms=10 * WEEK_MS) == []
+
+
+def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:
+    """Else the commit could arrive behind the next owner's."""
+    group.settled(A)
+    again = told(group)
+    assert only(ev.Release, group.revoking(A)) == []
+    assert len(only(ev.Release, group.echoed(again))) == 1
+    assert group.machine.statistics().maybe_twice == 0
+
+
+def test_one_that_was_lost_meanwhile_is_not_owed_when_it_comes_back(group: GroupHarness) -> None:
+    group.settled(A)
+    told(group)
+    group.lost(A)
+    assert group.machine.statistics().maybe_twice == 0
+    assert group.machine.positions.owed() == {}
+
+
+def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40)})
+    fresh.assigned(A, B, C)
+    commands = fresh.committed({A: None, B: None, C: None})
+    assert [sorted(starts.starts) for starts in only(ev.ResolveStarts, commands)] == [[C]], "C was never read"
+    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert only(ev.Echo, commands)[0].offsets == {A: 150, B: 40}, "and Kafka has it again"
+    assert fresh.machine.statistics().offsets_restored == 2
+    assert any("not at startingOffsets" in text for text in fresh.said())
+
+
+def test_a_run_takes_it_in_before_it_has_begun() -> None:
+    assert Run(rules_with()).handle(ev.RetentionTold(retention_ms=1), now_ms=0) == []
+
+
+def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
+    group.settled(A)
+    group.plan({A: (100, 150)})
+    group.durable()
+    assert told(group) == []
+    assert group.machine.statistics().offsets_renewed == 0
+
+
+def test_G5_a_plan_says_which_partitions_begin_behind_records_that_nobody_committed() -> None:
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.born({"orders": 2})
+    group.assigned(A, B, C)
+    group.committed({A: None, B: 7, C: None})
+    assert group.machine.began() == {A}, "C came later: it begins at its first record"
+    group.echoed(group.resolved({A: 31, C: 0}))
+    group.plan({})
+    assert group.machine.began() == {A}
+    group.durable()
+    assert group.machine.began() == frozenset()
+
+
+def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.born()
+    group.assigned(A)
+    group.committed({A: None})
+    group.echoed(group.resolved({A: 31}))
+    assert group.machine.began() == {A}
+    group.lost(A)
+    group.assigned(A)
+    group.taken({A: ev.Committed(offset=50)})
+    assert group.machine.began() == frozenset()
+
+
+def test_at_its_first_record_nothing_is_skipped(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: None})
+    assert group.machine.began() == frozenset()

@@ -1,0 +1,275 @@
+"""What KIP-496 says of expiry, sentence by sentence, on a broker that keeps offsets for a minute.
+
+One minute of several groups is played once, and each test looks at one sentence of the proposal. What it says of
+deletion is in ``tests/cli/test_offsets.py``; :data:`SENTENCES` says which test has which sentence.
+"""
+
+import ast
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient
+from kafka_words import await_until, committed_of, create_topic, noted_of, produce_to, set_committed
+from streams import Engine, numbered, options_of, texts, values_of
+
+from spark_group_source.cli import report
+from spark_group_source.driver import worker
+from spark_group_source.group.names import committed_ms
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.kafka.offset_deletion import delete_offsets
+from spark_group_source.local.broker import JAVA_OPTIONS, Broker, free_ports
+from spark_group_source.local.jars import java_path, kafka_tools_jars
+from spark_group_source.local.tools import QUICK, kafka_consumer_groups
+from spark_group_source.model import TopicPartition
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+RETENTION_S = 60
+CHECKED_S = 15
+"""An expired offset is gone by then: the broker looks every second, but the machine is busy."""
+JMX_S = 60
+
+SENTENCES: Mapping[str, str] = {
+    "as long as a group is still active, no offsets would be expired": "test_what_a_member_subscribes_to_is_kept",
+    "When a consumer subscription changes, we are still left with the committed offsets of the previous subscription": (
+        "test_what_no_member_subscribes_to_expires_while_the_group_is_active"
+    ),
+    "If a consumer is not subscribed to a topic, the lag will just grow": "test_describe_says_what_may_expire",
+    "We will add a new API to delete committed offsets": (
+        "test_offsets_of_a_group_without_members_are_deleted_only_when_they_shall"
+    ),
+    "This will succeed at the partition level only if the group is not actively subscribed": (
+        "test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same"
+    ),
+    "The error code, or 0 if there was no error": "test_G10_an_answer_that_leaves_a_partition_out_deleted_nothing",
+    "Marked for every committed offset": "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances",
+    "Marked for every expired offset": "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances",
+    "Marked for every administrative deletion": (
+        "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances"
+    ),
+    "Marked every time a rebalance completes": (
+        "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances"
+    ),
+    "Any committed offset for a partition which is not currently subscribed to is subject to expiration": (
+        "test_what_no_member_subscribes_to_expires_while_the_group_is_active"
+    ),
+    "when the group becomes empty, all offsets are subject to expiration": (
+        "test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left"
+    ),
+    "Any offset which is eligible for expiration may be deleted even if the group is still active": (
+        "test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same"
+    ),
+    "offsets which are awaiting expiration ... are not being actively consumed": (
+        "test_G5_a_query_goes_on_at_its_checkpoint_when_the_groups_offsets_were_deleted"
+    ),
+    "We have considered expiring offsets immediately when the group stops subscribing": (
+        "test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left"
+    ),
+}
+"""Sentences of the proposal, and the test that shows each. Not shown: the layout of requests and of the subscription's
+bytes, which are the broker's and the client library's (a member of a later version is read like any other), and groups
+of Kafka Connect, which have no subscription."""
+
+
+class Member:
+    """An ordinary consumer that has joined, and commits when it is told to. Within ``max.poll.interval.ms`` it need not
+    be polled."""
+
+    def __init__(self, servers: str, group: str, topic: str, protocol: str = "classic") -> None:
+        settings = {"bootstrap.servers": servers, "group.id": group, "group.protocol": protocol, "log_level": 3}
+        self._consumer = Consumer({**settings, "enable.auto.commit": False, "auto.offset.reset": "latest"})
+        self._consumer.subscribe([topic])
+        await_until(self._joined, what=f"the partition of {group}")
+
+    def _joined(self) -> bool:
+        self._consumer.poll(0.1)
+        return bool(self._consumer.assignment())
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def commit(self, *tps: TopicPartition) -> None:
+        offsets = [KafkaPartition(tp.topic, tp.partition, 0) for tp in tps]
+        self._consumer.commit(offsets=offsets, asynchronous=False)
+
+
+@dataclass
+class Minute:
+    """What was seen of the groups. ``kept``: what each had after its offsets' minute was over, before members left."""
+
+    kept: dict[str, set[str]] = field(default_factory=dict)
+    just_left: dict[str, set[str]] = field(default_factory=dict)
+    gone_s: dict[str, float] = field(default_factory=dict)
+    described: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    notes_ms: list[int] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    meters: dict[str, float] = field(default_factory=dict)
+    theirs: str = ""
+
+
+@pytest.fixture(scope="module")
+def minute(jvm: None) -> Iterator[Minute]:
+    (port,) = free_ports(1)
+    jmx = [f"-Dcom.sun.management.jmxremote{text}" for text in (f".port={port}", ".authenticate=false", ".ssl=false")]
+    jmx += ["-Dcom.sun.management.jmxremote.host=127.0.0.1", "-Djava.rmi.server.hostname=127.0.0.1"]
+    settings = {"offsets.retention.minutes": "1"}
+    with pytest.MonkeyPatch.context() as patch, Broker(settings=settings, java_options=[*JAVA_OPTIONS, *jmx]) as broker:
+        patch.setattr(worker, "RETENTION_AFTER_S", 1.0)
+        yield played(broker.bootstrap_servers, port)
+
+
+def played(servers: str, jmx_port: int) -> Minute:
+    seen = Minute()
+    admin = AdminClient({"bootstrap.servers": servers, "log_level": 3})
+    read, former = create_topic(admin, "read", 1), create_topic(admin, "former", 1)
+    produce_to(Producer({"bootstrap.servers": servers}), read, numbered(0, 4))
+    READ, FORMER = TopicPartition(read, 0), TopicPartition(former, 0)
+
+    def has(group: str) -> set[str]:
+        return {tp.topic for tp in committed_of(admin, group)}
+
+    def until(after_s: float, what: str) -> None:
+        await_until(lambda: time.monotonic() >= t0 + after_s, RETENTION_S * 2, what=what)
+
+    def await_gone(group: str, *topics: str) -> None:
+        what = f"the end of the offsets of {group}"
+        await_until(lambda: not has(group) & {*topics}, CHECKED_S + RETENTION_S, what=what)
+
+    def gone(group: str) -> None:
+        await_gone(group, read)
+        seen.gone_s[group] = time.monotonic() - t0
+
+    members = {p: Member(servers, p, read, p) for p in ("classic", "consumer")}
+    left = Member(servers, "left", read)
+    running = Engine(options_of(servers, "running", protocol="consumer", subscribe=read))
+    running.run()
+    brief = Engine(options_of(servers, "brief", subscribe=read, leaveOnStop="always"))
+    with brief:  # a source that ends at once
+        brief.run()
+    t0 = time.monotonic()
+    set_committed(admin, "simple", read, {0: 0})
+    for member in members.values():
+        member.commit(READ, FORMER)
+    left.commit(READ)
+    until(RETENTION_S / 2, "half of the retention")
+    left.close()
+    seen.gone_s["left at"] = time.monotonic() - t0
+    until(RETENTION_S * 0.8, "most of the retention")
+    describing = GroupAdmin({"bootstrap.servers": servers}, retries=0)
+    for group in ("brief", "classic", "running"):
+        seen.described[group] = report.describe(describing, group)
+    seen.theirs = kafka_consumer_groups(servers, "--describe", "--group", "classic")
+    for group in ("simple", "classic", "consumer"):
+        await_gone(group, former, *([read] if group == "simple" else []))
+        seen.kept[group] = has(group)
+    seen.kept["left"] = has("left")
+    running.run()
+    seen.statistics["running"] = running.coordinator._run.statistics()
+    seen.notes_ms = [at for _, note in noted_of(admin, "running").values() if (at := committed_ms(note)) is not None]
+    running.close()
+    for member in members.values():
+        member.close()
+    gone("consumer")
+    seen.just_left = {group: has(group) for group in ("classic", "running")}
+    gone("left")
+    gone("brief")
+    with Engine(options_of(servers, "brief", subscribe=read, startingOffsets="latest"), brief.log) as again:
+        produce_to(Producer({"bootstrap.servers": servers}), read, numbered(5, 9))
+        again.run()
+        seen.statistics["brief"] = again.coordinator._run.statistics()
+        seen.rows = values_of(brief.rows + again.rows)
+    assert delete_offsets({"bootstrap.servers": servers}, "classic", [READ]) == {READ: 0}
+    seen.meters = meters(jmx_port)
+    return seen
+
+
+def meters(port: int) -> dict[str, float]:
+    """The group coordinator's meters, over JMX by Kafka's own tool: by name, what was counted so far."""
+    url = f"service:jmx:rmi:///jndi/rmi://127.0.0.1:{port}/jmxrmi"
+    command = [str(java_path()), *QUICK, "-cp", os.pathsep.join(map(str, kafka_tools_jars()))]
+    command += ["org.apache.kafka.tools.JmxTool", "--jmx-url", url, "--one-time", "--report-format", "properties"]
+    command += ["--object-name", "kafka.server:type=group-coordinator-metrics"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=JMX_S, check=False)
+    found = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.rpartition("=")
+        if name.endswith("-count"):
+            found[name.rpartition(":")[2].rpartition("metrics:")[2]] = float(value)
+    assert found, done.stdout + done.stderr
+    return found
+
+
+def test_what_a_member_subscribes_to_is_kept(minute: Minute) -> None:
+    assert minute.kept["classic"] == minute.kept["consumer"] == {"read"}
+
+
+def test_what_no_member_subscribes_to_expires_while_the_group_is_active(minute: Minute) -> None:
+    assert "former" not in minute.kept["classic"] | minute.kept["consumer"]
+
+
+def test_what_somebody_keeps_in_a_group_without_members_ever_expires_by_its_commit(minute: Minute) -> None:
+    assert minute.kept["simple"] == set()
+
+
+def test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left(minute: Minute) -> None:
+    assert minute.kept["left"] == {"read"}, "its commit was as old as that of the simple group"
+    assert minute.gone_s["left"] >= minute.gone_s["left at"] + RETENTION_S
+    assert minute.just_left["classic"] == {"read"}
+
+
+def test_a_group_of_kip_848_forgets_what_was_idle_as_soon_as_nobody_is_left(minute: Minute) -> None:
+    """The classic group of the same age kept its offset."""
+    assert minute.gone_s["consumer"] < minute.gone_s["left"]
+
+
+def test_G2_a_query_commits_idle_partitions_again_so_that_they_stay_when_it_stops(minute: Minute) -> None:
+    statistics = minute.statistics["running"]
+    assert statistics.offsets_renewed >= 1
+    assert minute.just_left["running"] == {"read"}, "that of the ordinary member was gone"
+
+
+def test_G5_a_query_goes_on_at_its_checkpoint_when_its_offsets_expired(minute: Minute) -> None:
+    """Not at ``startingOffsets``, which is latest here."""
+    assert minute.statistics["brief"].offsets_restored == 1
+    assert minute.rows == texts(0, 9)
+
+
+def test_describe_says_what_may_expire(minute: Minute) -> None:
+    brief, classic = minute.described["brief"], minute.described["classic"]
+    assert brief.retention_ms == RETENTION_S * 1000
+    assert brief.expiring == ("read-0",)
+    assert any("about to expire: read-0" in line for line in report.expiry_text(brief))
+    by_topic = {row.topic: row for row in classic.partitions}
+    assert (by_topic["read"].expires, by_topic["former"].expires) == ("kept", "its last commit")
+    (line,) = report.expiry_text(classic)
+    assert line == "1 offsets are kept for 0.0166667 h, counted from its last commit, since when is not known"
+    assert "former" in minute.theirs, "Kafka's own tool shows it, and its lag, until it is gone"
+    assert report.expiry_text(minute.described["running"]) == []
+
+
+def test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances(minute: Minute) -> None:
+    for name in ("offset-commit-count", "offset-expiration-count", "offset-deletion-count"):
+        assert minute.meters[name] >= 1, minute.meters
+    rebalances = [value for name, value in minute.meters.items() if "rebalance" in name]
+    assert max(rebalances) >= 1, minute.meters
+
+
+def test_every_sentence_has_its_test() -> None:
+    here = Path(__file__)
+    found = {
+        node.name
+        for path in (here, here.parent.parent / "cli/test_offsets.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(SENTENCES.values()) <= found
