@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, KafkaException, Message, Producer
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+)
 from confluent_kafka import TopicPartition as KafkaTopicPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export these without saying so
     AdminClient,
@@ -187,9 +195,18 @@ def set_committed(admin: AdminClient, group: str, topic: str, offsets: Mapping[i
     admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, entries)])[group].result(ADMIN_S)
 
 
-def end_offsets_of(admin: AdminClient, topic: str) -> Offsets:
-    """The next offset of every partition of the topic."""
+def end_offsets_of(admin: AdminClient, topic: str, isolation: IsolationLevel | None = None) -> Offsets:
+    """The next offset of every partition of the topic; with an isolation level, the one that its readers see."""
     partitions = admin.list_topics(topic, timeout=ADMIN_S).topics[topic].partitions
     specs = {KafkaTopicPartition(topic, p): OffsetSpec.latest() for p in partitions}
-    futures = admin.list_offsets(specs)
+    futures = admin.list_offsets(specs, isolation_level=isolation or IsolationLevel.READ_UNCOMMITTED)
     return {TopicPartition(tp.topic, tp.partition): future.result(ADMIN_S).offset for tp, future in futures.items()}
+
+
+def await_markers(admin: AdminClient, topic: str) -> None:
+    """Until no transaction is open there: a broker writes its markers after it has said that the transaction ended."""
+
+    def ended() -> bool:
+        return end_offsets_of(admin, topic, IsolationLevel.READ_COMMITTED) == end_offsets_of(admin, topic)
+
+    await_until(ended, ADMIN_S, what=f"markers of all transactions in {topic}")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
@@ -18,7 +19,7 @@ from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.described import GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka, to_ours
+from spark_group_source.kafka.translation import Asker, portions, refusal_of_connection, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
 
 REQUEST_TIMEOUT_S = 6.0
@@ -41,6 +42,9 @@ AWAY_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
 ask, and no part of an answer is given before the rest is given up. If that was too short: the whole time again."""
 RENEW_EVERY_S = 2.0
 """How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
+RETENTION = "offsets.retention.minutes"
+GUESSES = frozenset({KafkaError._NOENT, KafkaError._UNKNOWN_PARTITION})
+"""What the library says of partitions that are not there, and of those whose leader it does not know or reach."""
 NO_MATCH = -1
 """The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
 broker answered it in time."""
@@ -54,10 +58,12 @@ Bound = Mapping[str, float]
 COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
 
 T = TypeVar("T")
+K = TypeVar("K")
 Offsets = dict[TopicPartition, int]
 
-# The library's stubs do not know the types of OffsetSpec.
+# The library's stubs do not know the types of OffsetSpec, and hide ConfigResource.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
+_ConfigResource: Any = kafka_admin.ConfigResource  # type: ignore[attr-defined]
 
 
 class Missing(Exception):
@@ -124,14 +130,7 @@ class Admin:
     def existing(self, names: Iterable[str]) -> dict[str, Topic]:
         """The named topics that exist. One that is told to be missing is asked for again: for a moment a broker may not
         know a new one, and one that just started knows none."""
-        names = set(names)
-        found = self.describe(names)
-        for _ in range(MISSING_LOOKS):
-            if found.keys() >= names:
-                break
-            self.pause(MISSING_PAUSE_S)
-            found |= self.describe(names - found.keys())
-        return found
+        return self._looked_for(set(names), self.describe)
 
     def require(self, names: Iterable[str]) -> dict[str, Topic]:
         """The named topics, all of them.
@@ -144,8 +143,7 @@ class Admin:
         missing = sorted(set(names) - found.keys())
         if missing:
             raise TopicMissing(
-                f"topic {', '.join(missing)} does not exist on {self._servers}. Create it first, or correct the option "
-                "'subscribe'",
+                f"topic {', '.join(missing)} does not exist on {self._servers}. Create it first, or correct its name",
                 topics=missing,
             )
         return found
@@ -158,6 +156,10 @@ class Admin:
             whole: False leaves out those that were not answered, too, if any was: their leader moves, or is away.
         """
         return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
+
+    def latest_of_all(self, tps: Iterable[TopicPartition], *, committed: bool) -> Offsets:
+        """The same of partitions that exist, as far as the caller knows: what holds for :meth:`existing` does here."""
+        return self._looked_for(set(tps), partial(self.latest, committed=committed))
 
     def ends(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
         """:meth:`latest` of those that were answered, and the leader epochs, where leaders told theirs."""
@@ -209,7 +211,26 @@ class Admin:
                 )
                 for m in found.members
             ),
+            f"{node.host}:{node.port} ({node.id})" if (node := found.coordinator) else "",
+            found.is_simple_consumer_group,
+            node.id if node else -1,
         )
+
+    def retention_ms(self, group: str) -> int | None:
+        """How long the group's coordinator keeps offsets that nobody needs (``offsets.retention.minutes``); None where
+        it does not tell.
+
+        Raises:
+            AccessDenied: the user needs DescribeConfigs on the cluster, told twice.
+        """
+        broker = self.group(group).coordinator_id
+        if broker < 0:  # there is no such group
+            return None
+        at = _ConfigResource(_ConfigResource.Type.BROKER, str(broker))
+        op = "asking how long offsets are kept"
+        found = self._ask(Request.CONFIGS, op, lambda bound: self._client.describe_configs([at], **bound))
+        told = found[at].get(RETENTION) if not isinstance(found[at], Missing) else None
+        return int(told.value) * 60_000 if told is not None and told.value else None
 
     def close(self) -> None:
         """No answer is wanted any more; nothing may be asked after it. The clients end here and now, for the library
@@ -222,6 +243,16 @@ class Admin:
         self._runtime.pause(wait_s)
         self._client.poll(0)
 
+    def _looked_for(self, wanted: set[K], find: Callable[[set[K]], dict[K, T]]) -> dict[K, T]:
+        """All of it, or what is there after :data:`MISSING_LOOKS`."""
+        found = find(wanted)
+        for _ in range(MISSING_LOOKS):
+            if found.keys() >= wanted:
+                break
+            self.pause(MISSING_PAUSE_S)
+            found |= find(wanted - found.keys())
+        return found
+
     def _offsets(self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool) -> Offsets:
         found = self._told(dict.fromkeys(tps, spec), committed=committed, whole=whole)
         return {tp: told.offset for tp, told in found.items()}
@@ -232,19 +263,22 @@ class Admin:
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        request = {to_kafka(tp): spec for tp, spec in specs.items()}
-        ask = partial(self._list_offsets, request, level, whole, least)
+        requests = [{to_kafka(tp): specs[tp] for tp in portion} for portion in portions(specs)]
+        ask = partial(self._list_offsets, requests, level, whole, least)
         answers = self._asked(Request.OFFSETS, "listing offsets", ask)
         return {TopicPartition(p.topic, p.partition): end for p, end in answers.items() if not isinstance(end, Missing)}
 
     def _list_offsets(
-        self, request: Mapping[Any, Any], level: IsolationLevel, whole: bool, least: int, bound: Bound
+        self, requests: Iterable[dict[Any, Any]], level: IsolationLevel, whole: bool, least: int, bound: Bound
     ) -> dict[Any, Any]:
-        """Nothing for partitions none of which exists. The library says of them what it says of partitions none of
-        which has a leader that it knows, so the broker is asked."""
+        """What brokers say is not there is left out. The library says of those what it says of partitions whose leader
+        it does not know, so a broker is asked."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
-        for partition, future in self._client.list_offsets(request, isolation_level=level, **bound).items():
+        futures: dict[Any, Future[Any]] = {}
+        for request in requests:
+            futures |= self._client.list_offsets(request, isolation_level=level, **bound)
+        for partition, future in futures.items():
             try:
                 answer = self._answer(Request.OFFSETS, future, partition.topic)
                 if not isinstance(answer, Missing) and answer.offset < least:
@@ -260,17 +294,21 @@ class Admin:
             return answers
         if not failed:
             return answers
-        first = next(iter(failed.values()))
-        if first.args[0].code() != KafkaError._NOENT or self._any_exists(request, bound):
-            raise first
-        return {}
+        guessed = {p: exc for p, exc in failed.items() if exc.args[0].code() in GUESSES}
+        wrong = [exc for p, exc in failed.items() if p not in guessed] or self._there(guessed, bound)
+        if wrong:
+            raise wrong[0]
+        return answers
 
-    def _any_exists(self, partitions: Iterable[Any], bound: Bound) -> bool:
-        topics = TopicCollection(sorted({p.topic for p in partitions}))
+    def _there(self, failed: Mapping[Any, KafkaException], bound: Bound) -> list[KafkaException]:
+        """The failures of those partitions that are there, as far as a broker says."""
+        topics = TopicCollection(sorted({p.topic for p in failed}))
         futures = self._client.describe_topics(topics, **bound)
         answers = self._answers(Request.TOPICS, futures)
-        counts = {name: len(topic.partitions) for name, topic in answers.items() if not isinstance(topic, Missing)}
-        return any(p.partition < counts.get(p.topic, 0) for p in partitions)
+        counts = {  # a topic of which no partition is told may have any
+            name: 0 if isinstance(topic, Missing) else len(topic.partitions) or inf for name, topic in answers.items()
+        }
+        return [exc for p, exc in failed.items() if p.partition < counts[p.topic]]
 
     def _ask(self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
         """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""

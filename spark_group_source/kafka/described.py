@@ -37,9 +37,25 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead."""
+    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead.
+
+    ``simple``: it never had members, somebody only keeps offsets there. ``coordinator_id``: the number of its broker.
+    """
 
     state: str
     protocol: str
     assignor: str
     members: tuple[GroupMember, ...]
+    coordinator: str = ""
+    """``host:port (id)`` of the broker that keeps the group."""
+    simple: bool = False
+    coordinator_id: int = -1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ListedGroup:
+    """A group in the list of all groups. ``protocol``: classic, consumer, or another of Kafka's."""
+
+    group: str
+    state: str
+    protocol: str

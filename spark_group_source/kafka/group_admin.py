@@ -4,15 +4,18 @@ Runs in: the user's driver (CLI). Deliberately absent: what is to be committed (
 offsets of the partitions that it knows (``group_offsets``) and commits as the group's member (``committer``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 
 from spark_group_source.answers import Request
-from spark_group_source.errors import BrokerUnavailable, CommitFailed
-from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Missing
-from spark_group_source.kafka.described import CommittedOffset
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
+from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
+from spark_group_source.kafka.asking import CONFIRM_S
+from spark_group_source.kafka.described import CommittedOffset, ListedGroup
 from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.offset_deletion import TIMES_GONE, delete_offsets, no_such_group
 from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
 
@@ -37,11 +40,7 @@ class GroupAdmin(Admin):
                 group=group,
             )
         tps = [TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions]
-        offsets = GroupOffsets(self._settings, group=group, runtime=self._runtime)
-        try:
-            found = offsets.read(tps)
-        finally:
-            offsets.close()
+        found = self.read_offsets(group, tps)
         if silent := [tp for tp in tps if tp not in found]:
             raise BrokerUnavailable(
                 f"group {group!r}: no answer for {len(silent)} partitions, the first {silent[0]}: a transaction with "
@@ -49,6 +48,57 @@ class GroupAdmin(Admin):
                 group=group,
             )
         return {tp: at for tp, at in found.items() if at is not None}
+
+    def groups(self) -> list[ListedGroup]:
+        """Every group that this user may describe, by name.
+
+        Raises:
+            BrokerUnavailable: a broker did not say which groups it has, so that some would be missing.
+        """
+        found = self._asked(Request.GROUP, "listing groups", self._listed)
+        return sorted(ListedGroup(one.group_id, one.state.name.lower(), one.type.name.lower()) for one in found)
+
+    def _listed(self, bound: Bound) -> list[Any]:
+        answer = self._answer(Request.GROUP, self._client.list_consumer_groups(**bound))
+        for failed in answer.errors:  # of one broker: its groups would be missing
+            raise KafkaException(failed)  # the library's documentation calls them exceptions; they are KafkaErrors
+        valid: list[Any] = answer.valid
+        return valid
+
+    def delete_offsets(self, group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """Delete committed offsets, also of a group with members: :func:`offset_deletion.delete_offsets`."""
+        return delete_offsets(self._settings, group, tps, runtime=self._runtime)
+
+    def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
+        """What the group has committed of these now; those that were not answered are left out.
+
+        Raises:
+            BrokerUnavailable: no answer.
+        """
+        offsets = GroupOffsets(self._settings, group=group, runtime=self._runtime)
+        try:
+            return offsets.read(tps)
+        finally:
+            offsets.close()
+
+    def delete_group(self, group: str) -> None:
+        """Delete a group without members, with all of its offsets.
+
+        Raises:
+            GroupError: it has members, or there is no such group.
+            AccessDenied: the user needs Delete on the group, told twice.
+        """
+        asked = [group]
+        for _ in range(TIMES_GONE):
+            answer = self._ask(
+                Request.DELETE,
+                f"deleting group {group!r}",
+                lambda _: self._client.delete_consumer_groups(asked, **COORDINATOR_BOUND),
+            )[group]
+            if not isinstance(answer, Missing):
+                return
+            self.pause(CONFIRM_S)
+        raise no_such_group(self._settings, group)
 
     def move_committed(
         self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str] | None = None
@@ -59,6 +109,7 @@ class GroupAdmin(Admin):
             notes: the text beside each offset; a partition that is not in it gets none.
 
         Raises:
+            AccessDenied: this user may not move the group.
             CommitFailed: Kafka refused one of them, for example because the group has members; or it was not answered,
                 and then it may still happen.
         """
@@ -74,11 +125,12 @@ class GroupAdmin(Admin):
                     f"Kafka did not answer whether group {group!r} was moved ({error.str()}). It may be yet: look with "
                     "spark-group describe, then do this again"
                 ) from exc
-            missing = self._asker.needs(Request.ALTER, error.code(), group)
-            needs = f". {self._asker.user} needs {missing}" if missing else ""
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {error.str()}{needs}") from exc
+            refused = f"Kafka refused to move group {group!r}: {error.str()}"
+            if missing := self._asker.needs(Request.ALTER, error.code(), group):
+                raise AccessDenied(f"{refused}. {self._asker.user} needs {missing}", op="moving the group") from exc
+            raise CommitFailed(refused) from exc
         if isinstance(answer, Missing):
             raise CommitFailed(f"Kafka refused to move group {group!r}: a topic does not exist")
-        refused = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
-        if refused:
-            raise CommitFailed(f"Kafka refused to move group {group!r}: {', '.join(refused[:10])}")
+        failed = [f"{p.topic}-{p.partition}: {p.error}" for p in answer.topic_partitions if p.error is not None]
+        if failed:
+            raise CommitFailed(f"Kafka refused to move group {group!r}: {', '.join(failed[:10])}")

@@ -6,7 +6,7 @@ source needs it most. A consumer that never subscribes asks the same question sa
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaException
@@ -17,7 +17,7 @@ from spark_group_source.kafka.asking import until_answered
 from spark_group_source.kafka.described import CommittedOffset
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.settings import COORDINATOR_IDLE
-from spark_group_source.kafka.translation import Asker, to_kafka
+from spark_group_source.kafka.translation import Asker, portions, to_kafka
 from spark_group_source.model import TopicPartition
 
 READ_TIMEOUT_S = 10.0
@@ -61,7 +61,7 @@ class GroupOffsets:
             BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; ask again later.
             AccessDenied: the user may not read the group, told twice.
         """
-        asked = [to_kafka(tp) for tp in tps]
+        asked = [[to_kafka(tp) for tp in portion] for portion in portions(tps)]
         return until_answered(
             Request.COMMITTED,
             "reading committed offsets",
@@ -71,17 +71,23 @@ class GroupOffsets:
             pause=self._runtime.pause,
         )
 
-    def _read(self, asked: list[Any], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
+    def _read(self, asked: list[list[Any]], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
         """One try. What is asked again of one partition says nothing of the others: a broker may not have heard of a
         new one, or its offset is part of a transaction that is not finished."""
         answered: dict[TopicPartition, CommittedOffset | None] = {}
-        for answer in self._consumer(stable).committed(asked, timeout=READ_TIMEOUT_S):
+        for answer in self._answers(asked, stable):
             if answer.error is None:
                 at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
                 answered[TopicPartition(answer.topic, answer.partition)] = at
             elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.AGAIN:
                 raise KafkaException(answer.error, answer.topic)
         return answered
+
+    def _answers(self, asked: list[list[Any]], stable: bool) -> Iterator[Any]:
+        deadline_ms = self._runtime.now_ms() + READ_TIMEOUT_S * 1000
+        for portion in asked:
+            left_s = max(0, deadline_ms - self._runtime.now_ms()) / 1000
+            yield from self._consumer(stable).committed(portion, timeout=left_s)
 
     def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:
         """Wait until a plain read of the group shows these offsets: other clients start where *it* says.

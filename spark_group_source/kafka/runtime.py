@@ -55,6 +55,10 @@ class Runtime:
         """Milliseconds since some moment; never goes back."""
         return time.monotonic_ns() // 1_000_000
 
+    def wall_ms(self) -> int:
+        """Milliseconds since the epoch, by this host's clock: for what others read, never for durations."""
+        return time.time_ns() // 1_000_000
+
     def pause(self, wait_s: float) -> None:
         """Let time pass: for pauses between two questions, of a bounded number."""
         threading.Event().wait(max(wait_s, 0.0))

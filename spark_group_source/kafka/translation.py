@@ -3,8 +3,9 @@
 Runs in: wherever ``kafka`` does. Deliberately absent: asking anything.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from confluent_kafka import KafkaError
@@ -15,6 +16,10 @@ from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFai
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
 
+AT_ONCE = 1_000
+"""Partitions in one request. The library looks for each answer from the beginning of what was asked for (2.16), so that
+10,000 at one time cost it a hundred times 1,000."""
+
 _DESCRIBE, _READ = "Describe", "Read"
 _READ_AND_FIND = "Read and Describe"  # the second to find the coordinator; the first includes it unless it is denied
 _ON_TOPICS = {
@@ -23,6 +28,7 @@ _ON_TOPICS = {
     Request.FETCH: _READ,
     Request.COMMITTED: _DESCRIBE,
     Request.ALTER: _READ,
+    Request.DELETE: _READ,
     Request.JOIN: _DESCRIBE,
     Request.COMMIT: _READ,
     Request.TRANSACTION: _READ,
@@ -31,6 +37,7 @@ _ON_GROUP = {
     Request.GROUP: _DESCRIBE,
     Request.COMMITTED: _DESCRIBE,
     Request.ALTER: _READ_AND_FIND,
+    Request.DELETE: "Delete and Describe",
     Request.JOIN: _READ_AND_FIND,
     Request.COMMIT: _READ_AND_FIND,
     Request.TRANSACTION: _READ_AND_FIND,
@@ -39,6 +46,7 @@ _ON = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "cluster",
 }
 """Which operation of Kafka's access control lists a request needs."""
 
@@ -83,6 +91,8 @@ class Asker:
                 return f"{_ON_GROUP.get(request, _READ_AND_FIND)} on the group {(self.group or name)!r}"
             case KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
                 return f"Write and Describe on the transactional id {self.transactional_id!r}"
+            case KafkaError.CLUSTER_AUTHORIZATION_FAILED if request is Request.CONFIGS:
+                return "DescribeConfigs on the cluster"
         return ""
 
 
@@ -157,3 +167,10 @@ def to_kafka(tp: TopicPartition, *more: Any) -> Any:
 def to_ours(partitions: Iterable[Any]) -> tuple[TopicPartition, ...]:
     """Our values for the library's partitions."""
     return tuple(TopicPartition(p.topic, p.partition) for p in partitions)
+
+
+def portions(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartition]]:
+    """The partitions in order, at most :data:`AT_ONCE` in one request."""
+    rest = iter(sorted(tps))
+    while portion := list(islice(rest, AT_ONCE)):
+        yield portion

@@ -1,6 +1,7 @@
 """What each of Kafka's codes means, and how often it must be said."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaError
@@ -208,6 +209,7 @@ def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(runti
     """It says so at once of each partition whose broker it cannot reach."""
     admin = Admin(SETTINGS, runtime=runtime, retries=1)
     runtime.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
+    runtime.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
     assert admin.latest([A0]) == {A0: 5}
 
 

@@ -83,7 +83,7 @@ def test_B66_a_group_whose_coordinator_cannot_write_is_described_or_the_reason_s
     finally:
         for node in frozen:
             cluster.resume(node)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 75), done.stderr  # 75: later it may be answered
     if done.returncode == 0:
         (row,) = json.loads(done.stdout)["partitions"]
         assert (row["topic"], row["committed"]) in ((name, 5), (name, 6))

@@ -8,9 +8,11 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, refusal
 
+from spark_group_source.driver.questions import Questions
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
-from spark_group_source.kafka import Admin, CommittedOffset, GroupAdmin, GroupOffsets
+from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+from spark_group_source.options.table import Options
 
 SETTINGS = {"bootstrap.servers": "b"}
 B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)
@@ -47,6 +49,24 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(runtime: HandRuntime) -
     assert runtime.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
 
 
+def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
+    runtime: HandRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_group_source.kafka.translation.AT_ONCE", 2)
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
+    assert admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
+    assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, A1], [B0]]
+    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+    runtime.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
+    assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(6, ""), A1: None, B0: CommittedOffset(7, "")}
+    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
+    with pytest.raises(BrokerUnavailable):
+        admin.latest([A0, A1, B0])
+    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
+    assert admin.latest([A0, A1, B0], whole=False) == {A0: 3, A1: 4}
+
+
 def test_a_question_is_asked_again_after_a_pause_and_then_given_up(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=2, retry_interval_s=4.0)
     runtime.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 3)
@@ -59,12 +79,40 @@ NO_LEADERS = refusal(KafkaError._NOENT)
 """What the library says where none of the partitions that were asked for has a leader that it knows."""
 
 
-def test_B41_partitions_none_of_which_exists_are_left_out(runtime: HandRuntime) -> None:
+UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
+"""What it says of one such partition beside others."""
+
+
+def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=0)
-    runtime.will("list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS})
-    gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
-    runtime.will("describe_topics", {"a": gone, "b": SimpleNamespace(partitions=[0])})
+    gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), SimpleNamespace(partitions=[0])
+    runtime.will(
+        "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
+    )
+    runtime.will(
+        "describe_topics", {"a": gone, "b": one}, {"b": one}, {"b": one}, {"b": SimpleNamespace(partitions=[])}
+    )
     assert admin.latest([A0, B1]) == {}
+    assert admin.latest([A0, B1]) == {A0: 3}
+    with pytest.raises(BrokerUnavailable):
+        admin.latest([B0, B1])
+    runtime.will("list_offsets", {B0: UNKNOWN})
+    with pytest.raises(BrokerUnavailable):
+        admin.latest([B0])  # the broker does not say which partitions there are
+
+
+def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked_for_again(
+    runtime: HandRuntime,
+) -> None:
+    """Else an AvailableNow run leaves it to the next one."""
+    options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"})
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    there, gone = SimpleNamespace(topic_id="i", partitions=[0]), refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
+    runtime.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
+    runtime.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
+    target = Questions(options, admin, EpochEnds(SETTINGS, runtime=runtime), runtime.now_ms).target()
+    assert target.ends == {A0: 3, B0: 5}
+    assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, B0], [B0], [B0]]
 
 
 def test_partitions_without_a_leader_are_asked_for_again(runtime: HandRuntime) -> None:
@@ -119,6 +167,23 @@ def test_a_group_that_may_have_been_moved_is_not_called_refused(runtime: HandRun
     runtime.will("alter_consumer_group_offsets", {"g": refusal(code)})
     with pytest.raises(CommitFailed, match=said):
         GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+
+
+def test_who_may_not_move_a_group_is_told_what_is_missing(runtime: HandRuntime) -> None:
+    runtime.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
+    with pytest.raises(AccessDenied, match=r"refused to move group 'g'.* needs Read and Describe on the group 'g'"):
+        GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+
+
+def test_a_list_that_lacks_the_groups_of_a_broker_is_none(runtime: HandRuntime) -> None:
+    state, kind = SimpleNamespace(name="STABLE"), SimpleNamespace(name="CLASSIC")
+    valid = [SimpleNamespace(group_id=name, state=state, type=kind) for name in ("b", "a")]
+    silent = KafkaError(KafkaError._TIMED_OUT)
+    runtime.will("list_consumer_groups", *(SimpleNamespace(valid=valid, errors=errors) for errors in ([], [silent])))
+    admin = GroupAdmin(SETTINGS, runtime=runtime, retries=0)
+    assert admin.groups() == [ListedGroup("a", "stable", "classic"), ListedGroup("b", "stable", "classic")]
+    with pytest.raises(BrokerUnavailable, match="listing groups was not answered"):
+        admin.groups()
 
 
 def test_a_topic_without_partitions_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
