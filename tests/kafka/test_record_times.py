@@ -1,0 +1,75 @@
+"""What is read of partitions that answer, of some that do not, and how long these are waited for."""
+
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import Producer
+
+from spark_group_source.kafka import RecordTime, RecordTimes, Runtime
+from spark_group_source.kafka.record_times import AT_ONCE
+from spark_group_source.model import TopicPartition
+from spark_group_source.testing.mock_cluster import Api, MockCluster
+
+PARTITIONS = AT_ONCE + 50
+MADE_MS = 1_700_000_000_000
+MS_MAX = 20_000
+NOT_LEADER, READ_REFUSED = 6, 29
+
+
+@pytest.fixture
+def cluster() -> Iterator[MockCluster]:
+    """Three records in each partition, a second apart."""
+    with MockCluster() as made:
+        made.create_topic("orders", PARTITIONS)
+        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "log_level": 3})
+        for partition in range(PARTITIONS):
+            for n in range(3):
+                producer.produce("orders", b"x", partition=partition, timestamp=MADE_MS + n * 1000 + partition)
+        assert producer.flush(30) == 0
+        yield made
+
+
+@pytest.fixture
+def times(cluster: MockCluster) -> Iterator[RecordTimes]:
+    settings = {"bootstrap.servers": cluster.bootstrap_servers}
+    made = RecordTimes(settings, isolation_level="read_committed", runtime=Runtime())
+    yield made
+    made.close()
+
+
+def read(times: RecordTimes, offsets: dict[int, int], *, ms: int = MS_MAX) -> dict[int, RecordTime | None]:
+    asked = {TopicPartition("orders", partition): offset for partition, offset in offsets.items()}
+    return {tp.partition: found for tp, found in times.read(asked, until_ms=Runtime().now_ms() + ms).items()}
+
+
+def test_each_partition_is_read_at_its_offset_and_again_in_the_next_sweep(times: RecordTimes) -> None:
+    for offset in (1, 2, 0):
+        found = read(times, dict.fromkeys(range(PARTITIONS), offset))
+        assert found == {p: RecordTime(offset, MADE_MS + offset * 1000 + p) for p in range(PARTITIONS)}
+
+
+def test_at_the_end_there_is_none_and_behind_it_nothing_is_said(times: RecordTimes) -> None:
+    assert read(times, {0: 3, 1: 2, 2: 9}) == {0: None, 1: RecordTime(2, MADE_MS + 2001)}
+
+
+def test_after_records_that_are_gone_comes_the_first_that_is_left(times: RecordTimes, cluster: MockCluster) -> None:
+    cluster.delete_records(TopicPartition("orders", 0), 2)
+    assert read(times, {0: 0}) == {0: RecordTime(2, MADE_MS + 2000)}
+
+
+def test_a_moving_leader_is_waited_for_and_a_refusal_leaves_the_partition_out(
+    times: RecordTimes, cluster: MockCluster
+) -> None:
+    cluster.push_partition_errors(TopicPartition("orders", 0), Api.FETCH, [NOT_LEADER])
+    cluster.push_partition_errors(TopicPartition("orders", 1), Api.FETCH, [READ_REFUSED])
+    assert read(times, {0: 1, 1: 1, 2: 1}) == {p: RecordTime(1, MADE_MS + 1000 + p) for p in (0, 2)}
+    assert read(times, {1: 1}) == {1: RecordTime(1, MADE_MS + 1001)}
+
+
+def test_one_that_is_silent_costs_no_more_than_the_bound_and_not_the_others(
+    times: RecordTimes, cluster: MockCluster
+) -> None:
+    cluster.set_leader(TopicPartition("orders", 0), -1)
+    assert read(times, {0: 1, 1: 1}, ms=1_000) == {1: RecordTime(1, MADE_MS + 1001)}
+    cluster.set_leader(TopicPartition("orders", 0), 1)
+    assert read(times, {0: 1}) == {0: RecordTime(1, MADE_MS + 1000)}
