@@ -182,10 +182,12 @@ class Commits:
             GroupError: nothing, or not everything, was committed.
         """
         echo, left = order.echo, dict(order.left)
-        notes = {
-            tp: names.note_text(echo.stream, echo.seq, echo.epoch, followed=tp in echo.followed, cut=echo.cut.get(tp))
-            for tp in echo.offsets
-        }
+        at_ms = self._runtime.wall_ms()
+        usual = names.note_text(echo.stream, echo.seq, echo.epoch, at_ms=at_ms)
+        notes = dict.fromkeys(echo.offsets, usual)
+        for tp in echo.followed | echo.cut.keys():
+            followed, cut = tp in echo.followed, echo.cut.get(tp)
+            notes[tp] = names.note_text(echo.stream, echo.seq, echo.epoch, followed=followed, cut=cut, at_ms=at_ms)
         try:
             self._commit(order.shares, notes, left)
         except CommitFailed:

@@ -259,6 +259,7 @@ class Coordinator:
             known_as=self._worker.known_as,
             report=self._report,
             replaced=self._worker.replaced,
+            before=self._worker.await_shut_out,
         )
 
     def _report(self, event: ev.Event) -> None:

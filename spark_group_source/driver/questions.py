@@ -41,9 +41,10 @@ class Questions:
         return {name: topic.partitions for name, topic in sorted(found.items())}
 
     def target(self) -> ev.TargetTaken:
-        """Where every partition of the subscription ends now."""
+        """Where every partition of the subscription ends now. A new one that not every broker knows yet is waited for:
+        without its end a run would leave it to the next one."""
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
-        return ev.TargetTaken(ends=self._admin.latest(tps, committed=self._committed))
+        return ev.TargetTaken(ends=self._admin.latest_of_all(tps, committed=self._committed))
 
     def look(self, question: ev.Look) -> ev.Looked:
         """Ask what is asked, in the order of its fields."""

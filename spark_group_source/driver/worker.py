@@ -4,7 +4,9 @@ Runs in: the stream reader. Deliberately absent: deciding; orders are the core's
 as an event. Nothing that fails here ends the thread: while the run lives, it goes on.
 """
 
+import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -39,6 +41,12 @@ WORK_MAX = 10_000
 """Orders waiting: at most a lookup for each slot and one echo, far below this."""
 KNOWN_AS_MAX = 2_000
 """Member ids of this run that are kept, to tell its places in the group from another's."""
+RETENTION_AFTER_S, RETENTION_EVERY_S = 60.0, 3_600.0
+"""When the group's coordinator is asked how long it keeps offsets: not by runs that are over soon, and then again,
+because the coordinator may be another broker by then."""
+SHUT_OUT_S_MAX = 2.0
+"""How long members wait for the transactional id before they join; it takes milliseconds. Beyond it their places are
+worth more: a session may end meanwhile."""
 PROBE_S_MAX = 10.0
 """How long a member that lost its place waits for the word that this run was not replaced."""
 
@@ -90,9 +98,11 @@ class Worker:
         self.lent = False
         """Whether a slot of the run was ever lent to an agent."""
         self._prepared = self._stopped = False
+        self._shut_out: Future[None] = runtime.future()
         self._prepare_at_ms = 0.0
         self._topics_every_ms = topics_every_s(options) * 1000
         self._topics_at_ms = 0.0
+        self._retention_at_ms = 0.0
         self._work: Queue[_Work | None] = runtime.queue(WORK_MAX)
 
     def start(self, stream: str) -> None:
@@ -109,7 +119,17 @@ class Worker:
             handle=self._handle,
         )
         self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
+        self._retention_at_ms = self._runtime.now_ms() + RETENTION_AFTER_S * 1000
         self._runtime.spawn("worker", self._run, died=self._died)
+
+    def await_shut_out(self) -> None:
+        """Wait until an older driver of this stream can commit nothing more, or that is known not to be possible now.
+
+        Members join after it. Before it they would take places whose holder asks at once whether it was replaced, hears
+        that it was not, and takes them back.
+        """
+        with contextlib.suppress(TimeoutError):
+            self._shut_out.result(timeout=SHUT_OUT_S_MAX)
 
     def order(self, order: Order) -> None:
         """Put an order in the queue; never waits."""
@@ -148,6 +168,7 @@ class Worker:
 
     def _run(self) -> None:
         self._safely(self._prepare)
+        self._shut_out.set_result(None)
         while not self._stopped:
             self._safely(self._turn)
         self._safely(self._end)
@@ -193,6 +214,8 @@ class Worker:
             self._handle(ev.Tick())
         if not self._prepared and self._runtime.now_ms() >= self._prepare_at_ms:
             self._prepare()
+        if self._runtime.now_ms() >= self._retention_at_ms:
+            self._ask_retention()
         if self._options.topic_pattern is not None and self._runtime.now_ms() >= self._topics_at_ms:
             self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
             try:
@@ -219,7 +242,9 @@ class Worker:
                 self._handle(self._commits.echo(work))
 
     def _committed_read(self, order: ev.FetchCommitted) -> ev.CommittedRead:
-        found = {tp: _committed(at) for tp, at in self._offsets.read(order.partitions + order.beside).items()}
+        began_ms = self._runtime.wall_ms() - self._runtime.now_ms()
+        read = self._offsets.read(order.partitions + order.beside)
+        found = {tp: _committed(at, began_ms) for tp, at in read.items()}
         epoch = max((at.epoch for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.beside if tp not in found)
@@ -243,6 +268,27 @@ class Worker:
         self._prepare_at_ms = self._runtime.now_ms() + PREPARE_EVERY_S * 1000
         self._prepared = self._commits.prepare()
 
+    def _ask_retention(self) -> None:
+        """Ask on a thread and with a client of their own: nobody waits for the answer, and the deadlines of the core
+        must not wait for brokers that are away."""
+        self._retention_at_ms = self._runtime.now_ms() + RETENTION_EVERY_S * 1000
+
+        def ask() -> None:
+            admin = Admin(self._options.admin_settings(), runtime=self._runtime, retries=0)
+            try:
+                retention_ms = admin.retention_ms(self._options.group_id)
+            except GroupError as exc:
+                log.info("how long offsets are kept is not known, so idle ones are not renewed: %s", exc)
+                if isinstance(exc, AccessDenied):
+                    self._retention_at_ms = math.inf
+                return
+            finally:
+                admin.close()
+            if retention_ms is not None:
+                self._handle(ev.RetentionTold(retention_ms=retention_ms))
+
+        self._runtime.spawn("retention", ask, died=lambda exc: log.info("the retention was not asked for: %r", exc))
+
     def _any_partition(self) -> TopicPartition:
         """One of the first subscribed topic; nothing is committed for it."""
         if self._options.topics:
@@ -253,10 +299,13 @@ class Worker:
         return TopicPartition(topic, 0)
 
 
-def _committed(at: CommittedOffset | None) -> ev.Committed | None:
+def _committed(at: CommittedOffset | None, began_ms: int) -> ev.Committed | None:
+    """``began_ms``: where the run's clock began."""
     if at is None:
         return None
-    return ev.Committed(offset=at.offset, **names.parse_note(at.metadata)._asdict())
+    wall_ms = names.committed_ms(at.metadata)
+    at_ms = None if wall_ms is None else wall_ms - began_ms
+    return ev.Committed(offset=at.offset, **names.parse_note(at.metadata)._asdict(), at_ms=at_ms)
 
 
 def _is_replaced(probed: commits.Probed) -> bool | None:

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,10 @@ class Publisher:
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._last: Statistics | None = None
+        self.last: Statistics | None = None
+        """What was published last."""
+        self.metrics_port = 0
+        """Where the run serves Prometheus; 0: it does not."""
         self._path = directory() / f"{os.getpid()}.json"
         self._asked = self._path.with_suffix(DRAIN)
         self._written: tuple[Statistics, bool] | None = None
@@ -117,9 +121,10 @@ class Publisher:
         return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") == UNREAD), default=None)
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
+        statistics = replace(statistics, metrics_port=self.metrics_port)
         if self._closed or (statistics, drained) == self._written:
             return
-        if self._last is None or statistics.rebalances != self._last.rebalances:
+        if self.last is None or statistics.rebalances != self.last.rebalances:
             log.info(
                 "group %s: %s; generation %d, partitions by slot %s, %d rebalances, longest hold %d ms, %d lost",
                 self._group,
@@ -130,7 +135,7 @@ class Publisher:
                 statistics.hold_max_ms,
                 statistics.lost,
             )
-        self._last = statistics
+        self.last = statistics
         doc = {"pid": os.getpid(), "driver": os.getppid(), "drained": drained, **statistics.as_dict()}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -157,7 +162,7 @@ class Publisher:
     def _remove(self) -> None:
         if not _usable():
             return
-        stream = self._last.stream if self._last is not None else ""
+        stream = self.last.stream if self.last is not None else ""
         for path in (self._path, self._asked, *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else [])):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -183,6 +188,11 @@ def snapshot(group: str, stream: str) -> Statistics | None:
             with contextlib.suppress(KeyError):  # a run of another release has other numbers
                 found.append(Statistics.from_dict(doc))
     return max(found, key=lambda statistics: statistics.seq, default=None)
+
+
+def ask_to_drain(pid: int) -> None:
+    """Ask the run in that process of this host to finish its batch and begin no other."""
+    (directory() / f"{pid}{DRAIN}").touch()
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
@@ -212,7 +222,7 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
             f"no query of group {group!r} runs on this host; drain it on the host of its driver", group=group
         )
     for pid in runs:
-        (directory() / f"{pid}{DRAIN}").touch()
+        ask_to_drain(pid)
     deadline_s = time.monotonic() + timeout_s
     pause = threading.Event()
     while late := [doc["pid"] for doc in read(group) if doc["pid"] in runs and not doc["drained"]]:

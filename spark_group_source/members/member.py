@@ -50,6 +50,7 @@ class Member(OfSlot):
         runtime: threads, clock and clients.
         known_as: takes each member id that the group gives it.
         report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
+        before: waits for whatever must be so before it joins. On its thread.
         renamed: told who it is in the group now, whenever that changes. On its thread.
         replaced: asks whether a newer driver has this run's place, and waits for the answer; None: not known. Only a
             static member asks: a dynamic one has no place that could be another's.
@@ -64,6 +65,7 @@ class Member(OfSlot):
         known_as: deque[str],
         report: Callable[[ev.Event], None],
         replaced: Callable[[], bool | None],
+        before: Callable[[], None] = lambda: None,
         renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
         super().__init__(join)
@@ -73,7 +75,7 @@ class Member(OfSlot):
         self._runtime = runtime
         self._known_as = known_as
         self._report = report
-        self._replaced, self._renamed = replaced, renamed
+        self._replaced, self._before, self._renamed = replaced, before, renamed
         self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
@@ -130,6 +132,7 @@ class Member(OfSlot):
 
     def _run(self) -> None:
         try:
+            self._before()
             self._serve_or_take()
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))

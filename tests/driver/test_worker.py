@@ -1,5 +1,6 @@
 """The worker's thread, moved by hand: what it asks and commits, in which order, and that nothing ends it."""
 
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
+from spark_group_source.driver import worker
 from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS
 from spark_group_source.driver.rules import rules_of
 from spark_group_source.driver.worker import Worker
@@ -103,6 +105,12 @@ class Scene:
         self.worker.start("s")
         self.runtime.run(*script, self.worker.stop)
 
+    def retention(self) -> None:
+        """The thread that asks how long offsets are kept."""
+        name, run = self.runtime.spawned.pop()
+        assert name == "retention"
+        run()
+
     def order(self, *orders: Any) -> Callable[[], None]:
         def give() -> None:
             for order in orders:
@@ -117,6 +125,12 @@ class Scene:
         self.runtime.will(
             "describe_topics", {n: SimpleNamespace(topic_id="i", partitions=range(c)) for n, c in partitions.items()}
         )
+
+
+@pytest.fixture(autouse=True)
+def never_asks_for_the_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes on its own clock; but for those that are about it."""
+    monkeypatch.setattr(worker, "RETENTION_AFTER_S", math.inf)
 
 
 @pytest.fixture
@@ -294,6 +308,8 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member:
         state=SimpleNamespace(name="STABLE"),
         type=SimpleNamespace(name="CLASSIC"),
         partition_assignor="range",
+        is_simple_consumer_group=False,
+        coordinator=SimpleNamespace(id=1, host="b", port=9092),
         members=[member_at(instance, member)],
     )
     scene.runtime.will("describe_consumer_groups", {"g": found}, {"g": found})
@@ -417,8 +433,8 @@ def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
     scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
     assert scene.runtime.called("send_offsets") == [
-        (1, {A0: (5, "spark-group:s:4:2")}),
-        (2, {A1: (6, "spark-group:s:4:2:followed")}),
+        (1, {A0: (5, "spark-group:s:4:2:at=7")}),
+        (2, {A1: (6, "spark-group:s:4:2:followed:at=7")}),
     ]
 
 
@@ -485,7 +501,7 @@ def test_G3_what_was_given_back_since_the_order_is_not_committed(scene: Scene) -
     scene.run(ordered_then_given_back)
     (done,) = scene.handled
     assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
-    assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0")})]
+    assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
 def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_more(scene: Scene) -> None:
@@ -504,7 +520,7 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
     failed, done = scene.handled
     assert isinstance(failed, ev.EchoFailed)
     assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
-    assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0")})]
+    assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
 def test_a_refused_echo_is_said(scene: Scene) -> None:
@@ -528,7 +544,7 @@ def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(sce
     scene.shows({A0: 5})
     scene.run(scene.order(echo()))
     assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
-    assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0")})]
+    assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
 
 
 # --- members commit -------------------------------------------------------------------------------------------------
@@ -544,7 +560,7 @@ def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied
     denied.shows({A0: 5, A1: 6})
     denied.run(denied.order(echo()))
     assert denied.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
-    assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0"})]
+    assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
 
 
 @pytest.mark.parametrize("thrown_out", [False, True])
@@ -564,3 +580,62 @@ def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Except
     denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
     (failed,) = denied.handled
     assert isinstance(failed, ev.EchoFailed) and not failed.stale
+
+
+# --- how long offsets are kept --------------------------------------------------------------------------------------
+
+
+def described(coordinator: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(
+        state=SimpleNamespace(name="STABLE"),
+        type=SimpleNamespace(name="CLASSIC"),
+        partition_assignor="range",
+        is_simple_consumer_group=False,
+        coordinator=SimpleNamespace(id=coordinator, host="b", port=9092),
+        members=[],
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "heard"),
+    [
+        ({"offsets.retention.minutes": SimpleNamespace(value="10080")}, [ev.RetentionTold(retention_ms=604_800_000)]),
+        ({"offsets.retention.minutes": SimpleNamespace(value=None)}, []),
+        ({}, []),
+        (refusal(KafkaError._TIMED_OUT), []),
+    ],
+)
+def test_the_groups_coordinator_is_asked_once_an_hour_how_long_it_keeps_offsets(
+    told: Any, heard: list[ev.Event], scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "RETENTION_AFTER_S", 60.0)
+    scene.runtime.will("describe_consumer_groups", *[{"g": described(coordinator=3)}] * 2)
+    scene.runtime.will("describe_configs", told, told)
+
+    def later(wait_s: float) -> Callable[[], None]:
+        def wait() -> None:
+            scene.runtime.clock_ms += int(wait_s * 1000)
+
+        return wait
+
+    scene.run(later(58), later(3), scene.retention, later(1_800), later(1_801), scene.retention)
+    assert scene.runtime.called("describe_configs") == ["3"] * 2
+    assert scene.handled == heard * 2
+
+
+def test_who_may_not_ask_how_long_offsets_are_kept_asks_no_more_and_the_run_goes_on(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "RETENTION_AFTER_S", 0.0)
+    denied = refusal(KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+    scene.runtime.will("describe_consumer_groups", *[{"g": described()}] * 9)
+    scene.runtime.will("describe_configs", *[denied] * 9)
+
+    def later() -> None:
+        if scene.runtime.spawned:
+            scene.retention()
+        scene.runtime.clock_ms += 4_000_000
+
+    scene.run(later, later, later)
+    assert len(scene.runtime.called("describe_configs")) == 2, "once more to believe it"
+    assert scene.handled == []

@@ -70,6 +70,16 @@ def test_a_run_reads_which_batch_its_sink_has_and_removes_the_mark_at_its_end(di
     assert list(directory.iterdir()) == []
 
 
+def test_where_a_run_serves_its_metrics_stands_in_its_statistics(directory: Path) -> None:
+    run = runs.Publisher("etl")
+    run.metrics_port = 9464
+    run.publish(statistics())
+    assert [doc["metrics_port"] for doc in runs.read("etl")] == [9464]
+    found = runs.snapshot("etl", STREAM)
+    assert found is not None and found == run.last and found.metrics_port == 9464
+    run.close()
+
+
 def test_a_sink_without_a_run_beside_it_leaves_nothing(directory: Path) -> None:
     runs.mark_durable(STREAM, 7)
     assert not directory.exists()
