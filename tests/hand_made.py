@@ -16,6 +16,8 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.kafka import Runtime
 from spark_group_source.model import TopicPartition
 
+WALL_MS = 7
+"""What the hosts of these processes show: one moment."""
 A0, A1 = TopicPartition("a", 0), TopicPartition("a", 1)
 
 
@@ -78,6 +80,9 @@ class HandRuntime(Runtime):
 
     def now_ms(self) -> int:
         return self.clock_ms
+
+    def wall_ms(self) -> int:
+        return WALL_MS
 
     def pause(self, wait_s: float) -> None:
         self.clock_ms += int(wait_s * 1000)
@@ -247,8 +252,15 @@ class HandAdmin:
     def describe_consumer_groups(self, groups: list[str], **bounds: float) -> dict[str, "Future[Any]"]:
         return self._done(self.runtime.answer("describe_consumer_groups", tuple(groups), {}))
 
+    def describe_configs(self, resources: list[Any], **bounds: float) -> dict[Any, "Future[Any]"]:
+        (broker,) = resources
+        return self._done({broker: self.runtime.answer("describe_configs", broker.name, {})})
+
     def alter_consumer_group_offsets(self, groups: list[Any], **bounds: float) -> dict[str, "Future[Any]"]:
         return self._done(self.runtime.answer("alter_consumer_group_offsets", groups, {}))
+
+    def list_consumer_groups(self, **bounds: float) -> "Future[Any]":
+        return self._done({0: self.runtime.answer("list_consumer_groups")})[0]
 
     def list_topics(self, **bounds: float) -> Any:
         """Learns where the leaders are."""

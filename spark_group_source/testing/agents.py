@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from spark_group_source.group.lending import CLOSE_MS_MAX
 from spark_group_source.group.slot import HOME
-from spark_group_source.group.states import SlotState
+from spark_group_source.group.states import Phase, SlotState
 from spark_group_source.members import messages as ms
 from spark_group_source.members.hosted import Hosted
 from spark_group_source.members.settings import member_settings
@@ -277,6 +277,8 @@ class Executors:
     def wrong(self, run: "SparkRun") -> str | None:
         """Which rule of lending is broken in a run that lives, if any is."""
         assert run.watched is not None
+        if run.watched.machine.phase is Phase.CLOSED:
+            return None  # it hears of nobody any more
         lending, now_ms = run.watched.machine.lending, self._world.now_ms
         executors = [host.executor for host in lending.hosts.all.values()]
         if len(executors) != len(set(executors)):
@@ -284,9 +286,10 @@ class Executors:
         for agent in self.agents:
             if agent.former and agent.hosted._host in lending.hosts.all:
                 return f"{agent.process.name} was another run's, and is a host of this one"
-            gone_ms = 0 if agent.gone_ms is None or agent.hosted._host not in lending.hosts.all else agent.gone_ms
-            if gone_ms and now_ms - gone_ms > run.watched.rules.lease_ms + LOOK_MS:
-                return f"{agent.process.name} is gone for {now_ms - gone_ms} ms, and is a host"
+            if agent.gone_ms is not None and agent.hosted._host in lending.hosts.all:
+                gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
+                if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
+                    return f"{agent.process.name} is gone for {gone_ms} ms, and is a host"
         for slot in run.watched.machine._slots.all:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:

@@ -57,6 +57,7 @@ class Loss:
     base: int
     cause: Cause
     end: int | None = None  # None: its reader goes on, not knowing
+    unheard: bool = False  # an agent was told, and its run does not know yet
 
 
 @dataclass

@@ -27,6 +27,8 @@ REQUEST_S = 60.0
 EARLIEST, LATEST = -2, -1
 """As OffsetSpec numbers them; anything else is a time."""
 
+RETENTION_MIN = 7 * 24 * 60
+
 Futures = dict[Any, Future]
 
 
@@ -100,6 +102,14 @@ class FakeAdmin:
 
         return self._futures(Ask.GROUP, list(group_ids), serve, lambda name, found: found[name], request_timeout, "")
 
+    def describe_configs(self, resources: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any) -> Futures:
+        told = {"offsets.retention.minutes": SimpleNamespace(value=str(RETENTION_MIN))}
+
+        def serve(reply: Reply) -> None:
+            reply(dict.fromkeys(resources, told))
+
+        return self._futures(Ask.GROUP, list(resources), serve, lambda at, found: found[at], request_timeout, "")
+
     def alter_consumer_group_offsets(
         self, request: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any
     ) -> Futures:
@@ -151,6 +161,8 @@ class FakeAdmin:
             state=ConsumerGroupState[state],
             type=ConsumerGroupType.CONSUMER if found.protocol == "consumer" else ConsumerGroupType.CLASSIC,
             partition_assignor="uniform",
+            is_simple_consumer_group=False,
+            coordinator=SimpleNamespace(id=1, host="kafka", port=9092),
             members=[
                 SimpleNamespace(
                     member_id=member.id,

@@ -37,8 +37,14 @@ class Invariants(Accounts):
         """An agent closes its members by itself: what they give back, their run only learns with the agent's end."""
         self._given_up.add(process)
 
+    def hears(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
+        """A run learns that it lost these."""
+        for loss in (loss for tp in self._there(tps) for loss in self.books[tp].losses if loss.reader is reader):
+            loss.unheard = False
+
     def host_lost(self, reader: Reader, tps: Iterable[TopicPartition]) -> None:
         """A run counts these as lost, because their member's host is. Maybe they are nobody else's."""
+        self.hears(reader, tps)
         for tp in self._there(tps):
             for name, holding in list(self.books[tp].holders.items()):
                 if holding.reader is reader:
@@ -103,9 +109,12 @@ class Invariants(Accounts):
 
     def told(self, tps: Iterable[TopicPartition], client: Client) -> None:
         self._forget(tps, client)
+        reader = self._readers[client.process.name]
         for tp in self._there(tps):
             if client.name in self.books[tp].holders:
-                self._close(tp, client.name, Cause.DEAD if self._readers[client.process.name].closing else Cause.TOLD)
+                loss = self._close(tp, client.name, Cause.DEAD if reader.closing else Cause.TOLD)
+                if loss is not None:
+                    loss.unheard = client.process.name != reader.name
 
     def overran(self, tp: TopicPartition, reader: Reader) -> None:
         """The hold used up its budget: it goes without a commit."""
@@ -131,7 +140,7 @@ class Invariants(Accounts):
                 if loss.reader is reader:
                     loss.cause = Cause.DEAD
 
-    def _close(self, tp: TopicPartition, name: str, cause: Cause) -> None:
+    def _close(self, tp: TopicPartition, name: str, cause: Cause) -> Loss | None:
         book = self.books[tp]
         holding = book.holders.pop(name)
         loss = holding.loss
@@ -152,6 +161,7 @@ class Invariants(Accounts):
                 loss.end = max(book.reached[holding.reader.party], loss.base)
             else:
                 loss.end = loss.base
+        return loss
 
     def _forget(self, tps: Iterable[TopicPartition], client: Client) -> None:
         """It gave back a partition whose topic is deleted."""
@@ -166,10 +176,10 @@ class Invariants(Accounts):
         for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
-            if start < end and not any(holding.reader is reader for holding in book.holders.values()):
-                for loss in book.losses:
-                    if loss.reader is reader and loss.cause is Cause.TOLD and loss.end == start:
-                        loss.end = end
+            has = any(holding.reader is reader for holding in book.holders.values())
+            for loss in book.losses if start < end else ():
+                if loss.reader is reader and loss.cause is Cause.TOLD and loss.end == start:
+                    loss.end = end if loss.unheard or not has else start
 
     def planned(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch is fixed: its ranges follow the last ones, or what somebody else committed since."""
@@ -346,7 +356,7 @@ class Invariants(Accounts):
     def _honest(self, reader: Reader) -> None:
         """What was read twice because of a loss that the reader was told of, it has counted."""
         known = (Cause.TOLD, Cause.OVERRUN)
-        twice = sum(all(loss.cause in known for loss in losses) for losses in reader.blame)
+        twice = sum(all(loss.cause in known and not loss.unheard for loss in losses) for losses in reader.blame)
         if reader.counted is not None and twice > reader.counted():
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 

@@ -15,7 +15,7 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from spark_group_source.executor.rdkafka import calls
+from spark_group_source.librdkafka import calls
 from spark_group_source.model import TopicPartition
 
 _P, _PP, _INT, _I16, _I32, _I64, _SIZE, _STR = (

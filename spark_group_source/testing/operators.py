@@ -131,9 +131,9 @@ class Operator:
         """
         held = {} if table.ledger is None else dict(table.ledger.offsets)
         if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
-            topics = self._admin.existing(tp.topic for tp in held)
+            scope = dict.fromkeys(self._admin.existing(tp.topic for tp in held), frozenset[int]())
             first = reset.targets(
-                self._admin, reset.partitions_of(self._admin, self._group, topics), StartAt("earliest")
+                self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")
             )
             self.by_reset(lambda _: first, tables)
         elif self._world.chance(0.5):

@@ -36,6 +36,9 @@ class SimulatedRuntime(Runtime):
     def now_ms(self) -> int:
         return self._world.now_ms
 
+    def wall_ms(self) -> int:
+        return self._world.now_ms
+
     def condition(self) -> Any:
         return Condition(self._world)
 

@@ -50,6 +50,8 @@ class WatchedRun(Run):
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
         self._reader.closing |= isinstance(event, ev.Closing)
+        if isinstance(event, ev.Lost):
+            self._truth.hears(self._reader, event.partitions)
         lending = self.machine.lending
         before, overruns = (self.machine.held(), self.overruns) if tick or lending.any else (set(), 0)
         recalls = lending.recalls
