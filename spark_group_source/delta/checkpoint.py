@@ -32,8 +32,10 @@ RUN_ID = "spark.jobGroup.id"
 ONLY_RUN = "-"
 """Names the run where there is no such property: on Spark Connect a worker for ``foreachBatch`` has only one."""
 
-_OURS = re.compile(r'\{\s*("epoch"\s*:\s*\d+\s*,\s*)?"group"\s*:')
-"""How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's."""
+_BEFORE_GROUP = r'("(began|cut)"\s*:\s*\{.*?\}\s*,\s*)*("epoch"\s*:\s*\d+\s*,\s*)?'
+_OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:\s*(?!\{)')
+"""How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's; Kafka's own has
+topics for keys, whatever their names, and objects behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class PlannedBatch:
     offsets: tuple[StreamOffset, ...]
     other_sources: int = 0
     run_id: str | None = None
+    root: str = ""
+    """The query's checkpoint."""
 
 
 def planned(query_id: str, batch_id: int, text: str, before: str | None) -> PlannedBatch:
@@ -59,7 +63,7 @@ def planned(query_id: str, batch_id: int, text: str, before: str | None) -> Plan
         CheckpointMismatch: no line is of this source, or one that is cannot be read.
     """
     lines = _source_lines(text)
-    ours = [line for line in dict.fromkeys(lines) if _is_ours(line)]
+    ours = [line for line in dict.fromkeys(lines) if is_ours(line)]
     if not ours:
         raise CheckpointMismatch(
             f"batch {batch_id} of query {query_id} has no offset of a kafka-group source, so its rows cannot be "
@@ -74,24 +78,34 @@ def planned(query_id: str, batch_id: int, text: str, before: str | None) -> Plan
         query_id=query_id,
         batch_id=batch_id,
         offsets=tuple(offset for offset in offsets if not offset.is_initial),
-        other_sources=sum(not _is_ours(line) for line in lines),
+        other_sources=sum(not is_ours(line) for line in lines),
     )
 
 
 def _source_lines(text: str) -> list[str]:
+    return list(source_lines(text).values())
+
+
+def source_lines(text: str) -> dict[str, str]:
+    """The offset of each source in the text of ``offsets/<batch id>``, by its number or name.
+
+    Raises:
+        CheckpointMismatch: it is of a format that is not known.
+    """
     version, _, rest = text.partition("\n")
     lines = rest.splitlines()[1:]
     if version == "v1":
-        return lines
+        return {str(number): line for number, line in enumerate(lines)}
     if version == "v2":
-        return [line.partition(":")[2] for line in lines]
+        return {source: line for source, _, line in (line.partition(":") for line in lines)}
     raise CheckpointMismatch(
         f"the checkpoint's offset log has format {version[:20]!r}; this release reads v1 and v2 of Spark 4.2. "
         "A newer Spark needs a newer release of spark-group-source"
     )
 
 
-def _is_ours(line: str) -> bool:
+def is_ours(line: str) -> bool:
+    """Whether a source's offset is one of kafka-group."""
     return _OURS.match(line) is not None
 
 
@@ -115,7 +129,7 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
             checkpoint=root,
             query_id=local,
         )
-    text = _read(spark, f"{root}/offsets/{batch_id}")
+    text = read(spark, f"{root}/offsets/{batch_id}")
     if text is None:
         raise OptionError(
             f"there is no {root}/offsets/{batch_id}, which Spark writes before it runs batch {batch_id}. "
@@ -123,8 +137,8 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
             checkpoint=root,
             batch_id=batch_id,
         )
-    before = _read(spark, f"{root}/offsets/{batch_id - 1}") if batch_id > 0 else None
-    return replace(planned(query_id, batch_id, text, before), run_id=_local_run_id(spark, local))
+    before = read(spark, f"{root}/offsets/{batch_id - 1}") if batch_id > 0 else None
+    return replace(planned(query_id, batch_id, text, before), run_id=_local_run_id(spark, local), root=root)
 
 
 def positions(
@@ -141,12 +155,12 @@ def positions(
         CheckpointMismatch: the offset of the batch cannot be read.
     """
     root = checkpoint.rstrip("/")
-    number = max(_batches(spark, f"{root}/commits"), default=None) if batch is None else batch
+    number = max(batches(spark, f"{root}/commits"), default=None) if batch is None else batch
     if number is None:
         raise OptionError(f"{root} has no finished batch. Is it the checkpointLocation of a query?", checkpoint=root)
-    text = _read(spark, f"{root}/offsets/{number}")
+    text = read(spark, f"{root}/offsets/{number}")
     if text is None:
-        kept = _batches(spark, f"{root}/offsets")
+        kept = batches(spark, f"{root}/offsets")
         raise OptionError(
             f"{root} does not have batch {number}; it has {f'{min(kept)} to {max(kept)}' if kept else 'none'}. Spark "
             "keeps the last spark.sql.streaming.minBatchesToRetain of them",
@@ -155,7 +169,7 @@ def positions(
         )
     side = 1 if batch is None else 0
     found: dict[TopicPartition, int] = {}
-    for offset in (parse(line) for line in _source_lines(text) if _is_ours(line)):
+    for offset in (parse(line) for line in _source_lines(text) if is_ours(line)):
         if offset.group == group:
             found |= offset.owed
             found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
@@ -164,7 +178,7 @@ def positions(
     return found
 
 
-def _batches(spark: "SparkSession", folder: str) -> list[int]:
+def batches(spark: "SparkSession", folder: str) -> list[int]:
     """The numbers of the batches that one of a checkpoint's logs has."""
     fs, path = _located(spark, folder)
     names = [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
@@ -206,7 +220,7 @@ def _running_checkpoint(spark: "SparkSession", query_id: str | None) -> str:
 
 
 def _recorded_query_id(spark: "SparkSession", root: str) -> str:
-    text = _read(spark, f"{root}/metadata")
+    text = read(spark, f"{root}/metadata")
     try:
         return str(json.loads(text or "")["id"])
     except (ValueError, KeyError, TypeError) as exc:
@@ -217,7 +231,7 @@ def _recorded_query_id(spark: "SparkSession", root: str) -> str:
         ) from exc
 
 
-def _read(spark: "SparkSession", path: str) -> str | None:
+def read(spark: "SparkSession", path: str) -> str | None:
     """The text of a small file, or None if there is none."""
     if not _is_classic(spark):
         return _read_by_spark(spark, path)
@@ -227,6 +241,16 @@ def _read(spark: "SparkSession", path: str) -> str | None:
     stream = fs.open(hadoop_path)
     try:
         return bytes(stream.readAllBytes()).decode()
+    finally:
+        stream.close()
+
+
+def write(spark: "SparkSession", path: str, text: str) -> None:
+    """Replace a small file of classic Spark's. Who reads it meanwhile may find a part of it."""
+    fs, hadoop_path = _located(spark, path)
+    stream = fs.create(hadoop_path, True)
+    try:
+        stream.write(bytearray(text, "utf-8"))
     finally:
         stream.close()
 

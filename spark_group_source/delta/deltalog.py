@@ -57,7 +57,7 @@ def open_table(spark: "SparkSession", table: str) -> "Table":
     Raises:
         OptionError: there is no such Delta table.
     """
-    handle = Table(spark, names.canonical(table))
+    handle = Table(spark, names.qualified(spark, names.canonical(table)))
     if not handle.exists():
         raise OptionError(names.no_table(spark, table), table=table)
     return handle

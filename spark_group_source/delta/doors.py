@@ -74,6 +74,7 @@ def of(
         known: the ledger of each group as it was last seen, kept for the next batch.
         classes: whether to go by Delta's classes.
     """
+    table = names.qualified(spark, table)
     if classes:
         return by_transaction.Door(spark, table, partition_by, merge_schema)
     return by_options.Door(spark, table, known, partition_by, merge_schema)
@@ -85,7 +86,7 @@ def existing(spark: "SparkSession", table: str) -> Door:
     Raises:
         OptionError: there is no such Delta table.
     """
-    name = names.canonical(table)
+    name = names.qualified(spark, names.canonical(table))
     if deltalog.available(spark):
         return by_transaction.Door(spark, deltalog.open_table(spark, name).table, (), False)
     if by_options.properties(spark, name) is None:

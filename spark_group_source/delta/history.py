@@ -88,15 +88,18 @@ class Logged:
     def ledger(self, group: str) -> Ledger | None:
         text = self.snapshot.domains().get(DOMAIN_PREFIX + group)
         found = None if text is None else Ledger.from_json(group, text, table_version=self.version)
-        number = self.snapshot.recorded(DOMAIN_PREFIX + group)
-        if number <= (-1 if found is None else found.number):
+        number, least = self.snapshot.recorded(DOMAIN_PREFIX + group), -1 if found is None else found.number
+        forgotten = number < least or (found is None and names.RETENTION in self.snapshot.properties())
+        if number <= least and not forgotten:
             return found
-        # Somebody wrote it who cannot write domains.
+        # Somebody wrote it who cannot write domains, or did so and Delta has forgotten the number.
         from spark_group_source.delta.told import Told
 
         noted = Told(self._spark, self.table, version=self.version).noted(group)
-        if noted is not None and noted.number == number:
+        if noted is not None and noted.number >= max(number, least):
             return noted
+        if number <= least:
+            return found
         raise Aged(group, number)
 
     def commits(self, *, after: int = -1) -> Iterator[Commit]:

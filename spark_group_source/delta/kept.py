@@ -41,10 +41,32 @@ def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
         ) from exc
 
 
-def ledgers(spark: "SparkSession", table: str) -> list[Ledger]:
-    """The ledgers of all groups that ever wrote to a table, sorted by group. Errors as in :func:`read_ledger`."""
-    now = doors.existing(spark, table).begin().past
-    return [found for found in (standing(now, group) for group in now.groups()) if found is not None]
+def required_ledger(spark: "SparkSession", table: str, group: str) -> Ledger:
+    """The same where there must be one.
+
+    Raises:
+        OptionError: the group never wrote there; and as :func:`read_ledger`.
+        LedgerConflict: as :func:`read_ledger`.
+    """
+    found = read_ledger(spark, table, group)
+    if found is None:
+        raise OptionError(f"group {group!r} never wrote to {table}; the table has no ledger of it")
+    return found
+
+
+def ledgers(now: Past) -> dict[str, Ledger | None]:
+    """The ledgers of all groups that ever wrote to a table; None of one that the table's log does not go back to.
+
+    Raises:
+        LedgerConflict: one is damaged, of a newer release, or torn by a ``RESTORE``.
+    """
+    found: dict[str, Ledger | None] = {}
+    for group in now.groups():
+        try:
+            found[group] = standing(now, group)
+        except Aged:
+            found[group] = None
+    return found
 
 
 def set_ledger(

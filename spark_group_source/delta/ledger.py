@@ -26,7 +26,8 @@ SHOWN_MAX = 5
 
 
 class Refusal(NamedTuple):
-    """A partition that someone else moved to ``start``, below the ledger's ``recorded`` offset."""
+    """A partition that someone else moved to ``start``, below the ledger's ``recorded`` offset; or that begins there,
+    above it, because the group's offset was forgotten."""
 
     tp: TopicPartition
     start: int
@@ -56,7 +57,9 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     - The batch was planned before a reset that the ledger knows of: void. The ledger stays where it is; of partitions
       that it does not know it takes where the batch begins, so that going back to it loses nothing.
     - L unknown, or from == L: the records are new.
-    - from > L: another member of the group had [L, from) in between.
+    - from > L and the group had no offset any more, so that the stream began where ``startingOffsets`` says: refused.
+      Nobody had [L, from).
+    - from > L otherwise: another member of the group had [L, from) in between.
     - from < L and the batch says that the log was cut there, and stood at L before: the records are new, too. An
       unclean election took away those that the table has of these offsets; others have their numbers now.
     - from < L and the position came from a commit that no stream of ours made: refused. An operator's rewind must move
@@ -87,6 +90,9 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
         recorded = entry.get(tp.partition)
         if recorded is None or start >= recorded or batch.cut.get(tp) == recorded:
             if recorded is not None and start > recorded:
+                if tp in batch.began:
+                    refused.append(Refusal(tp, start, recorded))
+                    continue
                 skipped.append(OffsetRange(tp, recorded, start))
             entry[tp.partition] = end
         elif tp in batch.followed:
@@ -149,7 +155,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Nothing may be written: someone moved the group back, below what the table holds."""
+    """Nothing may be written: someone moved the group back, below what the table holds; or its offsets were forgotten,
+    and it begins above that."""
 
     group: str
     positions: tuple[Refusal, ...]
@@ -256,6 +263,20 @@ def decide(
 def conflict(table: str, decision: Refused | Retired | Unaware | Mixed, batch_id: int) -> LedgerConflict:
     """The error for a batch that may not be written, with what settles it."""
     match decision:
+        case Refused(group=group, positions=refused) if ahead := [r for r in refused if r.start > r.recorded]:
+            listed = "; ".join(f"{r.tp}: {r.start}, the table holds up to {r.recorded}" for r in ahead[:SHOWN_MAX])
+            more = f" (and {len(ahead) - SHOWN_MAX} more partitions)" if len(ahead) > SHOWN_MAX else ""
+            return LedgerConflict(
+                f"Kafka has no offsets of group {group!r} any more (expired, or deleted), so this query begins where "
+                f"startingOffsets says, behind what table {table} holds: {listed}{more}. What lies between would be "
+                "read by nobody, so nothing was written. Stop the query, then either continue where the table stands: "
+                f"`spark-group reset --group {group} --to-ledger --table {table}`, or skip it on purpose: `spark-group "
+                f"reset --group {group} --to-latest --table {table}`. Then start the query again with the same "
+                "checkpoint: this batch is void after either of them",
+                table=table,
+                group=group,
+                refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
+            )
         case Refused(group=group, positions=refused):
             listed = "; ".join(
                 f"{r.tp}: Kafka says {r.start}, the table holds up to {r.recorded}" for r in refused[:SHOWN_MAX]

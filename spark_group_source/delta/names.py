@@ -6,7 +6,7 @@ Deliberately absent: whether it is there.
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spark_group_source.errors import OptionError
 
@@ -36,6 +36,37 @@ def canonical(table: str | os.PathLike[str]) -> str:
 def is_path(table: str) -> bool:
     """A table is named by its path if there is a slash in it; everything else is a name in the catalog."""
     return "/" in table
+
+
+def require_apart(table: str, checkpoint: str) -> None:
+    """A table and a query's checkpoint need a folder each: Delta takes one with files of others for no table.
+
+    Raises:
+        OptionError: they are one folder.
+    """
+    if is_path(table) and _place(table) == _place(checkpoint):
+        raise OptionError(
+            f"the table and the query's checkpoint are one folder, {table}: give the query a checkpointLocation of its "
+            "own, and remove what the query left in that folder if the table was never there",
+            checkpoint=checkpoint,
+        )
+
+
+def _place(path: str) -> str:
+    local = re.sub("^file:/*", "/", path)
+    return local.rstrip("/") if re.match(r"[a-zA-Z][\w+.-]*:", local) else os.path.abspath(local)
+
+
+def qualified(spark: "SparkSession", table: str) -> str:
+    """A relative path as Hadoop completes it, on a local file system with the driver's working directory: SQL takes
+    absolute ones only. Everything else, and on Spark Connect all, as it is."""
+    absolute = table.startswith("/") or re.match(r"[a-zA-Z][\w+.-]*:", table) is not None
+    if not is_path(table) or absolute or not hasattr(spark, "_jsparkSession"):
+        return table
+    jvm: Any = spark._jvm
+    path = jvm.org.apache.hadoop.fs.Path(table)
+    system = path.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
+    return str(system.makeQualified(path).toString())
 
 
 def sql_name(table: str) -> str:

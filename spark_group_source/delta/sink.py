@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
-from spark_group_source.delta import deltalog, doors, kept, ledger, names, notes, races, rebuilt, turns
-from spark_group_source.delta.checkpoint import PlannedBatch, read_planned
+from spark_group_source import fits
+from spark_group_source.delta import board, deltalog, doors, kept, ledger, names, notes, races, rebuilt, turns
+from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
 from spark_group_source.delta.draft import Draft
 from spark_group_source.delta.history import Aged
 from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Retired, Unaware, Write
@@ -56,6 +57,8 @@ class DeltaSink:
     A batch of a query goes into a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
     Several queries may write one table, and share a sink that has no ``checkpoint``.
 
+    What the run does is also said in ``_spark_group`` of the query's checkpoint, for ``spark-group`` on other hosts.
+
     Args:
         table: a path (it has a slash in it) or a table name, looked up in the session's catalog.
         transform: makes the rows to write from the rows of the batch. Give the projection here, not before
@@ -72,6 +75,7 @@ class DeltaSink:
             settles it. Do not retry before that.
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
         OptionError: an argument cannot work in this session.
+        SetupError: the session's Java or Delta Lake does not fit.
         Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
     """
 
@@ -114,12 +118,17 @@ class DeltaSink:
             merge_schema=self.merge_schema,
         )
         if not self._table_id:
+            names.require_apart(self.table, planned.root)
+            fits.check_session(spark)
             self._table_id = door.prepare(lambda: self._transformed(df))
         with turns.turn(self._table_id, self.table, planned) as turn:
             attempt = _Attempt(self, door, df, planned, turn)
             written = races.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        safe = turns.everywhere(planned)
         for offset in written:
-            runs.mark_durable(offset.stream, offset.seq)
+            if safe:
+                runs.mark_durable(offset.stream, offset.seq)
+            _notify(spark, planned, offset)
 
     def _has_transactions(self, spark: "SparkSession") -> bool:
         if self.tier == "writer-options":
@@ -282,6 +291,13 @@ class _Attempt:
                 log.warning("%s: topic %s was deleted and created again; its offsets start afresh", where, topics)
             if verdict.skipped:
                 log.info("%s: others had %s", where, ledger.shown(verdict.skipped))
+
+
+def _notify(spark: "SparkSession", planned: PlannedBatch, offset: StreamOffset) -> None:
+    """Have the run's notices kept in its checkpoint, where one is known and can be written."""
+    if planned.run_id not in (None, ONLY_RUN):
+        run = board.run_name(str(planned.run_id))
+        board.keep(run, offset.group, offset.stream, lambda: board.place_of(spark, planned.root))
 
 
 def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":

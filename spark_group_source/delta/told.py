@@ -90,16 +90,27 @@ class Told:
 
     def noted(self, group: str) -> Ledger | None:
         """The newest ledger of a group in any note."""
+        row = self._newest(group)
+        return None if row is None else Commit.of(row["version"], None, "", row["note"], None).ledger(group)
+
+    def age_s(self, group: str) -> int | None:
+        """How long ago that was written, by the clocks of the table's writers; None, if there is none."""
+        row = self._newest(group)
+        return None if row is None else int(row["age_s"])
+
+    def _newest(self, group: str) -> Any:
+        """The newest commit with a ledger of the group: its version, its note and its age."""
         from pyspark.sql import functions as F
 
         # As a former release wrote it, and as it is written now.
         marks = notes.mark(group), notes.mark(group).replace('","', '", "').replace('":', '": ', 2)
         its = F.contains(F.col("note"), F.lit(marks[0])) | F.contains(F.col("note"), F.lit(marks[1]))
+        age_s = "unix_seconds(current_timestamp()) - unix_seconds(timestamp) AS age_s"
         for limit in (COMMITS_MAX, None):
-            history = self._history(limit).selectExpr("version", "userMetadata AS note")
+            history = self._history(limit).selectExpr("version", "userMetadata AS note", age_s)
             row: Any = history.where(its & (F.col("version") <= self.version)).orderBy(F.desc("version")).first()
             if row is not None:
-                return Commit.of(row["version"], None, "", row["note"], None).ledger(group)
+                return row
             if self.version < COMMITS_MAX:
                 break
         return None

@@ -3,6 +3,8 @@
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: what
 the table has; a batch that a former run wrote is recognised there.
 
+A batch that goes into several tables is safe when all of them have it: the slowest decides what Kafka is told.
+
 A table knows a batch by its query and its number, and that is all that a replay can go by. So two writes of one batch
 into one table cannot be told from a write and its replay: the second one would be skipped, and its rows lost.
 """
@@ -20,11 +22,13 @@ from spark_group_source.host import runs
 
 @dataclass
 class Turn:
-    """A batch on its way into a table, or there; ``version`` is that of its commit, where there was one."""
+    """A batch on its way into a table, or there; ``version`` is that of its commit, where there was one. ``done``: the
+    table has it."""
 
     run_id: str
     batch_id: int
     version: int | None = None
+    done: bool = False
 
 
 _lock = threading.Lock()
@@ -46,17 +50,41 @@ def turn(table_id: str, table: str, planned: PlannedBatch) -> Iterator[Turn]:
     with _lock:
         former = _last.get(key)
         if former is not None and (former.run_id, former.batch_id) == (mine.run_id, mine.batch_id):
-            for offset in planned.offsets:  # who came first said so of the whole batch
-                runs.mark_durable(offset.stream, offset.seq - 1)
+            _take_back(planned)
             raise _second(table, planned, former)
+        new = former is None or former.run_id != mine.run_id
+        if new and any(other.batch_id == mine.batch_id for other in _of_run(planned)):
+            _take_back(planned)
         _last[key] = mine
     try:
         yield mine
+        mine.done = True
     except BaseException:
         with _lock:
             if _last.get(key) is mine:
                 del _last[key]
         raise
+
+
+def everywhere(planned: PlannedBatch) -> bool:
+    """Whether every table that this run of the query writes has the batch. In the first batch of a run nobody knows of
+    the tables that come later."""
+    with _lock:
+        return all(turn.done and turn.batch_id == planned.batch_id for turn in _of_run(planned))
+
+
+def _of_run(planned: PlannedBatch) -> list[Turn]:
+    if planned.run_id is None:
+        return []
+    return [
+        turn for (query_id, _), turn in _last.items() if (query_id, turn.run_id) == (planned.query_id, planned.run_id)
+    ]
+
+
+def _take_back(planned: PlannedBatch) -> None:
+    """Who came first may have said that all of the batch is safe."""
+    for offset in planned.offsets:
+        runs.mark_durable(offset.stream, offset.seq - 1)
 
 
 def _second(table: str, planned: PlannedBatch, former: Turn) -> OptionError:

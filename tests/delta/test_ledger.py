@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sink_source import Ranges, offset
 
-from spark_group_source.delta import deltalog
+from spark_group_source.delta import deltalog, doors
 from spark_group_source.delta.kept import ledgers, read_ledger, set_ledger
 from spark_group_source.delta.ledger import (
     Ledger,
@@ -64,6 +64,21 @@ def test_what_another_member_had_in_between_is_skipped_and_said() -> None:
     verdict = judge(offset(4, ranges((120, 130))), ledger({P0: 100}))
     assert verdict.skipped == (OffsetRange(P0, 100, 120),)
     assert verdict.ledger.offsets == {P0: 130}
+
+
+def test_G5_what_lies_between_is_refused_where_the_groups_offset_was_forgotten() -> None:
+    """A member that had it would have committed. The query begins where ``startingOffsets`` says."""
+    begins = replace(offset(0, ranges((120, 130), (40, 50))), began=frozenset({P0, P1}))
+    verdict = judge(begins, ledger({P0: 100}))
+    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 120, 100)], "of the other nothing is known"
+    assert judge(replace(begins, ranges={P0: (120, 120)}), ledger({P0: 100})).refused, "before anything is read"
+    assert not judge(begins, ledger({P0: 120})).refused
+    assert judge(begins, ledger({P0: 125})).drop == (OffsetRange(P0, 120, 125),)
+    error = str(conflict("/t", Refused(group="etl", positions=verdict.refused), 0))
+    assert (
+        "Kafka has no offsets of group 'etl' any more" in error and "orders-0: 120, the table holds up to 100" in error
+    )
+    assert "reset --group etl --to-ledger --table /t" in error
 
 
 def test_records_that_the_table_has_are_dropped_and_the_rest_is_new() -> None:
@@ -587,14 +602,16 @@ def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> 
 def test_groups_have_ledgers_of_their_own(spark: "SparkSession", table: str) -> None:
     set_ledger(spark, table, "b", {P0: 1}, reason="r")
     set_ledger(spark, table, "a", {P0: 2}, reason="r")
-    assert [(led.group, led.offsets) for led in ledgers(spark, table)] == [("a", {P0: 2}), ("b", {P0: 1})]
+    found = ledgers(doors.existing(spark, table).begin().past)
+    assert {group: led and led.offsets for group, led in found.items()} == {"a": {P0: 2}, "b": {P0: 1}}
 
 
 @pytest.mark.spark
 def test_more_ledgers_than_delta_keeps_in_its_checksum_files_are_read(spark: "SparkSession", table: str) -> None:
     for n in range(11):
         set_ledger(spark, table, f"g{n:02}", {P0: n}, reason="r")
-    assert [led.offsets[P0] for led in ledgers(spark, table)] == list(range(11))
+    found = ledgers(doors.existing(spark, table).begin().past)
+    assert [led and led.offsets[P0] for led in found.values()] == list(range(11))
 
 
 @pytest.mark.spark

@@ -78,6 +78,7 @@ def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_r
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)  # two times RESTORE, ten seconds of CPU each
 def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
     query: Query, table: Path, intruder: Intruder
 ) -> None:

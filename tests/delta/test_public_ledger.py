@@ -11,6 +11,7 @@ from sink_source import SCHEMA, offset
 from sink_words import Query, actions, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import notes
+from spark_group_source.delta.deltalog import Table
 from spark_group_source.delta.kept import Restored, read_ledger, restored, set_ledger
 from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.notes import Commit
@@ -172,6 +173,21 @@ def test_a_table_whose_rows_do_not_tell_goes_on_where_the_group_stands_and_says_
     query.run(query.sink(new_table, transform=lambda df: df.select("value")), 2, offset(2, one(2, 4)))
     assert "goes on where it stands in Kafka" in caplog.text
     assert query.spark.read.format("delta").load(str(new_table)).count() == 4
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("first", ["writer-options", "transaction"])
+def test_a_number_that_delta_forgot_does_not_bring_an_older_ledger_back(
+    query: Query, new_query: Callable[[str], Query], table: Path, first: Tier
+) -> None:
+    query.run(query.sink(table, tier=first), 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    forgets = "'delta.setTransactionRetentionDuration' = 'interval 1 millisecond'"
+    query.spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES ({forgets})")
+    assert not Table(query.spark, str(table)).snapshot().applications()
+    anew = new_query("anew")
+    anew.run(anew.sink(table, tier="transaction"), 0, offset(0, one(5, 25), stream="s2"))
+    assert rows(table) == records(0, 25)
 
 
 @pytest.mark.spark

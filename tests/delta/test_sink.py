@@ -721,6 +721,12 @@ def test_a_checkpoint_of_another_query_is_named_in_the_error(query: Query, table
         DeltaSink(table)(query.rows(), 0)
 
 
+def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_written(query: Query) -> None:
+    with pytest.raises(OptionError, match="one folder"):
+        query.run(query.sink(f"file://{query.root}/"), 0, offset(0, one(0, 5)))
+    assert not (query.root / "_delta_log").exists()
+
+
 # The writer-options tier
 
 
@@ -852,6 +858,13 @@ def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"
     assert [names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
+
+
+def test_a_relative_path_is_completed_because_sql_takes_absolute_ones_only(spark: "SparkSession") -> None:
+    whole = names.qualified(spark, "lake/orders")
+    assert whole.startswith("file:/") and whole.endswith("/lake/orders")
+    for table in ("/lake/orders", "s3a://bucket/orders", "file:/lake/orders", "db.orders", whole):
+        assert names.qualified(spark, table) == table
 
 
 # Real streaming queries

@@ -94,17 +94,32 @@ def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(
     assert rows(table) == records(0, 10)
 
 
-def test_two_tables_in_one_batch_are_two_turns(
-    scripted: "SparkSession", tmp_path: Path, table: Path, created: Path
+@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
+    scripted: "SparkSession", tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, tier: Tier
 ) -> None:
-    a, b = DeltaSink(table), DeltaSink(tmp_path / "other")
+    (tmp_path / "runs").mkdir(mode=0o700)
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    a, b = (DeltaSink(path, tier=tier) for path in (table, tmp_path / "other"))
+    between, after = [], []
+    fails = [2]
 
     def write(df: "DataFrame", batch_id: int) -> None:
         a(df, batch_id)
+        between.append(runs.durable_seq("s1"))
+        if batch_id in fails:
+            raise RuntimeError("between the two")
         b(df, batch_id)
+        after.append(runs.durable_seq("s1"))
 
-    run(stream(scripted, tmp_path, [offset(n, one(n * 5, n * 5 + 5)) for n in range(2)]), write, tmp_path / "c")
-    assert rows(table) == rows(tmp_path / "other") == records(0, 10)
+    df = stream(scripted, tmp_path, [offset(n, one(n * 5, n * 5 + 5)) for n in range(3)])
+    with pytest.raises(Exception, match="between the two"):
+        run(df, write, tmp_path / "c")
+    assert (between[1:], after) == ([0, 1], [0, 1]), "what comes second is not known before the end of the first batch"
+    fails.clear()
+    run(df, write, tmp_path / "c")
+    assert after[-1] == 2
+    assert rows(table) == rows(tmp_path / "other") == records(0, 15)
 
 
 def test_one_sink_may_serve_two_queries(scripted: "SparkSession", tmp_path: Path, table: Path) -> None:

@@ -11,7 +11,7 @@ from sink_source import offset
 from sink_words import Query, actions, commits, one
 from typer.testing import CliRunner
 
-from spark_group_source.cli import ledger as cli_ledger
+from spark_group_source.cli import shared
 from spark_group_source.cli.app import app
 from spark_group_source.delta import notes, verified
 from spark_group_source.delta.kept import set_ledger
@@ -135,7 +135,7 @@ def test_the_command_shows_and_judges(query: Query, written: Path, monkeypatch: 
         assert wanted
         yield query.spark
 
-    monkeypatch.setattr(cli_ledger, "session", session)
+    monkeypatch.setattr(shared, "session", session)
     run = CliRunner()
     (shown,) = json.loads(run.invoke(app, ["ledger", "show", str(written), "--json"]).output)
     assert shown["topics"] == {"orders": {"0": 30, "1": 3}}
