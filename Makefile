@@ -2,11 +2,13 @@
 #   make demo    a Kafka group read into a Delta table, from nothing, on this machine
 #   make test    the tests            make unit    the quick ones that need neither Kafka nor Spark
 #   make check   style and types      make soak    the long tests
-#   make bench   the benchmarks       make clean   removes what the others made here
+#   make bench   the benchmarks       make docs    the site of docs/, into build/site
+#   make clean   removes what the others made here
 #   MEMBER_HOST=auto make test   the same tests, with members beside executors wherever a test does not say
 
 VENV := .venv
 STAMP := .stamps/venv
+LOCAL := .stamps/local
 BIN := $(VENV)/bin
 export PYTHON
 
@@ -14,10 +16,10 @@ export PYTHON
 # one, where -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test unit check bench soak clean tools
+.PHONY: demo test unit check bench soak docs clean tools
 .DEFAULT_GOAL := test
 
-demo: $(STAMP)
+demo: $(LOCAL)
 	@$(BIN)/python jobs/demo.py
 
 test: $(STAMP)
@@ -37,12 +39,21 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@$(BIN)/python -m pytest -m soak -o timeout=7200 -o faulthandler_timeout=7190 $(ARGS)
 
+docs: $(STAMP)
+	@$(BIN)/mkdocs build --strict --config-file conf/mkdocs.yml
+	@echo "build/site/index.html"
+
 # Checked every time: a machine can lose its Java. Order-only, so that it does not install again.
 tools:
 	@.ci/setup check
 
 $(STAMP): pyproject.toml | tools
-	@.ci/setup venv
+	@.ci/setup venv dev
+	@touch $(LOCAL) $@
+
+# What users install; the demo needs no more.
+$(LOCAL): pyproject.toml | tools
+	@.ci/setup venv local
 	@touch $@
 
 clean:

@@ -1,7 +1,7 @@
 """Kafka consumer groups as a PySpark streaming source, exactly once into Delta.
 
 Runs in: every process. Deliberately absent: anything that opens a connection, a file or a session on import; what needs
-pyspark is imported when it is first asked for.
+pyspark is imported when it is first asked for, if it fits.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from spark_group_source.errors import (
     OptionError,
     ReadTimeout,
     RebalanceTimeout,
+    SetupError,
     SourceError,
     TopicMissing,
 )
@@ -26,6 +27,7 @@ from spark_group_source.group.statistics import Statistics
 from spark_group_source.host.runs import drain
 
 if TYPE_CHECKING:
+    from spark_group_source.cli.public import describe, reset
     from spark_group_source.delta.sink import DeltaSink
     from spark_group_source.host.listener import GroupListener
     from spark_group_source.source import KafkaGroupDataSource
@@ -46,11 +48,16 @@ __all__ = [
     "OptionError",
     "ReadTimeout",
     "RebalanceTimeout",
+    "SetupError",
     "SourceError",
     "Statistics",
     "TopicMissing",
+    "describe",
     "drain",
+    "reset",
 ]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -63,7 +70,14 @@ def __getattr__(name: str) -> Any:
 
         return GroupListener
     if name == "KafkaGroupDataSource":
+        from spark_group_source import fits
+
+        fits.check()  # another Spark lacks what the next line imports
         from spark_group_source.source import KafkaGroupDataSource
 
         return KafkaGroupDataSource
+    if name in ("describe", "reset"):
+        from spark_group_source.cli import public
+
+        return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,8 +27,10 @@ class Request(Enum):
     OFFSETS = "list offsets"
     FETCH = "fetch records"
     GROUP = "describe a group"
+    CONFIGS = "describe a broker's settings"
     COMMITTED = "read committed offsets"
     ALTER = "move committed offsets"
+    DELETE = "delete a group, or offsets of it"
     JOIN = "be a member"
     COMMIT = "commit as a member"
     TRANSACTION = "commit in a transaction"
@@ -138,6 +140,9 @@ EXCEPTIONS: Final[Mapping[tuple[Request, int], Meaning]] = {
     },
     # The library joins again by itself.
     **{(Request.JOIN, CODES[name]): Meaning.AGAIN for name in _STALE},
+    # It has members: who waits for them to leave asks by himself.
+    (Request.DELETE, CODES["NON_EMPTY_GROUP"]): Meaning.ENDS,
+    (Request.DELETE, CODES["GROUP_SUBSCRIBED_TO_TOPIC"]): Meaning.ENDS,
     # Whose share of a commit was refused, and that the commit is worth another try without it.
     (Request.COMMIT, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,
     (Request.TRANSACTION, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,

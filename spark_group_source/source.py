@@ -19,12 +19,14 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from spark_group_source import fits
 from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
 from spark_group_source.executor.records import spark_ddl
 from spark_group_source.group.admission import pack
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.parcel import Packed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,10 +35,14 @@ if TYPE_CHECKING:
     from spark_group_source.driver.hosts import Lent
     from spark_group_source.driver.reception import Reception
     from spark_group_source.executor.tasks import Call
+    from spark_group_source.host.runs import Publisher
+    from spark_group_source.metrics.endpoint import Endpoint
 
 
 FORMAT = "kafka-group"
 LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
+METRICS_WAIT_S = 12.0
+"""How long metricsPort is waited for: a former run of the query may take some seconds to end."""
 
 
 class RangesPartition(InputPartition):
@@ -59,14 +65,16 @@ class RangesPartition(InputPartition):
         """The leaders as they were: a log that was cut goes on with records of a later one."""
 
 
-class KafkaGroupDataSource(DataSource):
+class KafkaGroupDataSource(Packed, DataSource):
     """The source as ``spark.readStream.format("kafka-group")`` finds it.
 
     Raises:
         OptionError: from ``load()``: an option is missing, unknown, or has a value that cannot work.
+        SetupError: from ``load()``: Python, Spark or a library is missing, or of a version that does not fit.
     """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
+        fits.check()
         super().__init__(dict(options))
         self._parsed = Options.parse(self.options)
         self._path = tuple(sys.path)
@@ -91,7 +99,7 @@ class KafkaGroupDataSource(DataSource):
         return GroupStreamReader(self._parsed, self._path)
 
 
-class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader as Spark drives it; ``driver.coordinator`` has the life of a batch.
 
     Args:
@@ -105,9 +113,11 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._path = tuple(path)
         self._coordinator: Coordinator | None = None
         self._reception: Reception | None = None
+        self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_path": self._path, "_coordinator": None, "_reception": None}
+        unopened = dict.fromkeys(("_coordinator", "_reception", "_endpoint"))
+        return {"_options": self._options, "_path": self._path, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -179,6 +189,8 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             # Spark closes our socket and sends SIGTERM at the same moment: the second must not end this half way.
             # A handler, for a signal that is ignored stays ignored in every process that is started from here.
             signal.signal(signal.SIGTERM, lambda *_: None)
+            if self._endpoint is not None:
+                self._endpoint.stop()  # first: the query's next run may wait for the port
             self._coordinator.close()
             if self._reception is not None:
                 self._reception.stop()
@@ -186,10 +198,14 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
             from spark_group_source.driver.coordinator import Coordinator
+            from spark_group_source.host.runs import Publisher
 
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
-            coordinator = Coordinator(self._options)
+            publisher = Publisher(self._options.group_id)
+            if self._options.metrics_port is not None:
+                self._endpoint = _measured(self._options, publisher)
+            coordinator = Coordinator(self._options, publisher=publisher)
             if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
                 self._reception = _received(self._options, coordinator)
             self._coordinator = coordinator
@@ -248,6 +264,32 @@ def _received(options: Options, coordinator: "Coordinator") -> "Reception | None
         logging.getLogger(__name__).warning("%s: %s", without, exc)
         return None
     return reception
+
+
+def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
+    """Where Prometheus finds this run."""
+    try:
+        from spark_group_source.metrics import endpoint, run
+    except ImportError as exc:
+        raise OptionError(
+            f"metricsPort needs the package prometheus-client on the driver's host ({exc}); pip install it there",
+            option="metricsPort",
+        ) from exc
+    from spark_group_source.kafka import Runtime
+
+    runtime = Runtime()
+    serving = endpoint.Endpoint(
+        run.collector(lambda: publisher.last, now_ms=runtime.now_ms),
+        host=options.metrics_host or "",
+        port=options.metrics_port or 0,
+        option="metricsPort",
+        wait_s=METRICS_WAIT_S,
+        runtime=runtime,
+    )
+    publisher.metrics_port = serving.port
+    level = logging.INFO if options.metrics_port else logging.WARNING  # nobody else says which it is
+    logging.getLogger(__name__).log(level, "group %s: metrics at port %d", options.group_id, serving.port)
+    return serving
 
 
 def _prepare_process() -> None:

@@ -118,6 +118,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
            doc="The environment variable that says on each executor in which rack or zone it is: its clients are given "
                "that as `client.rack`, and read from the replica there if brokers select replicas by rack (KIP-392). "
                "Where it is not set, `kafka.client.rack` counts."),
+    Option("metricsPort", "metrics_port", whole(0, 65_535), "port",
+           doc="Where the stream reader, on the driver's host, serves Prometheus the run's [metrics](metrics.md), "
+               "without a password. Each query needs one of its own: 0 takes any free one and says in the log and in "
+               "the statistics which. One that stays taken is refused when the query starts."),
+    Option("metricsHost", "metrics_host", non_empty, "name or address",
+           default_text="all addresses of the driver's host",
+           doc="Where metricsPort listens; `127.0.0.1`: for this host alone."),
     Option("leaveOnStop", "leave_on_stop", one_of("auto", "always", "never"), "auto, always or never",
            default="auto",
            doc="Whether the members leave the group when the query stops. auto: an AvailableNow or Once run leaves, a "
@@ -190,6 +197,8 @@ class Options:
     coordinator_host: str | None = None
     agent_memory_bytes: int = 64 << 20
     client_rack_env: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str | None = None
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     group_protocol: Literal["classic", "consumer"] = "classic"
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
