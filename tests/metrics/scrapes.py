@@ -1,0 +1,66 @@
+"""A scrape as Prometheus reads it, and what its expressions mean there.
+
+Runs in: tests. Deliberately absent: most of PromQL. The rules of ``conf/alerts.yml`` are so simple that two kinds are
+enough: a metric compared with a number, and what a counter gained, compared with a number.
+"""
+
+import operator
+import re
+import urllib.request
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+SCRAPE_S = 10
+OPERATORS = {">": operator.gt, "<": operator.lt, "==": operator.eq}
+RULE = re.compile(r"(?:increase\()?(\w+)(?:\[\w+\]\))? ([<>]|==) ([\d.]+)")
+
+Labels = frozenset[tuple[str, str]]
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: Labels
+
+
+Scrape = dict[Sample, float]
+
+
+def parsed(text: str) -> Scrape:
+    """Every sample, read by prometheus-client's own parser; each is there once."""
+    found: Scrape = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = Sample(sample.name, frozenset(sample.labels.items()))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def scrape(port: int) -> Scrape:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SCRAPE_S) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return parsed(answer.read().decode())
+
+
+def values(of: Scrape, name: str, **labels: str) -> list[float]:
+    """The samples of a metric that have these labels."""
+    return [value for sample, value in of.items() if sample.name == name and sample.labels >= labels.items()]
+
+
+def value(of: Scrape, name: str, **labels: str) -> float:
+    (one,) = values(of, name, **labels)
+    return one
+
+
+def fires(expression: str, now: Scrape, before: Scrape) -> bool:
+    """Whether an alert's expression holds for any series; ``before``: the scrape with which its window began."""
+    found = RULE.fullmatch(expression)
+    assert found, f"{expression!r} is not of the simple kinds that are evaluated here"
+    name, compare, bound = found[1], OPERATORS[found[2]], float(found[3])
+    gained = expression.startswith("increase(")
+    return any(
+        compare(value - (before.get(sample, value) if gained else 0), bound)
+        for sample, value in now.items()
+        if sample.name == name
+    )

@@ -1,0 +1,55 @@
+"""Which records are read, and what is known without."""
+
+from spark_group_source.kafka import RecordTime
+from spark_group_source.kafka.record_times import NO_TIME
+from spark_group_source.metrics.ages import READ_AGAIN_MS, Ages
+from spark_group_source.model import TopicPartition
+
+TP = TopicPartition("orders", 0)
+OTHER = TopicPartition("orders", 1)
+KEY = (TP, 40)
+RECORD = RecordTime(43, 5_000)
+
+
+def known(record: RecordTime | None, *, end: int = 90) -> Ages:
+    ages = Ages()
+    ages.take({KEY: record}, {KEY: end}, [KEY], now_ms=0)
+    return ages
+
+
+def test_a_record_that_is_still_in_the_log_is_not_read_again() -> None:
+    ages = known(RECORD)
+    assert ages.known({KEY: 95}, now_ms=1) == {TP}
+    assert ages.missing({KEY: 95}, {TP: 43}, now_ms=1) == []
+    assert ages.age_s(TP, 40, wall_ms=8_000) == 3.0
+
+
+def test_a_record_is_read_again_when_it_may_be_gone() -> None:
+    ages = known(RECORD)
+    assert ages.missing({KEY: 95}, {TP: 44}, now_ms=1) == [KEY], "retention took it"
+    assert ages.missing({KEY: 95}, {}, now_ms=1) == [KEY], "nobody says where the log begins"
+    assert ages.missing({KEY: 95}, {TP: 0}, now_ms=READ_AGAIN_MS) == [KEY], "compaction tells nobody"
+    assert ages.missing({(TP, 41): 95}, {TP: 0}, now_ms=1) == [(TP, 41)], "the group went on"
+
+
+def test_that_there_is_no_record_holds_until_the_log_grows() -> None:
+    ages = known(None, end=90)
+    assert ages.known({KEY: 90}, now_ms=1) == set()
+    assert ages.missing({KEY: 90}, {}, now_ms=1) == []
+    assert ages.age_s(TP, 40, wall_ms=8_000) == 0.0
+    assert ages.missing({KEY: 91}, {}, now_ms=1) == [KEY]
+
+
+def test_what_was_not_answered_is_not_known_and_comes_first_the_next_time() -> None:
+    ages = known(RECORD)
+    behind = {KEY: 95, (OTHER, 7): 9}
+    ages.take({KEY: RECORD}, behind, list(behind), now_ms=1)
+    assert ages.age_s(OTHER, 7, wall_ms=8_000) is None
+    assert ages.missing(behind, {TP: 44}, now_ms=2) == [(OTHER, 7), KEY]
+    ages.take({}, behind, [KEY], now_ms=3)
+    assert ages.age_s(TP, 40, wall_ms=8_000) is None, "it may be gone, and nobody said what is there now"
+
+
+def test_records_without_a_time_have_no_age_and_those_from_the_future_none_yet() -> None:
+    assert known(RecordTime(43, NO_TIME)).age_s(TP, 40, wall_ms=8_000) is None
+    assert known(RECORD).age_s(TP, 40, wall_ms=4_000) == 0.0

@@ -1,0 +1,68 @@
+"""Where Prometheus asks: ports, addresses, and peers that are slow or too many."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from conftest import await_until
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from metrics.scrapes import scrape, value
+from spark_group_source.errors import OptionError
+from spark_group_source.metrics import endpoint
+from spark_group_source.metrics.endpoint import Endpoint
+
+
+class Counted(Collector):
+    """Tells how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        self.asked += 1
+        yield GaugeMetricFamily("asked", "How often.", self.asked)
+
+
+@pytest.fixture
+def serving() -> Iterator[Endpoint]:
+    one = Endpoint(Counted(), port=0, option="metricsPort")
+    yield one
+    one.stop()
+
+
+def test_every_scrape_asks_anew(serving: Endpoint) -> None:
+    before = value(scrape(serving.port), "asked")
+    assert value(scrape(serving.port), "asked") == before + 1
+    assert value(scrape(serving.port), "process_resident_memory_bytes") > 0
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line_and_waited_for_if_told_so(serving: Endpoint) -> None:
+    with pytest.raises(OptionError, match=f"metricsPort is {serving.port}.*another process has it") as caught:
+        Endpoint(Counted(), port=serving.port, option="metricsPort")
+    assert "\n" not in str(caught.value)
+    serving.stop()
+    Endpoint(Counted(), port=serving.port, option="metricsPort", wait_s=5).stop()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines_is_refused_at_once(host: str) -> None:
+    with pytest.raises(OptionError, match=f"cannot listen there \\({host}\\)"):
+        Endpoint(Counted(), host=host, port=0, option="metricsPort", wait_s=60)
+
+
+def test_peers_that_say_nothing_take_no_more_than_their_places(serving: Endpoint) -> None:
+    silent = [socket.create_connection(("127.0.0.1", serving.port)) for _ in range(endpoint.SCRAPES_MAX + 1)]
+    silent[-1].settimeout(10)
+    assert silent[-1].recv(1) == b"", "the one too many is closed"
+    for one in silent:
+        one.close()
+
+    def answers() -> bool:
+        try:
+            return bool(scrape(serving.port))
+        except OSError:
+            return False
+
+    await_until(answers, what="an answer once they are gone")

@@ -1,0 +1,196 @@
+"""Lag in seconds on a real Kafka, where it is known: records have timestamps of the test's choice."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka import TopicPartition as KafkaPartition
+from conftest import ADMIN_S, Record, await_until
+from kafka_words import await_markers, set_committed
+from scenes import Scene
+
+from metrics.scrapes import scrape, values
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.metrics.sweep import Seen, Sweeps
+from spark_group_source.model import TopicPartition
+
+WITHIN_S = 1.0
+KEEP = {"retention.ms": "-1"}
+COMPACT = {
+    "cleanup.policy": "compact",
+    "segment.ms": "100",
+    "min.cleanable.dirty.ratio": "0.001",
+    "max.compaction.lag.ms": "100",
+}
+NOW_S = time.time()
+
+MakeSweeps = Callable[..., Sweeps]
+
+
+@pytest.fixture
+def sweeps(scene: Scene) -> Iterator[MakeSweeps]:
+    made: list[Sweeps] = []
+
+    def make(isolation_level: str = "read_committed", groups: tuple[str, ...] | None = (scene.group,)) -> Sweeps:
+        settings = {"bootstrap.servers": scene.servers}
+        made.append(Sweeps(settings, groups, isolation_level=isolation_level, bound_s=30, wall_s=lambda: NOW_S))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def aged(*ages_s: float, size: int = 10) -> list[Record]:
+    """Records that were made so many seconds ago."""
+    return [Record(b"x" * size, timestamp_ms=round((NOW_S - age_s) * 1000), partition=0) for age_s in ages_s]
+
+
+def age_of(seen: Seen, topic: str, group: int = 0) -> float | None:
+    return seen.groups[group].partitions[TopicPartition(topic, 0)].age_s
+
+
+def transactions(scene: Scene, topic: str, *parts: tuple[str, float]) -> Producer:
+    """Three records of an age in each of several transactions: c(ommitted), a(borted) or o(pen)."""
+    producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": topic, "log_level": 3})
+    producer.init_transactions(ADMIN_S)
+    for end, age_s in parts:
+        producer.begin_transaction()
+        for record in aged(age_s, age_s, age_s):
+            producer.produce(topic, record.value, partition=0, timestamp=record.timestamp_ms or 0)
+        producer.flush(ADMIN_S)
+        if end == "c":
+            producer.commit_transaction(ADMIN_S)
+        elif end == "a":
+            producer.abort_transaction(ADMIN_S)
+        if end in "ca":
+            await_markers(scene.admin, topic)
+    return producer
+
+
+def compact(scene: Scene, topic: str) -> None:
+    """Fifty records of one key, the last of which stays."""
+    old = [record._replace(key=b"same") for record in aged(*[600.0] * 49, 120)]
+    scene.produce(topic, old)
+    consumer = Consumer({"bootstrap.servers": scene.servers, "group.id": topic, "log_level": 3})
+
+    def is_compacted() -> bool:
+        scene.produce(topic, [aged(60)[0]._replace(key=b"other")])  # rolls the segment, so that it can be compacted
+        consumer.assign([KafkaPartition(topic, 0, 0)])
+        message = consumer.poll(5)
+        return message is not None and message.offset() == 49
+
+    await_until(is_compacted, 60, what="compaction")
+    consumer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+def test_lag_in_seconds_is_the_age_of_the_record_that_a_consumer_gets_next(scene: Scene, sweeps: MakeSweeps) -> None:
+    names = ("compacted", "plain", "idle", "deleted", "aborted", "nothing", "open", "large", "future")
+    topics = {name: scene.topic(config=COMPACT if name == "compacted" else KEEP) for name in names}
+    compact(scene, topics["compacted"])
+    for name in ("plain", "idle", "deleted"):
+        scene.produce(topics[name], aged(900, 800, 700, 600, 500))
+    scene.admin.delete_records([KafkaPartition(topics["deleted"], 0, 3)])[KafkaPartition(topics["deleted"], 0)].result(
+        ADMIN_S
+    )
+    transactions(scene, topics["aborted"], ("c", 900), ("a", 800), ("c", 300), ("a", 200))
+    transactions(scene, topics["nothing"], ("c", 900), ("a", 800))
+    unfinished = transactions(scene, topics["open"], ("c", 900), ("o", 800))
+    scene.produce(topics["large"], aged(400, 390, size=900_000))
+    scene.produce(topics["future"], aged(-3000))
+    at = dict(compacted=10, plain=2, idle=5, deleted=1, aborted=4, nothing=4, open=4, large=1, future=0)  # noqa: C408
+    for name, offset in at.items():
+        set_committed(scene.admin, scene.group, topics[name], {0: offset})
+
+    one = sweeps()
+    seen = one.sweep()
+    ages = {name: age_of(seen, topics[name]) for name in names}
+    assert ages == pytest.approx(
+        dict(compacted=120, plain=700, idle=0, deleted=600, aborted=300, nothing=0, open=0, large=390, future=0),  # noqa: C408
+        abs=WITHIN_S,
+    )
+    group = seen.groups[0]
+    assert (group.state, group.members, group.unreachable_since_ms) == ("empty", (), None)
+    lags = {name: group.partitions[TopicPartition(topics[name], 0)].lag for name in names}
+    assert lags["plain"] == 3 and lags["idle"] == lags["open"] == 0 and lags["nothing"] == 4
+
+    # What did not change is not fetched again; what changed is.
+    assert seen.records_read == 7
+    assert one.sweep().records_read == 7
+    scene.admin.delete_records([KafkaPartition(topics["plain"], 0, 4)])[KafkaPartition(topics["plain"], 0)].result(
+        ADMIN_S
+    )
+    scene.produce(topics["nothing"], aged(50))
+    set_committed(scene.admin, scene.group, topics["large"], {0: 0})
+    again = one.sweep()
+    assert age_of(again, topics["plain"]) == pytest.approx(500, abs=WITHIN_S)
+    assert age_of(again, topics["nothing"]) == pytest.approx(50, abs=WITHIN_S)
+    assert age_of(again, topics["large"]) == pytest.approx(400, abs=WITHIN_S)
+    assert again.records_read == 10
+
+    # For a consumer that reads uncommitted records the open and the aborted ones are the next.
+    everything = sweeps("read_uncommitted").sweep()
+    assert age_of(everything, topics["open"]) == pytest.approx(800, abs=WITHIN_S)
+    assert age_of(everything, topics["aborted"]) == pytest.approx(800, abs=WITHIN_S)
+    unfinished.abort_transaction(ADMIN_S)
+
+
+@pytest.mark.broker
+def test_all_groups_are_found_and_each_has_its_own_lag(scene: Scene, sweeps: MakeSweeps) -> None:
+    topic = scene.topic(config=KEEP)
+    scene.produce(topic, aged(900, 800))
+    other = f"{scene.group}-other"
+    one = sweeps(groups=None)
+    assert not {scene.group, other} & {group.group for group in one.sweep().groups}
+    set_committed(scene.admin, scene.group, topic, {0: 0})
+    set_committed(scene.admin, other, topic, {0: 1})
+    ages = {group.group: group.partitions for group in one.sweep().groups}
+    assert ages[scene.group][TopicPartition(topic, 0)].age_s == pytest.approx(900, abs=WITHIN_S)
+    assert ages[other][TopicPartition(topic, 0)].age_s == pytest.approx(800, abs=WITHIN_S)
+
+
+@pytest.mark.broker
+def test_a_group_that_answers_is_shown_also_where_no_leader_says_how_far_its_partitions_go(
+    scene: Scene, sweeps: MakeSweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = scene.topic(config=KEEP)
+    set_committed(scene.admin, scene.group, topic, {0: 0})
+    one = sweeps()
+
+    def silent(*_: object, **__: object) -> None:
+        raise BrokerUnavailable("no leader of these partitions answers")
+
+    monkeypatch.setattr(GroupAdmin, "latest", silent)
+    seen = one.sweep()
+    (group,) = seen.groups
+    assert (group.state, group.unreachable_since_ms, seen.unreachable_since_ms) == ("empty", None, None)
+    partition = group.partitions[TopicPartition(topic, 0)]
+    assert (partition.committed, partition.end, partition.lag, partition.age_s) == (0, None, None, None)
+
+
+@pytest.mark.broker
+def test_the_command_serves_all_groups_until_it_is_told_to_end(scene: Scene) -> None:
+    topic = scene.topic(config=KEEP)
+    scene.produce(topic, aged(900, 800))
+    set_committed(scene.admin, scene.group, topic, {0: 1})
+    command = [sys.executable, "-m", "spark_group_source", "exporter", "--bootstrap-servers", scene.servers]
+    process = subprocess.Popen(
+        [*command, "--all-groups", "--port", "0", "--host", "127.0.0.1"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    found = re.fullmatch(r"metrics of all groups at port (\d+), /metrics\n", first)
+    assert found, first
+    mine = {"group": scene.group, "topic": topic, "partition": "0"}
+    (age_s,) = await_until(lambda: values(scrape(int(found[1])), "kafka_group_lag_seconds", **mine), what="a sweep")
+    assert age_s == pytest.approx(800 + time.time() - NOW_S, abs=WITHIN_S + 5)
+    process.terminate()
+    assert process.wait(30) == 0
+    process.stdout.close()

@@ -1,0 +1,156 @@
+"""What is told of a run and of groups: names, units, and what is left out."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from metrics.scrapes import Scrape, parsed, value, values
+from spark_group_source.group.states import RunState
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.kafka import GroupMember
+from spark_group_source.metrics import groups, run
+from spark_group_source.metrics.sweep import GroupSeen, PartitionSeen, Seen
+from spark_group_source.metrics.table import Metric
+from spark_group_source.model import TopicPartition
+
+NOW_MS = 1_000_000
+RUN = Statistics(
+    group="etl",
+    stream="s1",
+    seq=7,
+    state="reading",
+    generation=3,
+    slots=("assigned", "revoking"),
+    assigned=(2, 1),
+    hosts=("agent-1", ""),
+    buffered_bytes=(2048, 0),
+    buffered_rows=(20, 0),
+    rows_from_memory=(11, 0),
+    rows_from_brokers=(5, 6),
+    recalled=(1, 0),
+    unreachable_since_ms=NOW_MS - 90_000,
+    uncommitted=2,
+    uncommitted_offsets=120,
+    rebalances=4,
+    rebalanced_at_ms=NOW_MS - 30_000,
+    reason="",
+    holds=3,
+    hold_last_ms=250,
+    hold_max_ms=1500,
+    overruns=1,
+    lost=2,
+    maybe_twice=40,
+    records_lost=9,
+    commits=8,
+    commits_failed=1,
+    echo_last_ms=12,
+    echo_max_ms=130,
+    offsets_expiring=1,
+    offsets_renewed=5,
+    offsets_restored=6,
+)
+TP = TopicPartition("orders", 0)
+
+
+def told(collector: Collector) -> Scrape:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return parsed(generate_latest(registry).decode())
+
+
+def of_run(statistics: Statistics | None) -> Scrape:
+    return told(run.collector(lambda: statistics, now_ms=lambda: NOW_MS))
+
+
+def of_groups(*seen: GroupSeen, silent_ms: int | None = None) -> Scrape:
+    whole = Seen(groups=seen, unreachable_since_ms=silent_ms, took_s=0.5, ended_s=1.0, records_read=3)
+    return told(groups.collector(lambda: whole, now_ms=lambda: NOW_MS))
+
+
+@pytest.mark.parametrize("metric", [*run.METRICS, *groups.METRICS], ids=lambda metric: metric.name)
+def test_names_and_units_are_as_prometheus_wants_them(metric: Metric[Any]) -> None:
+    assert re.fullmatch(r"kafka_group_[a-z_]+", metric.name)
+    assert (metric.kind == "counter") == metric.name.endswith("_total")
+    assert not re.search(r"_(ms|millis|kb|mb|minutes)(_|$)", metric.name), "base units: seconds and bytes"
+    assert metric.doc.endswith(".")
+
+
+def test_names_are_different_and_only_a_runs_begin_with_the_sources() -> None:
+    ofs = [m.name for m in run.METRICS] + [m.name for m in groups.METRICS]
+    assert len(set(ofs)) == len(ofs)
+    assert all(metric.name.startswith(run.PREFIX) for metric in run.METRICS)
+    assert not any(metric.name.startswith(run.PREFIX) for metric in groups.METRICS)
+
+
+def test_a_run_tells_its_statistics_in_base_units() -> None:
+    at = of_run(RUN)
+    of = {
+        name.removeprefix(run.PREFIX): value(at, name) for name in (m.name for m in run.METRICS if m.labels == run.RUN)
+    }
+    assert of | {"last_rebalance_timestamp_seconds": 0} == {
+        "durable_batch": 7,
+        "generation": 3,
+        "lent_slots": 1,
+        "moves_total": 0,
+        "unreachable_seconds": 90,
+        "rebalances_total": 4,
+        "last_rebalance_timestamp_seconds": 0,
+        "holds_total": 3,
+        "hold_last_seconds": 0.25,
+        "hold_max_seconds": 1.5,
+        "hold_overruns_total": 1,
+        "partitions_lost_total": 2,
+        "maybe_twice_total": 40,
+        "records_lost_total": 9,
+        "commits_total": 8,
+        "commits_failed_total": 1,
+        "echo_last_seconds": 0.012,
+        "echo_max_seconds": 0.13,
+        "uncommitted_partitions": 2,
+        "ledger_gap_offsets": 120,
+        "expiring_offsets": 1,
+        "offsets_renewed_total": 5,
+        "offsets_restored_total": 6,
+    }
+    assert values(at, "kafka_group_source_rows_read_total", slot="0", source="memory") == [11]
+    assert values(at, "kafka_group_source_rows_read_total", slot="1", source="brokers") == [6]
+    assert [values(at, "kafka_group_source_assigned_partitions", slot=slot) for slot in "01"] == [[2], [1]]
+    states = {state.value: value(at, "kafka_group_source_state", state=state.value) for state in RunState}
+    assert {state for state, is_it in states.items() if is_it} == {"reading"}
+    assert value(at, "kafka_group_source_slots", state="revoking") == 1
+
+
+def test_a_run_whose_brokers_answer_was_never_unreachable_and_one_that_said_nothing_tells_nothing() -> None:
+    assert value(of_run(replace(RUN, unreachable_since_ms=0)), "kafka_group_source_unreachable_seconds") == 0
+    assert of_run(None) == {}
+
+
+def test_a_partition_whose_age_is_not_known_has_none() -> None:
+    ages = {0: 12.5, 1: None, 2: 0.0}
+    partitions = {
+        TopicPartition("orders", p): PartitionSeen(committed=3, end=8 if p < 2 else 3, age_s=age)
+        for p, age in ages.items()
+    }
+    member = GroupMember("m-1", "app", "", "/10.0.0.1", (TP,))
+    at = of_groups(GroupSeen(group="etl", state="stable", members=(member,), partitions=partitions, rebalances=2))
+    found = {p: values(at, "kafka_group_lag_seconds", group="etl", topic="orders", partition=str(p)) for p in ages}
+    assert found == {0: [12.5], 1: [], 2: [0.0]}
+    assert value(at, "kafka_group_lag_unknown_partitions") == 1
+    assert value(at, "kafka_group_lag_records", partition="1") == 5
+    assert value(at, "kafka_group_member_partitions", member="m-1", client="app", host="/10.0.0.1") == 1
+    assert value(at, "kafka_group_state", state="stable") == 1
+    assert value(at, "kafka_group_up") == 1
+
+
+def test_of_a_group_that_did_not_answer_only_that_is_told() -> None:
+    at = of_groups(GroupSeen(group="etl", unreachable_since_ms=NOW_MS - 61_000, rebalances=2), silent_ms=NOW_MS)
+    mine = {sample.name: found for sample, found in at.items() if ("group", "etl") in sample.labels}
+    assert mine == {
+        "kafka_group_up": 0,
+        "kafka_group_unreachable_seconds": 61,
+        "kafka_group_rebalances_seen_total": 2,
+    }
