@@ -20,7 +20,7 @@ class Authority:
         _run("req", "-x509", "-key", self._key, "-subj", f"/CN={name}", "-days", "2", "-out", self.ca)
 
     def issue(self, name: str, *, days: int = 2, names: str = "") -> Path:
-        """A file with a private key and its certificate for ``CN=name``; one of fewer than 0 days has expired."""
+        """A file with a private key and its certificate for ``CN=name``; one of 0 days expires as it is made."""
         there = self._folder / f"{name}.pem"
         key, asked, extensions = _key(there.with_suffix(".key")), there.with_suffix(".csr"), there.with_suffix(".ext")
         extensions.write_text(f"basicConstraints=CA:FALSE\n{names}\n")

@@ -11,9 +11,11 @@ from streams import Engine, numbered, texts, values_of
 
 from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
-from spark_group_source.errors import BrokerUnavailable, ReadTimeout
+from spark_group_source.answers import CODES
+from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.kafka import Admin
+from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 
@@ -32,7 +34,7 @@ KINDS: dict[str, Callable[[Guarded], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize(("kind", "protocol"), [*((kind, "classic") for kind in KINDS), ("SCRAM", "consumer")], ids=str)
-def test_members_questions_commits_and_tasks_work(
+def test_members_questions_commits_deletions_and_tasks_work(
     kind: str, protocol: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     topic = guarded.topic(f"works-{kind.replace(' ', '-')}-{protocol}")
@@ -44,6 +46,12 @@ def test_members_questions_commits_and_tasks_work(
         expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
         await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
         assert Admin(engine.options.admin_settings()).group(group_id).members[0].partitions
+        if kind == "TLS":  # anyone may do anything there
+            subscribed = dict.fromkeys(expected, CODES["GROUP_SUBSCRIBED_TO_TOPIC"])
+            assert delete_offsets(engine.options.admin_settings(), group_id, list(expected)) == subscribed
+        else:  # the login was taken
+            with pytest.raises(AccessDenied, match="needs Delete and Describe on the group"):
+                delete_offsets(engine.options.admin_settings(), group_id, list(expected))
     assert "transactions are not allowed" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Callable[[Guarded], dict[str, str]], str]] = {
     "wrong password": (lambda g: g.scram(password=WRONG), "kafka.sasl.* and kafka.ssl.*"),
     "unknown user": (lambda g: g.scram("nobody", WRONG), "kafka.sasl.* and kafka.ssl.*"),
     "wrong secret": (lambda g: g.oidc(WRONG), "kafka.sasl.* and kafka.ssl.*"),
-    "expired certificate": (lambda g: g.mutual(g.authority.issue("late", days=-1)), "client's certificate"),
+    "expired certificate": (lambda g: g.mutual(g.authority.issue("late", days=0)), "client's certificate"),
     "unknown certificate": (unknown, "client's certificate"),
     "no certificate": (without_certificate, "client's certificate"),
     "wrong CA": (distrustful, "ssl.ca.location"),

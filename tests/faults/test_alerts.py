@@ -1,0 +1,100 @@
+"""Alerts of ``conf/alerts.yml`` fire when a consumer is killed and when brokers are cut off, and clear afterwards."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from kafka_words import Record, await_until, create_topic, produce_to
+from metrics.scrapes import Scrape, fires, scrape, value, values
+from rebalance.ordinary import OrdinaryConsumer
+
+from spark_group_source.kafka import Runtime
+from spark_group_source.metrics.exporter import Exporter
+from spark_group_source.metrics.sweep import Sweeps
+from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = {
+    rule["alert"]: rule["expr"]
+    for group in yaml.safe_load((ROOT / "conf/alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+}
+ALERT_S = 60
+GROUP = "watched"
+
+
+class Ahead(Runtime):
+    """A clock that can be put forward."""
+
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+
+@pytest.fixture
+def runtime() -> Ahead:
+    return Ahead()
+
+
+@pytest.fixture
+def exporter(faulty: FaultyCluster, runtime: Ahead) -> Iterator[Exporter]:
+    settings = {"bootstrap.servers": faulty.bootstrap_servers}
+    sweeps = Sweeps(settings, (GROUP,), isolation_level="read_committed", bound_s=10, runtime=runtime)
+    serving = Exporter(sweeps, interval_s=0.5, host="127.0.0.1", port=0, runtime=runtime)
+    stop = threading.Event()
+    thread = threading.Thread(target=serving.run, args=(stop,), name="sweeps")
+    thread.start()
+    yield serving
+    stop.set()
+    thread.join(30)
+    serving.close()
+
+
+def firing(now: Scrape) -> set[str]:
+    """Alerts of groups whose expression holds at a scrape, whatever their ``for`` says."""
+    return {name for name, expression in RULES.items() if "increase(" not in expression and fires(expression, now, {})}
+
+
+def test_alerts_fire_and_clear(
+    faulty: FaultyCluster, judge: AdminClient, exporter: Exporter, runtime: Ahead, tmp_path: Path
+) -> None:
+    topic = create_topic(judge, GROUP, 1, config={"retention.ms": "-1"})
+    producer = Producer({"bootstrap.servers": faulty.direct_servers, "log_level": 0})
+
+    def produce() -> None:
+        """A record that was made seven minutes ago."""
+        produce_to(producer, topic, [Record(b"x", timestamp_ms=round(time.time() - 420) * 1000)])
+
+    def become(*alerts: str) -> Scrape:
+        def are() -> bool:
+            return exporter.last is not None and firing(scrape(exporter.port)) == set(alerts)
+
+        await_until(are, ALERT_S, what=f"alerts {alerts}")
+        return scrape(exporter.port)
+
+    produce()
+    with OrdinaryConsumer(faulty.direct_servers, GROUP, [topic], tmp_path / "one", session_ms=2000) as one:
+        await_until(lambda: values(scrape(exporter.port), "kafka_group_lag_seconds") == [0], what="its commit")
+        assert value(become(), "kafka_group_members") == 1
+        one.kill()
+        produce()
+        at = become("KafkaGroupHasNoMembers", "KafkaGroupFallsBehind")
+        assert value(at, "kafka_group_lag_seconds") == pytest.approx(420, abs=60)
+    with OrdinaryConsumer(faulty.direct_servers, GROUP, [topic], tmp_path / "two", session_ms=2000):
+        become()
+        assert fires("increase(kafka_group_rebalances_seen_total[15m]) > 0", scrape(exporter.port), at)
+        with faulty.suffering(Fault("refuse", 1)):
+            await_until(lambda: exporter.last and exporter.last.unreachable_since_ms, ALERT_S, what="an outage")
+            runtime.ahead_ms += 61_000
+            at = become("KafkaGroupUnreachable")
+            assert value(at, "kafka_group_up") == 0
+            assert not [sample for sample in at if sample.name in ("kafka_group_lag_seconds", "kafka_group_end_offset")]
+        become()
