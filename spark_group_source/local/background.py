@@ -66,8 +66,8 @@ def start(*, nodes: int = 1, port: int = 9092, data_dir: Path | None = None) -> 
 
     Raises:
         SetupError: no usable Java, or Kafka's jars cannot be downloaded.
-        OptionError: a port is taken.
-        BrokerUnavailable: one runs already, or it did not come up; the message ends with the log.
+        OptionError: a port is taken, or a broker runs already.
+        BrokerUnavailable: it did not come up; the message ends with the log.
     """
     java_path()  # said here, in one line, rather than in the background process's log
     kafka_jars()
@@ -76,7 +76,7 @@ def start(*, nodes: int = 1, port: int = 9092, data_dir: Path | None = None) -> 
     with locked(home / "broker.lock", LOCK_S):
         already = running()
         if already is not None:
-            raise BrokerUnavailable(
+            raise OptionError(
                 f"a broker already runs at {already.bootstrap_servers}; stop it first: spark-group broker stop",
                 op="start",
             )

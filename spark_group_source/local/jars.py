@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
-from spark_group_source.errors import SourceError
+from spark_group_source.errors import SetupError
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,12 @@ SPARK_KAFKA_COORDINATES = (
     f"org.apache.spark:spark-sql-kafka-0-10_{SCALA}:4.2.0",
     f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}:4.0.0",
 )
+KAFKA_TOOLS_COORDINATES = (f"org.apache.kafka:kafka-tools:{KAFKA_VERSION}", KAFKA_COORDINATES[1])
+KAFKA_TOOLS_EXCLUDE = tuple(
+    f"org.apache.kafka:{artifact}"
+    for artifact in ("connect-api", "connect-json", "connect-runtime", "connect-transforms")
+)
+"""Kafka Connect with a web server: no tool of groups needs it."""
 SPARK_KAFKA_EXCLUDE = (f"org.apache.spark:spark-token-provider-kafka-0-10_{SCALA}",)
 
 _SETTINGS = """<ivysettings>
@@ -60,10 +66,6 @@ _SETTINGS = """<ivysettings>
   </resolvers>
 </ivysettings>
 """
-
-
-class SetupError(SourceError):
-    """Something this machine must have is missing or too old. The message is one line and says what to install."""
 
 
 class Coordinate(NamedTuple):
@@ -149,8 +151,13 @@ def kafka_jars() -> list[Path]:
     return resolve(KAFKA_COORDINATES)
 
 
+def kafka_tools_jars() -> list[Path]:
+    """The class path of Kafka's own command line, such as ``kafka-consumer-groups``: what tests compare ours with."""
+    return resolve(KAFKA_TOOLS_COORDINATES, exclude=KAFKA_TOOLS_EXCLUDE)
+
+
 def spark_kafka_jars() -> list[Path]:
-    """The jars of Spark's own Kafka connector: what the benchmarks compare with, nothing of this package uses it."""
+    """The jars of Spark's own Kafka connector, with which benchmarks and tests compare; nothing else uses it."""
     return _without_sparks(resolve(SPARK_KAFKA_COORDINATES, exclude=SPARK_KAFKA_EXCLUDE))
 
 
@@ -161,7 +168,7 @@ def _spark_jars() -> Path:
         if jars.is_dir():
             return jars
     raise SetupError(
-        "PySpark with its jars is needed, for Ivy and for Java's side of Spark: pip install 'pyspark[sql]'"
+        "PySpark with its jars is needed, for Ivy and for Java's side of Spark: pip install 'spark-group-source[local]'"
     )
 
 

@@ -16,12 +16,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of, produce_to
 
-from spark_group_source.errors import BrokerUnavailable, OptionError
+from spark_group_source.errors import BrokerUnavailable, OptionError, SetupError
 from spark_group_source.local import background as local_broker
 from spark_group_source.local import jars
 from spark_group_source.local.broker import Broker, _Node
 from spark_group_source.local.conf import read_conf
-from spark_group_source.local.jars import SetupError
 
 pytestmark = pytest.mark.broker
 
@@ -299,7 +298,9 @@ def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) 
     assert shown.returncode == 0 and str(port) in shown.stdout
 
     again = spark_group("broker", "start", "--port", str(port + 10), env=home)
-    assert again.returncode == 1 and again.stderr.startswith(f"error: a broker already runs at 127.0.0.1:{port}")
+    assert again.returncode == 1 and again.stderr.startswith(
+        f"error: OptionError: a broker already runs at 127.0.0.1:{port}"
+    )
 
     assert spark_group("broker", "stop", env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
     assert not alive(document["pid"]) and not alive(document["nodes"]["1"])
@@ -330,7 +331,9 @@ def test_a_taken_port_is_named(home: dict[str, str]) -> None:
         port = taken.getsockname()[1]
         run = spark_group("broker", "start", "--port", str(port), env=home)
     assert run.returncode == 1
-    assert run.stderr.splitlines() == [f"error: port {port} of 127.0.0.1 is taken; choose another with --port"]
+    assert run.stderr.splitlines() == [
+        f"error: OptionError: port {port} of 127.0.0.1 is taken; choose another with --port"
+    ]
 
 
 @pytest.mark.parametrize("text", ["orders:", "orders:0", "orders:x", ":3"])
@@ -355,7 +358,7 @@ def test_missing_java_is_one_clear_line(home: dict[str, str], tmp_path: Path) ->
     env = {key: value for key, value in home.items() if key != "JAVA_HOME"} | {"PATH": str(tmp_path)}
     run = spark_group("broker", "start", env=env)
     assert run.returncode == 1
-    assert run.stderr.splitlines() == ["error: Java 17 or newer is needed, and there is no java in PATH"]
+    assert run.stderr.splitlines() == ["error: SetupError: Java 17 or newer is needed, and there is no java in PATH"]
 
 
 @pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
