@@ -3,50 +3,111 @@
 Runs in: a terminal. Deliberately absent: anything a job needs; a job imports the package.
 
 A command is a function with ``@app.command()`` (or of a group such as ``broker_app``). It raises ``SourceError`` for
-what the person at the terminal can settle: that becomes one line on stderr and exit code 1. Heavy imports (Kafka,
-Spark) belong inside the functions, so that ``--help`` answers at once.
+what the person at the terminal can settle: that becomes one line on stderr and an exit code that says whether the same
+command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong inside the functions, so that
+``--help`` answers at once.
 """
 
+import json
 import logging
 import signal
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from spark_group_source.cli import group as cli_group
+from spark_group_source import __version__, fits
+from spark_group_source.cli.drain import drain
+from spark_group_source.cli.exporter import exporter
+from spark_group_source.cli.group import describe, list_groups
 from spark_group_source.cli.ledger import ledger_app
+from spark_group_source.cli.migrate import migrate
+from spark_group_source.cli.move import reset
+from spark_group_source.cli.offsets import delete_group, delete_offsets
+from spark_group_source.cli.run import run
+from spark_group_source.cli.shared import JsonOption, console
+from spark_group_source.cli.watch import watch
 from spark_group_source.errors import SourceError
 
-console = Console()
-
+SPARKS = ("pyspark.errors", "py4j")
+"""Where Spark's own errors come from: a table or path that it cannot read."""
 WATCH_S = 1.0
 """How often a broker in the foreground looks whether a node still runs."""
 
 
+FINAL, RETRIABLE = 1, 75
+"""Exit codes of what was refused or is wrong, and of what may work later (EX_TEMPFAIL of sysexits.h)."""
+EXIT_CODES = {
+    0: "done",
+    FINAL: "refused or wrong: the same command fails again until somebody changes something",
+    2: "the command line itself is wrong",
+    3: "`broker status`: there is no broker",
+    RETRIABLE: "no answer, or not now: the same command may work later",
+}
+
+
 class _Commands(TyperGroup):
-    """Shows the package's errors as one line instead of a traceback."""
+    """Shows errors as one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:  # Any: as in the base class, whose context class typer does not export
         try:
             return super().invoke(ctx)
-        except SourceError as exc:
-            typer.echo(f"error: {exc}", err=True)
-            raise typer.Exit(1) from exc
+        except BrokenPipeError:  # whoever reads the output has enough of it
+            raise
+        except (SourceError, OSError) as exc:
+            typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
+            raise typer.Exit(RETRIABLE if getattr(exc, "retriable", False) else FINAL) from exc
+        except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do without
+            if (trouble := fits.problem()) is None:
+                raise
+            typer.echo(f"error: SetupError: {trouble}", err=True)
+            raise typer.Exit(FINAL) from exc
+        except Exception as exc:
+            if not type(exc).__module__.startswith(SPARKS):  # ours: a traceback tells more
+                raise
+            typer.echo(f"error: Spark: {next(iter(str(exc).strip().splitlines()), type(exc).__name__)}", err=True)
+            raise typer.Exit(FINAL) from exc
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="Kafka consumer groups in PySpark.")
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    epilog="Exit codes: " + "; ".join(f"{code}: {means}" for code, means in EXIT_CODES.items()) + ".",
+)
 broker_app = typer.Typer(no_args_is_help=True, help="A real local Kafka, for development.")
 app.add_typer(broker_app, name="broker")
 app.add_typer(ledger_app, name="ledger")
-app.command()(cli_group.describe)
-app.command()(cli_group.reset)
-app.command()(cli_group.drain)
+app.command()(run)
+app.command("list")(list_groups)
+app.command()(describe)
+app.command()(watch)
+app.command()(reset)
+app.command()(migrate)
+app.command()(delete_offsets)
+app.command()(delete_group)
+app.command()(drain)
+app.command()(exporter)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spark-group {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and end.")
+    ] = False,
+) -> None:
+    """Kafka consumer groups in PySpark."""
+
 
 NodesOption = Annotated[int, typer.Option(help="1 or 3.")]
 PortOption = Annotated[int, typer.Option(min=1, max=65_533, help="Of the first node; the next ones follow it.")]
@@ -60,7 +121,11 @@ TopicOption = Annotated[
 
 @broker_app.command("start")
 def broker_start(
-    nodes: NodesOption = 1, port: PortOption = 9092, data_dir: DataOption = None, topic: TopicOption = None
+    nodes: NodesOption = 1,
+    port: PortOption = 9092,
+    data_dir: DataOption = None,
+    topic: TopicOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Start a broker in the background and print its bootstrap servers."""
     from spark_group_source.local import background as local_broker
@@ -69,27 +134,35 @@ def broker_start(
     with console.status("starting Kafka ..."):
         state = local_broker.start(nodes=nodes, port=port, data_dir=data_dir)
         local_broker.create_topics(state.bootstrap_servers, topics)
-    typer.echo(state.bootstrap_servers)
+    typer.echo(json.dumps(asdict(state), indent=2) if as_json else state.bootstrap_servers)
 
 
 @broker_app.command("stop")
-def broker_stop() -> None:
+def broker_stop(as_json: JsonOption = False) -> None:
     """Stop the broker that ``broker start`` started; nothing else is touched."""
     from spark_group_source.local import background as local_broker
 
     state = local_broker.stop()
+    if as_json:
+        typer.echo(json.dumps(None if state is None else asdict(state), indent=2))
+        return
     typer.echo("no broker is running" if state is None else f"stopped {state.bootstrap_servers}")
 
 
 @broker_app.command("status")
-def broker_status() -> None:
+def broker_status(as_json: JsonOption = False) -> None:
     """Show the broker that ``broker start`` started. Exit code 3 means there is none."""
     from spark_group_source.local import background as local_broker
 
     state = local_broker.running()
-    if state is None:
+    if as_json:
+        typer.echo(json.dumps(None if state is None else asdict(state), indent=2))
+    elif state is None:
         typer.echo("no broker is running")
+    if state is None:
         raise typer.Exit(3)
+    if as_json:
+        return
     table = Table("bootstrap servers", "pid", "nodes (pid)", "logs")
     nodes = ", ".join(f"{node} ({pid})" for node, pid in state.nodes.items())
     table.add_row(state.bootstrap_servers, str(state.pid), nodes, state.log_dir)
@@ -129,7 +202,7 @@ def broker_run(
 
 @app.command(hidden=True)
 def jars() -> None:
-    """Download the jars that the demo and the tests need, print where they are, and make later starts quick."""
+    """Download the jars that the demo and most tests need, print where they are, and make later starts quick."""
     from spark_group_source.local.broker import prepare
     from spark_group_source.local.jars import delta_jars, kafka_jars
 

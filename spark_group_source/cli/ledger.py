@@ -1,4 +1,4 @@
-"""``spark-group ledger show`` and ``verify``: what a table holds of its groups, and whether that fits its rows.
+"""``spark-group ledger``: what a table holds of its groups, whether that fits its rows, and that it stays there.
 
 Runs in: a terminal. Deliberately absent: Kafka, and setting a ledger (``spark-group reset --table``).
 """
@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from spark_group_source.cli.group import console, session
+from spark_group_source.cli import shared
+from spark_group_source.cli.shared import JsonOption, console
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pyspark.sql import SparkSession
 
+    from spark_group_source.delta.ledger import Ledger
+    from spark_group_source.delta.notes import Commit
+
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 ledger_app = typer.Typer(no_args_is_help=True, help="What a Delta table holds of its groups.")
 
@@ -23,7 +28,7 @@ ledger_app = typer.Typer(no_args_is_help=True, help="What a Delta table holds of
 @ledger_app.command("show")
 def show(table: TableArgument, as_json: JsonOption = False) -> None:
     """Show the ledger of each group in a table: who wrote it last, when, and where it stands."""
-    with session(True) as spark:
+    with shared.session(True) as spark:
         assert spark is not None
         found = _shown(spark, table)
     if as_json:
@@ -32,7 +37,8 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
     columns = ("group", "commits", "written", "by", "reset", "topic", "partition", "next offset")
     shown = Table(*columns)
     for one in found:
-        head = (one["group"], str(one["number"]), one["written"] or "before the history", one["by"], str(one["epoch"]))
+        number, epoch = ("" if one[key] is None else str(one[key]) for key in ("number", "epoch"))
+        head = (one["group"], number, one["written"] or "before the history", one["by"], epoch)
         for topic, offsets in one["topics"].items():
             for partition, offset in offsets.items():
                 shown.add_row(*head, topic, partition, str(offset))
@@ -47,7 +53,7 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
     """Compare the ledgers of a table, the batches in its history, and its rows; exit 1 if something does not fit."""
     from spark_group_source.delta import verified
 
-    with session(True) as spark:
+    with shared.session(True) as spark:
         assert spark is not None
         found = verified.verify(spark, table)
     if as_json:
@@ -64,33 +70,62 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+@ledger_app.command("renew")
+def renew(table: TableArgument, as_json: JsonOption = False) -> None:
+    """Write the ledgers again that Delta would soon delete with the table's log; exit 1 if one cannot be.
+
+    For tables of groups that may have nothing to read for weeks; once a day is often enough.
+    """
+    from spark_group_source.delta import renewed
+
+    with shared.session(True) as spark:
+        assert spark is not None
+        found = renewed.renew(spark, table)
+    if as_json:
+        typer.echo(json.dumps([one._asdict() for one in found], indent=2))
+    else:
+        for one in found:
+            age = "" if one.age_days is None else f", {one.age_days:.1f} days old"
+            typer.echo(f"{one.group}: {one.what}{age}{': ' if one.why else ''}{one.why}")
+    if any(one.why for one in found):
+        raise typer.Exit(1)
+
+
 def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
     from spark_group_source.delta import doors, kept, names, notes
+    from spark_group_source.delta.history import COMMITS_MAX
 
-    found = kept.ledgers(spark, table)
-    history = spark.sql(f"DESCRIBE HISTORY {names.sql_name(names.canonical(table))}")
-    at = {row["version"]: row["timestamp"] for row in history.select("version", "timestamp").collect()}
+    past = doors.existing(spark, table).begin().past
+    found = kept.ledgers(past)
     last: dict[str, notes.Commit] = {}
-    for commit in doors.existing(spark, table).begin().past.commits():
-        for one in found:
-            if one.group not in last and commit.has_ledger(one.group):
-                last[one.group] = commit
-    shown = []
-    for one in found:
-        topics: dict[str, dict[str, int]] = {}
-        for tp, offset in sorted(one.offsets.items()):
-            topics.setdefault(tp.topic, {})[str(tp.partition)] = offset
-        written = last.get(one.group)
-        shown.append(
-            {
-                "group": one.group,
-                "number": one.number,
-                "version": None if written is None else written.version,
-                "written": None if written is None else str(at[written.version]),
-                "by": f"batch {one.seq} of stream {one.stream}" if one.stream else "an operator",
-                "epoch": one.epoch,
-                "queries": dict(one.queries),
-                "topics": topics,
-            }
-        )
-    return shown
+    for commit in past.commits():
+        for group in found.keys() - last.keys():
+            if commit.has_ledger(group):
+                last[group] = commit
+        if len(last) == len(found):
+            break
+    history = spark.sql(f"DESCRIBE HISTORY {names.sql_name(past.table)} LIMIT {COMMITS_MAX + 1}")
+    at = {row["version"]: str(row["timestamp"]) for row in history.select("version", "timestamp").collect()}
+    return [_group(group, ledger, last.get(group), at) for group, ledger in found.items()]
+
+
+def _group(group: str, ledger: "Ledger | None", written: "Commit | None", at: "Mapping[int, str]") -> dict[str, Any]:
+    version = None if written is None else written.version
+    if ledger is None:
+        gone = "the table's log does not go back to it"
+        return {"group": group, "number": None, "version": version, "written": None, "by": gone} | {
+            "epoch": None, "queries": {}, "topics": {}
+        }  # fmt: skip
+    topics: dict[str, dict[str, int]] = {}
+    for tp, offset in sorted(ledger.offsets.items()):
+        topics.setdefault(tp.topic, {})[str(tp.partition)] = offset
+    return {
+        "group": group,
+        "number": ledger.number,
+        "version": version,
+        "written": None if version is None else at.get(version),
+        "by": f"batch {ledger.seq} of stream {ledger.stream}" if ledger.stream else "an operator",
+        "epoch": ledger.epoch,
+        "queries": dict(ledger.queries),
+        "topics": topics,
+    }

@@ -25,12 +25,48 @@ ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing",
 """States in which Kafka refuses to move a group's offsets, because its members go on from where they are."""
 
 
-def partitions_of(admin: GroupAdmin, group: str, topics: Iterable[str]) -> list[TopicPartition]:
-    """The partitions to move: those of the named topics, or all that the group ever committed."""
-    names = list(topics)
-    if not names:
+Scope = Mapping[str, frozenset[int]]
+"""Topics, and of each the partitions that are meant; none named: all of it. An empty scope is all that a group has."""
+
+
+def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPartition]:
+    """The partitions to move: those of the scope, or all that the group ever committed.
+
+    Raises:
+        OptionError: a topic does not have a partition that was named.
+    """
+    if not scope:
         return sorted(admin.committed(group))
-    return [TopicPartition(name, p) for name, topic in admin.require(names).items() for p in range(topic.partitions)]
+    there = admin.require(scope)
+    for name, wanted in scope.items():
+        if beyond := sorted(p for p in wanted if p >= there[name].partitions):
+            raise OptionError(f"topic {name} has no partition {beyond[0]}; it has 0 to {there[name].partitions - 1}")
+    return [
+        TopicPartition(name, p) for name, topic in there.items() for p in sorted(scope[name]) or range(topic.partitions)
+    ]
+
+
+def in_scope(tp: TopicPartition, scope: Scope) -> bool:
+    """Whether a partition is meant."""
+    return not scope or (tp.topic in scope and (not scope[tp.topic] or tp.partition in scope[tp.topic]))
+
+
+def shifted(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition], by: int) -> dict[TopicPartition, int]:
+    """Where so many records further, or back, is; at most to an end of the log.
+
+    Raises:
+        OptionError: a partition has no committed offset to go on from.
+    """
+    committed, tps = admin.committed(group), list(tps)
+    if without := [tp for tp in tps if tp not in committed]:
+        raise OptionError(f"--shift-by {by}: group {group!r} has no committed offset of {without[0]} to go on from")
+    return named_targets(admin, {tp: max(0, committed[tp].offset + by) for tp in tps})
+
+
+def current(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    """Where the group is now; at the end of the log where it never committed, as in Kafka's own tool."""
+    committed = admin.committed(group)
+    return named_targets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
 
 
 def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
@@ -39,7 +75,7 @@ def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> di
     if to.kind == "time":
         found = admin.at_time(dict.fromkeys(tps, to.value))
         end = admin.latest(tp for tp, at in found.items() if at is None)
-        return {tp: end[tp] if at is None else at for tp, at in found.items()}
+        return {tp: at for tp, at in (found | end).items() if at is not None}
     number = {"earliest": EARLIEST_OFFSET, "latest": LATEST_OFFSET}.get(to.kind, to.value)
     return named_targets(admin, dict.fromkeys(tps, number))
 
@@ -53,6 +89,19 @@ def named_targets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> d
         for tp, at in offsets.items()
         if tp in first and tp in end
     }
+
+
+def as_written(admin: GroupAdmin, offsets: Mapping[TopicPartition, int], scope: Scope) -> dict[TopicPartition, int]:
+    """The same for offsets that somebody wrote down, as far as they are in the scope.
+
+    Raises:
+        OptionError: a partition does not exist.
+    """
+    chosen = {tp: at for tp, at in offsets.items() if in_scope(tp, scope)}
+    found = named_targets(admin, chosen)
+    if gone := sorted(chosen.keys() - found.keys()):
+        raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
+    return found
 
 
 class Reset(NamedTuple):
