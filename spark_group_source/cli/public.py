@@ -1,0 +1,157 @@
+"""``describe()`` and ``reset()`` for notebooks and programs: what ``spark-group`` does, as values.
+
+Runs in: the user's driver. Deliberately absent: how it is done (``report``, ``reset``), and any session of our own:
+where a table is meant, the caller's is used.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from spark_group_source.cli import html
+from spark_group_source.cli import reset as resetting
+from spark_group_source.cli.report import GroupReport
+from spark_group_source.cli.report import describe as _describe
+from spark_group_source.errors import OptionError
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+from spark_group_source.options.table import Options
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WORDS = {"earliest": EARLIEST, "latest": LATEST}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One partition of a :class:`GroupReset`; ``now`` is None where the group has no offset yet."""
+
+    topic: str
+    partition: int
+    now: int | None
+    then: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReset:
+    """What a reset does, or did. ``number``: how many the group had then; None: nothing was changed."""
+
+    group: str
+    moves: tuple[Move, ...]
+    number: int | None
+
+    def _repr_html_(self) -> str:
+        done = "nothing was changed; execute=True does it" if self.number is None else f"done, reset {self.number}"
+        rows = ((one.topic, str(one.partition), one.now, one.then) for one in self.moves)
+        return html.table(f"{self.group}: {done}", ("topic", "partition", "now", "then"), rows)
+
+
+def describe(
+    group: str,
+    bootstrap_servers: str,
+    *,
+    table: str | None = None,
+    spark: "SparkSession | None" = None,
+    options: Mapping[str, str] | None = None,
+) -> GroupReport:
+    """Who is in a group and where it stands: what ``spark-group describe`` shows, as a value that a notebook shows as
+    tables.
+
+    Args:
+        table: a Delta table, by path or name: its ledger too.
+        spark: the session that reads it; by default the active one.
+        options: what the cluster asks for, with the names of the source's options: ``kafka.security.protocol`` ….
+
+    Raises:
+        OptionError: an option cannot work, or there is no session for ``table``.
+        BrokerUnavailable, AccessDenied: the cluster did not answer, or refused.
+    """
+    ledger = None
+    if table is not None:
+        from spark_group_source.delta.kept import read_ledger
+
+        found = read_ledger(_session(spark), table, group)
+        ledger = {} if found is None else found.offsets
+    return _describe(_admin(group, bootstrap_servers, options), group, ledger)
+
+
+def reset(
+    group: str,
+    bootstrap_servers: str,
+    *,
+    to: "str | int | datetime | Mapping[str, Mapping[int, int]]",
+    topics: Iterable[str] = (),
+    table: str | None = None,
+    spark: "SparkSession | None" = None,
+    options: Mapping[str, str] | None = None,
+    execute: bool = False,
+) -> GroupReset:
+    """Move a stopped group: what ``spark-group reset`` does. Nothing is changed unless ``execute`` is true.
+
+    Args:
+        to: "earliest", "latest", "ledger" (what ``table`` holds), an offset, a time with its zone, or an offset for
+            each partition, as ``{"orders": {0: 23, 1: -1}}``, where -1 is latest and -2 earliest.
+        topics: only these; by default all partitions that the group ever committed.
+        table: a Delta table whose ledger moves along, so that nothing is refused later.
+        spark, options: as of :func:`describe`.
+
+    Raises:
+        OptionError: there is nothing to move, a partition of ``to`` does not exist, or an argument cannot work.
+        GroupError: the group has members; stop them first.
+        CommitFailed: Kafka refused.
+    """
+    admin = _admin(group, bootstrap_servers, options)
+    scope: resetting.Scope = dict.fromkeys(topics, frozenset())
+    if isinstance(to, Mapping):
+        written = {TopicPartition(topic, int(p)): at for topic, offsets in to.items() for p, at in offsets.items()}
+        targets = resetting.as_written(admin, written, scope)
+    elif to == "ledger":
+        kept = _ledger(group, table, spark).items()
+        targets = resetting.named_targets(admin, {tp: at for tp, at in kept if resetting.in_scope(tp, scope)})
+    else:
+        targets = resetting.targets(admin, resetting.partitions_of(admin, group, scope), _place(to))
+    committed = admin.committed(group)
+    moves = tuple(
+        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
+        for tp, at in sorted(targets.items())
+    )
+    if not execute:
+        return GroupReset(group, moves, None)
+    session = _session(spark) if table is not None else None
+    return GroupReset(group, moves, resetting.move(admin, group, targets, spark=session, table=table))
+
+
+def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapping[TopicPartition, int]:
+    if table is None:
+        raise OptionError("to='ledger' needs table: the Delta table whose ledger is meant")
+    from spark_group_source.delta.kept import required_ledger
+
+    return required_ledger(_session(spark), table, group).offsets
+
+
+def _place(to: Any) -> StartAt:
+    if isinstance(to, datetime):
+        if to.tzinfo is None:
+            raise OptionError(f"to={to!r} has no zone; add one, such as datetime.UTC")
+        return StartAt("time", int(to.timestamp() * 1000))
+    if isinstance(to, int) and to >= 0:
+        return StartAt("offset", to)
+    if to not in WORDS:
+        raise OptionError(f"to={to!r}: give 'earliest', 'latest', 'ledger', an offset, a time, or offsets by partition")
+    return WORDS[to]
+
+
+def _session(given: "SparkSession | None") -> "SparkSession":
+    from pyspark.sql import SparkSession
+
+    found = given or SparkSession.getActiveSession()
+    if found is None:
+        raise OptionError("table needs a Spark session that can read Delta tables: give spark=")
+    return found
+
+
+def _admin(group: str, servers: str, options: Mapping[str, str] | None) -> GroupAdmin:
+    own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
+    return GroupAdmin(Options.parse({**(options or {}), **own}).admin_settings(), retries=0)
