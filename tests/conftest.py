@@ -34,8 +34,10 @@ from kafka_words import (
     end_offsets_of,
     produce_to,
 )
-from scenes import Scene
+from rich.console import ConsoleDimensions
+from scenes import WIDTH, Scene
 
+from spark_group_source.cli import shared
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
 
@@ -61,13 +63,23 @@ settings.load_profile("beside others")
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers: else python3 of the PATH
 
+# Else as wide as COLUMNS said when it was imported, which readline sets to 80 for whatever pytest-xdist starts.
+shared.console.size = ConsoleDimensions(WIDTH, 25)
+
 JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
 
 LANES = {
-    "tables": ("tests/delta/", "tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py"),
+    "ledgers": (
+        "tests/delta/test_public_ledger.py",
+        "tests/delta/test_renewed.py",
+        "tests/delta/test_turns.py",
+        "tests/delta/test_verified.py",
+    ),
+    "tables": ("tests/delta/",),
     "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
-    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py"),
+    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py", "tests/test_docs.py"),
+    "commands": ("tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py", "tests/test_docs.py"),
     "faults": ("tests/faults/",),
     "cluster": (
         "tests/rebalance/test_fail_over.py",

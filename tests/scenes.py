@@ -3,21 +3,37 @@
 Runs in: tests. Deliberately absent: judgements, and what only one file of tests needs; both are beside the tests.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
 from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from streams import Job, options_of
+from typer.testing import CliRunner
 
+from spark_group_source.cli import shared
+from spark_group_source.cli.app import app
 from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+WIDTH = 2000
+"""Columns of the terminal that commands believe they have: no table is folded."""
+
+
+class Shown(NamedTuple):
+    """What a command printed."""
+
+    code: int
+    output: str
+    stdout: str
 
 
 class Scene:
@@ -103,3 +119,21 @@ class Scene:
     def job(self, protocol: str = "classic", checkpoint: str = "c", **more: object) -> Job:
         """A Spark query in the test's group."""
         return Job(self.spark, self.options(protocol, **more), self.folder / checkpoint)
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def typed(self, *words: str) -> Shown:
+        """``spark-group`` with these words, but in this process and, where it needs one, with the tests' session."""
+
+        @contextmanager
+        def session(wanted: bool) -> "Iterator[SparkSession | None]":
+            yield self.spark if wanted else None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared, "session", session)
+            result = CliRunner().invoke(app, words, env={"COLUMNS": str(WIDTH)})
+        return Shown(result.exit_code, result.output, result.stdout)
+
+    def of_group(self, command: str, *more: str) -> Shown:
+        """A command that asks the test's broker about the test's group."""
+        return self.typed(command, "--group", self.group, "--bootstrap-servers", self.servers, *more)

@@ -7,41 +7,31 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 from conftest import await_until
 from delta_files import living_rows
 from kafka_words import noted_of, set_committed
-from scenes import Scene
+from scenes import Scene, Shown
 from streams import Job, Outsider, describe, numbered, planned
-from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
-from spark_group_source.cli import group as cli_group
-from spark_group_source.cli.app import app
 from spark_group_source.delta import kept
 from spark_group_source.delta.checkpoint import positions
 from spark_group_source.delta.kept import read_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.group.names import Note, parse_note
+from spark_group_source.kafka import GroupAdmin, ListedGroup
 from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 pytestmark = pytest.mark.spark
-
-
-class Shown(NamedTuple):
-    """What a command printed."""
-
-    code: int
-    output: str
 
 
 Run = Callable[..., Shown]
@@ -49,21 +39,9 @@ CLI_S = 120
 
 
 @pytest.fixture
-def run(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run("reset", "--to-latest")`` as typed, but in this process and with its Spark session."""
-
-    @contextmanager
-    def session(wanted: bool) -> "Iterator[SparkSession | None]":
-        yield scene.spark if wanted else None
-
-    monkeypatch.setattr(cli_group, "session", session)
-
-    def invoke(command: str, *arguments: str) -> Shown:
-        common = ["--group", scene.group, "--bootstrap-servers", scene.servers]
-        result = CliRunner().invoke(app, [command, *common, *arguments], env={"COLUMNS": "2000"})
-        return Shown(result.exit_code, result.output)
-
-    return invoke
+def run(scene: Scene) -> Run:
+    """``run("reset", "--to-latest")`` for the test's group."""
+    return scene.of_group
 
 
 def refused(shown: Shown) -> str:
@@ -123,6 +101,57 @@ def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> 
     assert text.count("rdkafka") >= 2, text
 
 
+def test_a_group_that_is_not_there_is_said_to_be_not_there(run: Run) -> None:
+    for command in (("describe",), ("reset", "--to-latest"), ("drain",), ("migrate", "--to-checkpoint")):
+        assert "there is no group" in refused(run(*command)), command
+
+
+def test_a_group_may_begin_with_a_reset_and_one_without_members_has_nothing_to_drain(scene: Scene, run: Run) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 4))
+    shown = run("reset", "--topic", name, "--to-latest", "--execute")
+    assert f"there is no group {scene.group} yet; this begins it" in shown.output
+    assert scene.committed() == {TopicPartition(name, 0): 5}
+    assert "has no members: there is nothing to drain" in refused(run("drain"))
+
+
+def test_a_group_that_goes_after_it_was_listed_is_left_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, here, gone = scene.topic(), f"{scene.group}-here", f"{scene.group}-gone"
+    set_committed(scene.admin, here, name, {0: 0})
+    listed = [ListedGroup(group, "empty", "classic") for group in (gone, here)]
+    monkeypatch.setattr(GroupAdmin, "groups", lambda _: listed)
+    every = scene.typed("describe", "--all-groups", "--json", "--bootstrap-server", scene.servers)
+    assert [one["group"] for one in json.loads(every.output)] == [here]
+    named = scene.typed("describe", "--group", here, "--group", gone, "--bootstrap-server", scene.servers)
+    assert f"there is no group {gone!r}" in refused(named)
+
+
+def test_list_and_describe_show_every_group_by_its_state(scene: Scene) -> None:
+    name, idle = scene.topic(3), f"{scene.group}-idle"
+    set_committed(scene.admin, idle, name, {0: 0})
+
+    def shown(*words: str) -> str:
+        result = scene.typed(*words, "--bootstrap-server", scene.servers)
+        assert result.code == 0, result.output
+        return result.output
+
+    with Outsider(scene.servers, scene.group, [name]) as other:
+        await_until(lambda: len(other.partitions) == 3, what="its partitions")
+        assert {scene.group, idle} <= set(shown("list").splitlines())
+        listed = {one["group"]: one["state"] for one in json.loads(shown("list", "--json"))}
+        assert (listed[scene.group], listed[idle]) == ("stable", "empty")
+        states = {one["group"] for one in json.loads(shown("list", "--state", "Empty,Dead", "--json"))}
+        assert idle in states and scene.group not in states
+        every = {one["group"]: one for one in json.loads(shown("describe", "--all-groups", "--json"))}
+        assert [row["committed"] for row in every[idle]["partitions"]] == [0]
+        assert len(every[scene.group]["members"]) == 1
+        both = shown("describe", "--group", scene.group, "--group", idle, "--state")
+        assert f"127.0.0.1:{scene.servers.rpartition(':')[2]} (" in both
+        assert "lag" not in both
+        verbose = shown("describe", "--group", scene.group, "--members", "--verbose")
+        assert f"{name}-0, {name}-1, {name}-2" in verbose
+
+
 # --- reset ----------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +165,12 @@ def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> 
         (("--to-offsets", '{"%s":{"0":-1,"1":1}}'), (6, 1)),
         (("--to-offsets", '{"%s":{"0":-2}}'), (0, 5)),
         (("--to-datetime", datetime.fromtimestamp(2_000, UTC).isoformat()), (5, 5)),
+        (("--by-duration", "PT0S"), (6, 5)),
+        (("--by-duration", "P36500D"), (0, 0)),
+        (("--shift-by", "-2"), (3, 3)),
+        (("--shift-by", "99"), (6, 5)),
+        (("--shift-by", "-1", "--topic", "%s:1"), (5, 4)),
+        (("--to-current",), (5, 5)),
     ],
 )
 def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(
@@ -175,7 +210,9 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) ->
         (("--to-offsets", "latest"), "takes JSON"),
         (("--to-offsets", "{"), "--to-offsets: "),
         (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
-        (("--to-latest", "--execute"), "has no offsets to move; name the topics"),
+        (("--to-latest", "--execute"), "its offsets expired; to begin it somewhere, name the topics with --topic"),
+        (("--to-current", "--topic", "no-such-topic:0"), "topic no-such-topic does not exist"),
+        (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
     ],
 )
 def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ...], message: str, run: Run) -> None:

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 
-from spark_group_source.cli.reset import plan
+from confluent_kafka import KafkaError
+from hand_made import A0, A1, HandRuntime, refusal
+
+from spark_group_source.cli.reset import plan, targets
 from spark_group_source.delta.ledger import Ledger
 from spark_group_source.group.names import Note, note_text, parse_note, reset_text
-from spark_group_source.kafka import CommittedOffset, Topic
-from spark_group_source.model import TopicPartition
+from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
+from spark_group_source.model import StartAt, TopicPartition
 
 P0, P1, P2 = (TopicPartition("orders", p) for p in range(3))
 TOPICS = {"orders": Topic("id-1", 3)}
@@ -77,3 +81,13 @@ def test_partitions_that_are_gone_are_left_out() -> None:
     gone, beyond = TopicPartition("gone", 0), TopicPartition("orders", 3)
     found = plan({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
     assert found.offsets.keys() == found.notes.keys() == {P0, P1}
+
+
+def test_a_partition_that_goes_while_it_is_asked_for_is_left_out() -> None:
+    runtime = HandRuntime()
+    admin = GroupAdmin({"bootstrap.servers": "b"}, runtime=runtime, retries=0)
+    no_record, there = SimpleNamespace(offset=-1), SimpleNamespace(offset=5)
+    gone, unknown = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), refusal(KafkaError._UNKNOWN_PARTITION)
+    runtime.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
+    runtime.will("describe_topics", {"a": gone})
+    assert targets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}

@@ -21,7 +21,7 @@ from streams import END_S, Job, describe, forget, numbered, options_of, planned,
 from typer.testing import CliRunner
 
 from spark_group_source import DeltaSink
-from spark_group_source.cli import group as cli_group
+from spark_group_source.cli import shared
 from spark_group_source.cli.app import app
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -114,7 +114,7 @@ def scene(
     def session(wanted: bool) -> "Iterator[SparkSession | None]":
         yield spark if wanted else None
 
-    monkeypatch.setattr(cli_group, "session", session)
+    monkeypatch.setattr(shared, "session", session)
     return Scene(spark, admin, broker.bootstrap_servers, group_id, topic(PARTITIONS), tmp_path)
 
 

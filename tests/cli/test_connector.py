@@ -1,0 +1,130 @@
+"""What is read of a checkpoint of Spark's own Kafka connector, and what is refused. No broker, no Spark."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from spark_group_source.cli import connector
+from spark_group_source.cli.connector import Progress, on_this_machine
+from spark_group_source.cli.shared import local_path
+from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.table import OPTIONS, REFUSED
+
+METADATA = '{"batchWatermarkMs":0,"batchTimestampMs":1,"conf":{}}'
+O0, O1, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1), TopicPartition("other", 0)
+
+
+def checkpoint(folder: Path, offsets: Mapping[int, Sequence[str]], commits: Sequence[int], version: str = "v1") -> Path:
+    """A checkpoint as Spark writes it, with its checksums and a file that was not finished."""
+    for log, texts in (
+        ("offsets", {n: "\n".join([version, METADATA, *lines]) for n, lines in offsets.items()}),
+        ("commits", dict.fromkeys(commits, 'v1\n{"nextBatchWatermarkMs":0}')),
+    ):
+        (folder / log).mkdir(parents=True)
+        for number, text in texts.items():
+            (folder / log / str(number)).write_text(text)
+            (folder / log / f".{number}.crc").write_bytes(b"crc\0")
+        (folder / log / f".{max(texts, default=0) + 1}.0a1b.tmp").write_text("v1")
+    return folder
+
+
+def progress(folder: Path, sources: Sequence[str] = ()) -> Progress:
+    return connector.progress(on_this_machine(), str(folder), sources)
+
+
+@pytest.mark.parametrize(("version", "prefix"), [("v1", ""), ("v2", "0:")])
+def test_the_last_finished_batch_says_where_the_query_is(version: str, prefix: str, tmp_path: Path) -> None:
+    lines = [f'{prefix}{{"orders":{{"0":{n},"1":{n + 1}}}}}' for n in (3, 6)]
+    found = progress(checkpoint(tmp_path, {0: lines[:1], 1: lines[1:]}, [0, 1], version))
+    assert found == Progress(1, {O0: 6, O1: 7}, {O0: "0", O1: "0"})
+    (tmp_path / "state" / "0").mkdir(parents=True)
+    assert progress(tmp_path) == found._replace(stateful=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [
+        ("v1", ['{"orders":{"0":10,"1":10}}', "0", '{"logOffset":4}', '{"other":{"0":20}}', "-"]),
+        ("v2", ['3:{"other":{"0":20}}', "1:0", '0:{"orders":{"0":10,"1":10}}', '2:{"logOffset":4}']),
+    ],
+)
+def test_sources_of_the_connector_are_told_from_others_and_can_be_chosen(
+    version: str, lines: list[str], tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, {0: lines}, [0], version)
+    everything = progress(tmp_path)
+    assert (everything.offsets, everything.others) == ({O0: 10, O1: 10, OTHER: 20}, 2)
+    assert everything.source == {O0: "0", O1: "0", OTHER: "3"}
+    assert progress(tmp_path, ["3"]) == Progress(0, {OTHER: 20}, {OTHER: "3"})
+
+
+def test_sources_that_read_the_same_partition_need_a_group_each(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {0: ['{"orders":{"0":5}}', '{"orders":{"0":7}}']}, [0])
+    with pytest.raises(CheckpointMismatch, match=r"sources 0 and 1 both read orders-0.*--source 0 and --source 1"):
+        progress(tmp_path)
+    assert progress(tmp_path, ["1"]).offsets == {O0: 7}
+
+
+ENDED = ['{"orders":{"0":3}}']
+
+
+@pytest.mark.parametrize(
+    ("offsets", "commits", "error", "message"),
+    [
+        ({0: ENDED, 1: ENDED}, [0], CheckpointMismatch, "batch 1 was planned and is not finished.*availableNow=True"),
+        ({0: ENDED}, [], CheckpointMismatch, "batch 0 was planned and is not finished"),
+        ({}, [], OptionError, "it is no query's checkpointLocation, or its query never planned a batch"),
+        ({0: ENDED}, [0, 1], CheckpointMismatch, "has commits/1 and no offsets/1"),
+        ({0: ["0"]}, [0], OptionError, "no source of Spark's Kafka connector with a partition, but 1 of other kinds"),
+        ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused_with_what_to_do(
+    offsets: dict[int, list[str]], commits: list[int], error: type[SourceError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        progress(checkpoint(tmp_path, offsets, commits))
+
+
+def test_an_unknown_format_or_source_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {0: ENDED}, [0], "v9")
+    with pytest.raises(CheckpointMismatch, match="format 'v9'"):
+        progress(tmp_path)
+    (tmp_path / "offsets" / "0").write_text("\n".join(["v1", METADATA, *ENDED]))
+    with pytest.raises(OptionError, match="has no source '4'; it has 0"):
+        progress(tmp_path, ["4"])
+
+
+def test_paths_of_this_machine_are_told_from_those_that_spark_reads() -> None:
+    assert local_path("/lake/_chk/old") == Path("/lake/_chk/old")
+    assert local_path("file:/lake/a%20b") == local_path("file:///lake/a%20b") == Path("/lake/a b")
+    for place in ("s3a://bucket/chk", "abfss://c@a.dfs.core.windows.net/chk", "dbfs:/chk", "hdfs://nn/chk"):
+        assert local_path(place) is None
+
+
+# --- options of the connector ---------------------------------------------------------------------------------------
+
+CONNECTOR = """
+    assign subscribe subscribePattern startingOffsets startingOffsetsByTimestamp startingTimestamp endingOffsets
+    endingOffsetsByTimestamp endingTimestamp failOnDataLoss kafkaConsumer.pollTimeoutMs fetchOffset.numRetries
+    fetchOffset.retryIntervalMs maxOffsetsPerTrigger minOffsetsPerTrigger maxTriggerDelay minPartitions
+    maxRecordsPerPartition groupIdPrefix includeHeaders startingOffsetsByTimestampStrategy kafka.bootstrap.servers
+    kafka.group.id topic
+"""
+"""Every option of the source in Spark 4.2: the keys in KafkaSourceProvider, in the spelling of its documentation."""
+
+
+def test_every_option_of_the_connector_is_there_or_refused_with_its_reason() -> None:
+    here = {row.name for row in OPTIONS}
+    for name in CONNECTOR.split():
+        assert (name in here) != (name in REFUSED), name
+
+
+def test_the_guide_says_what_differs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/migrate.md").read_text()
+    table = text.partition("## What differs")[2]
+    for name in REFUSED.keys() & set(CONNECTOR.split()) - {"topic"}:
+        assert re.search(rf"`{re.escape(name)}`", table), name

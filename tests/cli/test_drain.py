@@ -1,0 +1,125 @@
+"""``spark-group drain`` and statistics from another host: by what runs and commands say in the query's checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import await_until
+from delta_files import living_rows
+from scenes import Scene
+from streams import numbered
+
+from spark_group_source import DeltaSink
+from spark_group_source.delta import board
+from spark_group_source.delta.board import Place, name_of
+from spark_group_source.errors import GroupError
+from spark_group_source.host import runs
+from spark_group_source.model import TopicPartition
+
+CLI_S = 120
+
+
+class Notices:
+    """A checkpoint's folder of notices, in memory; ``on_request``: what the run does when it is asked."""
+
+    def __init__(self, **run: Any) -> None:
+        self.files: dict[str, str] = {}
+        self.say(**run)
+        self.place = Place(self._read, self._write)
+        self.then: dict[str, Any] = {}
+
+    def say(self, **run: Any) -> None:
+        doc = {"group": "etl", "run": "r1", "host": "h", "pid": 7, "drained": False, "written_ms": 0, **run}
+        self.files[name_of("etl", "run")] = json.dumps(doc)
+
+    def _read(self, name: str) -> str | None:
+        return self.files.get(name)
+
+    def _write(self, name: str, text: str) -> None:
+        self.files[name] = text
+        if self.then:
+            self.say(**self.then)
+
+
+def test_a_request_names_the_run_and_waits_for_its_word() -> None:
+    notices = Notices()
+    notices.then = {"drained": True}
+    assert board.drain(notices.place, "c", group="etl", timeout_s=10)["drained"]
+    assert json.loads(notices.files[name_of("etl", "drain")]) == {"run": "r1"}
+
+
+def test_a_run_that_says_nothing_in_time_is_told_with_its_age() -> None:
+    with pytest.raises(GroupError, match="on host h, process 7, did not say within 0 s that it is drained"):
+        board.drain(Notices().place, "c", group="etl", timeout_s=0)
+
+
+def test_a_run_that_was_started_again_meanwhile_was_not_asked() -> None:
+    notices = Notices()
+    notices.then = {"run": "r2", "drained": True}
+    with pytest.raises(GroupError, match="was started again meanwhile"):
+        board.drain(notices.place, "c", group="etl", timeout_s=10)
+
+
+def test_where_no_run_said_anything_that_is_said() -> None:
+    notices = Notices()
+    for half in ('{"group": "et', ""):
+        notices.files[name_of("etl", "run")] = half
+        with pytest.raises(GroupError, match="c has no notice of a run in group 'etl'"):
+            board.last(notices.place, "c", "etl")
+
+
+@pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
+def test_a_run_drains_when_it_is_meant(
+    asked: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices, pids = Notices(), list[int]()
+    monkeypatch.setattr(runs, "ask_to_drain", pids.append)
+    notices.files[name_of("etl", "drain")] = json.dumps({"run": asked})
+    watch = board._Watch("r1", "etl", 7, lambda: notices.place)
+    watch._look({"pid": 7, "group": "etl", "drained": drained})
+    assert pids == then
+    said = board.last(notices.place, "c", "etl")
+    assert (said["run"], said["drained"]) == ("r1", drained)
+
+
+@pytest.mark.spark
+def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(scene: Scene) -> None:
+    name, table = scene.topic(2), scene.folder / "table"
+    job = scene.job(subscribe=name)
+    folder = job.checkpoint / board.FOLDER
+    folder.mkdir(parents=True)
+    (folder / name_of(scene.group, "drain")).write_text('{"run": "of yesterday"}')
+    elsewhere = {**os.environ, "TMPDIR": str(scene.folder)}  # what runs of this host say is not found there
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "spark_group_source", *words, "--group", scene.group]
+        return subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False, env=elsewhere)
+
+    def arrived(count: int) -> None:
+        await_until(lambda: table.exists() and len(living_rows(table, ["offset"])) == count, 60, what="the rows")
+
+    query = job.start_into(DeltaSink(table))
+    try:
+        scene.produce(name, numbered(0, 9, 2))
+        arrived(10)
+        await_until((folder / name_of(scene.group, "run")).exists, what="the run's notice")
+        here = typed("drain")
+        assert (here.returncode, "no query of group" in here.stderr) == (1, True)
+        scene.produce(name, numbered(10, 19, 2))
+        arrived(20)
+
+        drained = typed("drain", "--checkpoint", str(job.checkpoint))
+        assert drained.returncode == 0, drained.stderr
+        assert scene.committed() == {TopicPartition(name, p): 10 for p in range(2)}
+        shown = typed("describe", "--checkpoint", str(job.checkpoint), "--bootstrap-server", scene.servers, "--json")
+        (run,) = json.loads(shown.stdout)["runs"]
+        assert (run["drained"], run["group"], run["lost"]) == (True, scene.group, 0)
+        scene.produce(name, numbered(20, 21, 2))
+        assert query.isActive
+    finally:
+        query.stop()
+    assert len(living_rows(table, ["offset"])) == 20, "nothing was read after the drain"
+    assert scene.committed() == {TopicPartition(name, p): 10 for p in range(2)}

@@ -1,0 +1,91 @@
+"""Kafka's own ``kafka-consumer-groups`` and ours on the same group: what they show, plan, and read of each other."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import await_until
+from kafka_words import set_committed
+from scenes import Scene
+from streams import Outsider, numbered
+
+from spark_group_source.local.tools import kafka_consumer_groups, shown
+from spark_group_source.model import TopicPartition
+
+Tool = Callable[..., str]
+
+
+@pytest.fixture
+def kafkas(scene: Scene, jvm: None) -> Tool:
+    """``kafkas("--describe")``: Kafka's tool on the test's group; returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        printed = kafka_consumer_groups(scene.servers, "--group", scene.group, *arguments)
+        assert "Error" not in printed, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def ours(scene: Scene) -> Tool:
+    """The same of this package; options are spelled alike."""
+
+    def run(command: str, *arguments: str) -> str:
+        done = scene.of_group(command, *arguments)
+        assert done.code == 0, done.output
+        return done.stdout
+
+    return run
+
+
+def plan_of(text: str) -> dict[TopicPartition, int]:
+    """A CSV plan, read with nothing of ours."""
+    rows = (row for row in csv.reader(text.splitlines()) if row)
+    return {TopicPartition(topic, int(p)): int(at) for topic, p, at in rows}
+
+
+def test_both_describe_a_group_alike(scene: Scene, kafkas: Tool, ours: Tool) -> None:
+    name = scene.topic(3)
+    scene.produce(name, numbered(0, 29, 3))
+    set_committed(scene.admin, scene.group, name, {0: 4, 1: 7, 2: 10})
+    with Outsider(scene.servers, scene.group, [name]) as other:
+        await_until(lambda: len(other.partitions) == 3, what="its partitions")
+        rows = shown(kafkas("--describe"))
+        found = json.loads(ours("describe", "--json"))
+        member = found["members"][0]
+        assert [
+            (r["PARTITION"], r["CURRENT-OFFSET"], r["LOG-END-OFFSET"], r["LAG"], r["CONSUMER-ID"]) for r in rows
+        ] == [
+            (*(str(r[key]) for key in ("partition", "committed", "end", "lag")), member["member_id"])
+            for r in found["partitions"]
+        ]
+        (state,) = shown(kafkas("--describe", "--state"))
+        assert state["STATE"].lower() == found["state"]
+        assert state["ASSIGNMENT-STRATEGY"] == found["assignor"] or found["assignor"] in state.values()
+        assert found["coordinator"].split()[0] in kafkas("--describe", "--state")
+
+
+def test_each_reads_the_plan_of_the_other_and_both_plan_the_same(
+    scene: Scene, kafkas: Tool, ours: Tool, tmp_path: Path
+) -> None:
+    name, path = scene.topic(2), tmp_path / "plan.csv"
+    scene.produce(name, numbered(0, 19, 2))
+    here = {0: 4, 1: 7}
+    set_committed(scene.admin, scene.group, name, here)
+
+    path.write_text(ours("reset", "--shift-by", "-2", "--export"))
+    assert plan_of(path.read_text()) == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 5}
+    kafkas("--reset-offsets", "--from-file", str(path), "--execute")
+    assert scene.committed() == plan_of(path.read_text())
+
+    path.write_text(kafkas("--reset-offsets", "--all-topics", "--shift-by", "3", "--export", "--dry-run"))
+    assert plan_of(path.read_text()) == {TopicPartition(name, 0): 5, TopicPartition(name, 1): 8}
+    assert ours("reset", "--shift-by", "3", "--export") == ours("reset", "--from-file", str(path), "--export")
+    ours("reset", "--from-file", str(path), "--execute")
+    assert scene.committed() == plan_of(path.read_text())
+
+    words = ("--topic", f"{name}:1", "--by-duration", "P1DT1H", "--export", "--dry-run")
+    assert plan_of(kafkas("--reset-offsets", *words)) == plan_of(ours("reset", *words))

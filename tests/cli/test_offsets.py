@@ -1,0 +1,277 @@
+"""``spark-group delete-offsets`` and ``delete-group`` on real groups, beside Kafka's own tool (KIP-496).
+
+Kafka's offsets are read back with a plain consumer, and by ``kafka-consumer-groups``.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from conftest import await_until
+from delta_files import living_rows
+from kafka_words import SASL_PASSWORD, SASL_USER, set_committed
+from scenes import Scene, Shown
+from streams import PROTOCOLS, Outsider, describe, numbered
+
+from spark_group_source import DeltaSink
+from spark_group_source.answers import CODES
+from spark_group_source.cli import deletion
+from spark_group_source.cli.deletion import Fate, Outcome, chosen, foretell
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
+from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember
+from spark_group_source.kafka import offset_deletion as library
+from spark_group_source.kafka.offset_deletion import delete_offsets
+from spark_group_source.local.tools import kafka_consumer_groups
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    pass
+
+A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)
+AT = {A0: CommittedOffset(5, ""), A1: CommittedOffset(7, ""), B0: CommittedOffset(9, "")}
+
+
+Run = Callable[..., Shown]
+
+
+@pytest.fixture
+def run(scene: Scene) -> Run:
+    """``run("delete-offsets", "--topic", name)`` for the test's group."""
+    return scene.of_group
+
+
+def outcomes(shown: Shown) -> dict[tuple[str, int], str]:
+    found = json.loads(shown.output[: shown.output.rindex("}") + 1])
+    return {(row["topic"], row["partition"]): row["outcome"] for row in found["partitions"]}
+
+
+# --- which ones, and what can be said before ------------------------------------------------------------------------
+
+
+def test_a_topic_means_all_that_is_committed_of_it_and_a_list_means_its_partitions() -> None:
+    assert chosen({"a": ()}, AT) == {A0: 5, A1: 7}
+    assert chosen({"a": {1}, "b": ()}, AT) == {A1: 7, B0: 9}
+    assert chosen({"a": (0, 4)}, AT) == {A0: 5, TopicPartition("a", 4): None}
+
+
+def test_a_topic_of_which_nothing_is_committed_is_refused_with_those_that_are() -> None:
+    with pytest.raises(OptionError, match="nothing of topic 'c'; it has offsets of: a, b"):
+        chosen({"c": ()}, AT)
+
+
+def test_only_a_partition_that_a_member_has_tells_that_its_topic_is_subscribed() -> None:
+    member = GroupMember("m", "c", "", "h", (A1,))
+    offsets = {A0: 5, B0: 9, TopicPartition("b", 1): None}
+    found = foretell(offsets, GroupDescription("stable", "classic", "range", (member,)))
+    assert found[A0].outcome is Outcome.WOULD_STAY, "also of the partitions that nobody has"
+    assert found[B0].outcome is Outcome.WOULD_GO and "unless a member subscribes" in found[B0].reason
+    assert found[TopicPartition("b", 1)].outcome is Outcome.NOTHING
+    assert foretell({A0: 5}, GroupDescription("empty", "classic", "", ())) == {A0: Fate(5, Outcome.WOULD_GO)}
+
+
+class Scripted:
+    """An admin client whose broker answers like this."""
+
+    def __init__(self, codes: dict[TopicPartition, int], after: dict[TopicPartition, CommittedOffset | None]) -> None:
+        self.codes, self.after = codes, after
+
+    def delete_offsets(self, _group: str, _tps: object) -> dict[TopicPartition, int]:
+        return self.codes
+
+    def read_offsets(self, _group: str, _tps: object) -> dict[TopicPartition, CommittedOffset | None]:
+        return self.after
+
+
+def test_G10_an_answer_that_leaves_a_partition_out_deleted_nothing() -> None:
+    left = Scripted({A0: 0}, {A0: None, A1: None})
+    found = deletion.delete(left, "g", {A0: 5, A1: 7})  # type: ignore[arg-type]
+    assert [fate.outcome for fate in found.values()] == [Outcome.DELETED, Outcome.NOT_ANSWERED]
+    assert deletion.left(found) == [A1]
+
+
+def test_what_is_not_read_back_as_gone_is_not_called_deleted() -> None:
+    again = Scripted({A0: 0, A1: 0, B0: 99}, {A0: CommittedOffset(6, ""), B0: CommittedOffset(9, "")})
+    found = deletion.delete(again, "g", {A0: 5, A1: 7, B0: 9})  # type: ignore[arg-type]
+    assert found[A0] == Fate(5, Outcome.AGAIN, "now at 6")
+    assert found[A1].outcome is Outcome.NOT_ANSWERED
+    assert (found[B0].outcome, "INVALID_UPDATE" in found[B0].reason) == (Outcome.REFUSED, False)
+    assert len(deletion.left(found)) == 3
+
+
+# --- on a real group ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.broker
+def test_offsets_of_a_group_without_members_are_deleted_only_when_they_shall(scene: Scene, run: Run) -> None:
+    name, other = scene.topic(3), scene.topic(1)
+    set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
+    set_committed(scene.admin, scene.group, other, {0: 0})
+    before = scene.committed()
+    dry = run("delete-offsets", "--topic", f"{name}:0,2", "--json")
+    assert (dry.code, outcomes(dry)) == (0, {(name, 0): "would be deleted", (name, 2): "nothing committed"})
+    assert scene.committed() == before
+    done = run("delete-offsets", "--topic", f"{name}:0,2", "--execute", "--json")
+    assert (done.code, outcomes(done)) == (0, {(name, 0): "deleted", (name, 2): "nothing committed"})
+    assert scene.committed() == {TopicPartition(name, 1): 0, TopicPartition(other, 0): 0}
+    text = run("delete-offsets", "--topic", name, "--execute").output
+    assert "deleted" in text and "checkpoint" in text
+    assert scene.committed() == {TopicPartition(other, 0): 0}
+    shown = kafka_consumer_groups(scene.servers, "--describe", "--group", scene.group)
+    assert other in shown and f"{name} " not in shown, shown
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same(
+    protocol: str, scene: Scene, run: Run
+) -> None:
+    read, former = scene.topic(2), scene.topic(2)
+    set_committed(scene.admin, scene.group, read, {0: 0, 1: 0})
+    set_committed(scene.admin, scene.group, former, {0: 0, 1: 0})
+    with Outsider(scene.servers, scene.group, [read], protocol) as member:
+        await_until(lambda: len(member.partitions) == 2, what="its partitions")
+        await_until(lambda: describe(scene.admin, scene.group).state == "stable", what="a stable group")
+        dry = run("delete-offsets", "--topic", read, "--topic", former, "--json")
+        assert set(outcomes(dry).items()) == {
+            *(((read, p), "would be refused") for p in range(2)),
+            *(((former, p), "would be deleted") for p in range(2)),
+        }
+        done = run("delete-offsets", "--topic", read, "--topic", f"{former}:0", "--execute")
+        assert done.code == 1
+        last = done.output.strip().splitlines()[-1]
+        assert last.startswith("error: GroupError: 2 of 3 offsets") and "GROUP_SUBSCRIBED_TO_TOPIC" in last, done.output
+        kept = {TopicPartition(read, 0): 0, TopicPartition(read, 1): 0, TopicPartition(former, 1): 0}
+        assert scene.committed() == kept
+        theirs = kafka_consumer_groups(
+            scene.servers, "--delete-offsets", "--group", scene.group, "--topic", read, "--topic", f"{former}:1"
+        )
+        assert theirs.count("GroupSubscribedToTopicException") == 2 and theirs.count("Successful") == 1, theirs
+        assert scene.committed() == {TopicPartition(read, 0): 0, TopicPartition(read, 1): 0}
+        refused = run("delete-group", "--execute")
+        assert refused.code == 1
+        assert refused.output.count("\n") == 1 and "has 1 members" in refused.output
+    assert len(scene.committed()) == 2
+
+
+@pytest.mark.broker
+def test_a_group_is_deleted_with_its_offsets_and_is_not_there_then(scene: Scene, run: Run) -> None:
+    name = scene.topic(2)
+    set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
+    assert "nothing was changed" in run("delete-group").output
+    assert len(scene.committed()) == 2
+    shown = run("delete-group", "--execute", "--json")
+    assert (shown.code, json.loads(shown.output)["offsets"]) == (0, 2)
+    assert scene.committed() == {}
+    assert scene.group not in kafka_consumer_groups(scene.servers, "--list")
+    again = run("delete-group", "--execute")
+    assert again.code == 1 and again.output.count("\n") == 1
+    assert again.output.startswith(f"error: GroupError: there is no group {scene.group!r}")
+    assert run("delete-offsets", "--topic", name).output.startswith("error: GroupError: there is no group")
+    admin = GroupAdmin({"bootstrap.servers": scene.servers}, retries=0)
+    with pytest.raises(GroupError, match="there is no group"):
+        admin.delete_group(scene.group)
+    with pytest.raises(GroupError, match="there is no group"):  # in the library's text alone: `library._said`
+        admin.delete_offsets(scene.group, [TopicPartition(name, 0)])
+
+
+@pytest.mark.broker
+def test_a_member_that_came_after_the_look_is_the_brokers_to_refuse(scene: Scene) -> None:
+    name = scene.topic(1)
+    with Outsider(scene.servers, scene.group, [name]) as member:
+        await_until(lambda: member.partitions, what="its partition")
+        with pytest.raises(GroupError, match="The group is not empty") as refused:
+            GroupAdmin({"bootstrap.servers": scene.servers}, retries=0).delete_group(scene.group)
+    assert not refused.value.retriable
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+def test_G9_a_setting_that_the_library_refuses_is_told_without_secrets() -> None:
+    with pytest.raises(OptionError, match=r"linger|queue\.buffering") as refused:
+        delete_offsets({"bootstrap.servers": "b", "sasl.password": "geheim", "linger.ms": "geheim"}, "g", [A0])
+    assert "geheim" not in str(refused.value)
+
+
+def test_G8_brokers_that_are_not_there_are_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ANSWER_S_MAX", 0.3)
+    with pytest.raises(BrokerUnavailable, match="was not answered"):
+        delete_offsets({"bootstrap.servers": "127.0.0.1:1"}, "g", [A0])
+
+
+def test_a_brokers_word_in_the_librarys_text_is_read_and_other_words_are_no_answer() -> None:
+    text = "DELETECONSUMERGROUPOFFSETS worker failed to parse response: OffsetDelete response error: "
+    assert library._said(-196, f"{text}Broker: The group id does not exist").code() == CODES["GROUP_ID_NOT_FOUND"]
+    for unknown in (f"{text}Broker: what a later release says", text, "Local: Timed out"):
+        assert library._said(-196, unknown).code() == -196
+
+
+@pytest.mark.broker
+def test_a_login_by_password_and_one_that_is_refused(scene: Scene) -> None:
+    name = scene.topic(1)
+    set_committed(scene.admin, scene.group, name, {0: 0})
+    settings = {
+        "bootstrap.servers": scene.broker.sasl_bootstrap_servers,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": SASL_USER,
+        "sasl.password": "wrong",
+    }
+    with pytest.raises(GroupError, match=r"kafka\.security\.protocol") as refused:
+        delete_offsets(settings, scene.group, [TopicPartition(name, 0)])
+    assert type(refused.value).__name__ == "AccessDenied"
+    right = settings | {"sasl.password": SASL_PASSWORD}
+    assert delete_offsets(right, scene.group, [TopicPartition(name, 0)]) == {TopicPartition(name, 0): 0}
+    assert scene.committed() == {}
+
+
+# --- a query of ours whose group has lost its offsets -----------------------------------------------------------------
+
+
+@pytest.mark.spark
+def test_G5_a_query_goes_on_at_its_checkpoint_when_the_groups_offsets_were_deleted(scene: Scene, run: Run) -> None:
+    """Not at ``startingOffsets``, which is latest here."""
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
+    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+    assert run("delete-offsets", "--topic", name, "--execute").code == 0
+    assert scene.committed() == {}
+    scene.produce(name, numbered(10, 19, 2))
+    scene.job(subscribe=name, startingOffsets="latest").run_into(DeltaSink(table), availableNow=True)
+    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))
+    assert scene.committed() == scene.end_offsets(name)
+
+
+@pytest.mark.spark
+def test_G4_where_the_checkpoint_is_gone_too_the_ledger_leaves_out_what_the_table_has(scene: Scene, run: Run) -> None:
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
+    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+    assert run("delete-group", "--execute").code == 0
+    scene.produce(name, numbered(10, 19, 2))
+    scene.job(subscribe=name, checkpoint="another").run_into(DeltaSink(table), availableNow=True)
+    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))
+
+
+@pytest.mark.spark
+def test_G5_where_the_checkpoint_is_gone_too_a_reset_brings_the_ledger_back(scene: Scene, run: Run) -> None:
+    """Who would begin elsewhere, here at the end, is refused: what lies between would be read by nobody."""
+    name, table = scene.topic(2), scene.folder / "table"
+    scene.produce(name, numbered(0, 9, 2))
+    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
+    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+    ledger = scene.committed()
+    assert run("delete-group", "--execute").code == 0
+    scene.produce(name, numbered(10, 19, 2))
+    new = scene.job(subscribe=name, checkpoint="another", startingOffsets="latest")
+    with pytest.raises(Exception, match="Kafka has no offsets of group") as refused:
+        new.run_into(DeltaSink(table), availableNow=True)
+    assert f"spark-group reset --group {scene.group} --to-ledger --table {table}" in str(refused.value)
+    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+    assert run("reset", "--to-ledger", "--table", str(table), "--execute").code == 0
+    assert scene.committed() == ledger
+    new.run_into(DeltaSink(table), availableNow=True)
+    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))

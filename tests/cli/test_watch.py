@@ -1,0 +1,233 @@
+"""``spark-group watch``, ``describe()`` and ``reset()``: what is said of two looks at a group, and of a real one."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer
+from confluent_kafka.admin import AdminClient
+from conftest import Offsets, Produce, TopicFactory, await_until
+from kafka_words import set_committed
+from rich.console import Console
+
+import spark_group_source
+from spark_group_source import OptionError
+from spark_group_source.cli import html, watched
+from spark_group_source.cli.report import GroupReport, PartitionRow
+from spark_group_source.kafka import GroupMember
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import TopicPartition
+
+WATCH_S = 60
+
+
+def report(
+    owners: Mapping[int, str], *, committed: int = 5, end: int = 9, state: str = "stable", **run: Any
+) -> GroupReport:
+    """A group that reads topic t: which member has each partition."""
+    rows = tuple(
+        PartitionRow(
+            topic="t",
+            partition=p,
+            committed=committed,
+            end=end,
+            lag=end - committed,
+            ledger=None,
+            member=name,
+            stream="",
+        )
+        for p, name in owners.items()
+    )
+    members = tuple(
+        GroupMember(name, name, "", "/10.0.0.1", tuple(TopicPartition("t", p) for p in owners if owners[p] == name))
+        for name in sorted({*owners.values()} - {""})
+    )
+    runs = ({"pid": 7, "rebalances": 0, "reason": "", **run},)
+    return GroupReport(
+        group="g",
+        state=state,
+        protocol="classic",
+        assignor="range",
+        coordinator="",
+        members=members,
+        partitions=rows,
+        runs=runs,
+    )
+
+
+def shown(look: GroupReport, **more: Any) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(watched.picture(look, **{"events": (), "per_s": None, **more}))
+    return console.export_text()
+
+
+# --- two looks -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_a_group_that_only_reads_on() -> None:
+    assert watched.changes(report({0: "a"}), report({0: "a"}, committed=9)) == []
+
+
+def test_a_member_that_joins_and_what_it_takes_over() -> None:
+    said = watched.changes(report({0: "a", 1: "a", 2: "a", 3: "a"}), report({0: "a", 1: "b", 2: "b", 3: "a"}))
+    assert said == ["b joined", "t 1-2: a → b"]
+
+
+def test_a_member_that_leaves_while_nobody_has_its_partitions() -> None:
+    said = watched.changes(report({0: "a", 2: "b"}), report({0: "a", 2: ""}, state="preparing_rebalancing"))
+    assert said == ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → nobody"]
+
+
+def test_a_rebalance_of_a_query_of_this_host_is_said_with_its_reason() -> None:
+    said = watched.changes(report({0: "a"}, rebalances=2), report({0: "a"}, rebalances=3, reason="a member joined"))
+    assert said == ["rebalance 3 of the query in process 7: a member joined"]
+
+
+def test_a_rate_is_of_what_was_committed_and_a_reset_backwards_is_none() -> None:
+    assert watched.rate(report({0: "a", 1: "a"}), report({0: "a", 1: "a"}, committed=9), 2.0) == 4.0
+    assert watched.rate(report({0: "a"}, committed=9), report({0: "a"}), 1.0) == 0.0
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([5, 0, 1, 2, 7, 8], "0-2, 5, 7-8")])
+def test_spans(numbers: list[int], text: str) -> None:
+    assert watched.spans(numbers) == text
+
+
+# --- one look --------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_has_members_partitions_and_what_happened() -> None:
+    text = shown(report({0: "a", 1: "b"}), events=["12:00:00  b joined"], per_s=1234.0)
+    assert "g  stable, classic protocol, 2 members, lag 8, 1,234 records/s" in text
+    assert re.search(r"│ b +│ b +│ /10.0.0.1 +│ t 1 +│ 4 +│", text)
+    assert "█" * watched.BAR in text and "12:00:00  b joined" in text
+
+
+def test_of_more_partitions_than_there_is_room_for_those_with_most_lag_are_shown() -> None:
+    look = report(dict.fromkeys(range(50), "a"))
+    behind = replace(look.partitions[41], lag=1_000_000)
+    text = shown(replace(look, partitions=(*look.partitions[:41], behind, *look.partitions[42:])), rows_max=3)
+    assert "1,000,000" in text and "and 47 partitions with less lag" in text
+
+
+def test_an_old_look_says_that_it_is_one() -> None:
+    assert "not answered: no broker" in shown(report({0: "a"}), silent="no broker")
+
+
+def test_values_are_not_taken_for_html() -> None:
+    assert html.table("<t>", ("a",), [("<b>",), (None,), (1234,)]) == (
+        "<p><b>&lt;t&gt;</b></p><table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr>"
+        "<tr><td>-</td></tr><tr><td>1,234</td></tr></tbody></table>"
+    )
+
+
+# --- a real group ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def name(topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: str) -> str:
+    """A topic with 5 records in each of its two partitions, 2 of them committed."""
+    found = topic(2)
+    for partition in (0, 1):
+        produce(found, ["x"] * 5, partition=partition)
+    set_committed(admin, group_id, found, {0: 2, 1: 2})
+    return found
+
+
+def test_a_notebook_sees_a_group_as_tables(broker: Broker, name: str, group_id: str) -> None:
+    look = spark_group_source.describe(group_id, broker.bootstrap_servers)
+    assert [(row.partition, row.committed, row.end, row.lag) for row in look.partitions] == [(0, 2, 5, 3), (1, 2, 5, 3)]
+    assert f"<td>{name}</td><td>0</td><td>2</td><td>5</td><td>3</td>" in look._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("to", "then"),
+    [
+        ("earliest", [0, 0]),
+        ("latest", [5, 5]),
+        (4, [4, 4]),
+        (datetime(2020, 1, 1, tzinfo=UTC), [0, 0]),
+        ({1: -1}, [2, 5]),
+    ],
+)
+def test_a_notebook_resets_a_group_as_the_command_does(
+    broker: Broker, name: str, group_id: str, committed: Callable[[str], Offsets], to: Any, then: list[int]
+) -> None:
+    def reset(**more: Any) -> Any:
+        place = {name: to} if isinstance(to, dict) else to
+        return spark_group_source.reset(group_id, broker.bootstrap_servers, to=place, **more)
+
+    planned = reset()
+    assert planned.number is None and "nothing was changed" in planned._repr_html_()
+    assert list(committed(group_id).values()) == [2, 2]
+    done = reset(execute=True)
+    assert done.number == 1 and done.moves == planned.moves
+    assert [at for _, at in sorted(committed(group_id).items())] == then
+
+
+@pytest.mark.parametrize("to", ["somewhere", -5, datetime(2020, 1, 1), "ledger"])  # noqa: DTZ001
+def test_a_place_that_cannot_be_meant_is_refused(broker: Broker, name: str, group_id: str, to: Any) -> None:
+    with pytest.raises(OptionError, match="to="):
+        spark_group_source.reset(group_id, broker.bootstrap_servers, to=to)
+
+
+def test_a_partition_that_does_not_exist_is_not_left_out_in_silence(broker: Broker, name: str, group_id: str) -> None:
+    with pytest.raises(OptionError, match=f"partition {name}-7 does not exist"):
+        spark_group_source.reset(group_id, broker.bootstrap_servers, to={name: {0: 1, 7: 1}})
+
+
+def test_without_a_terminal_watch_prints_a_line_for_everything_that_happens(
+    broker: Broker, name: str, group_id: str
+) -> None:
+    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id]
+    command += ["--bootstrap-servers", broker.bootstrap_servers]
+    first = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=WATCH_S, check=True).stdout
+    assert f"{group_id}  empty" in first and "lag 6" in first
+
+    said: list[str] = []
+    with subprocess.Popen([*command, "--interval-s", "0.2"], stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        settings = {"bootstrap.servers": broker.bootstrap_servers, "group.id": group_id, "group.instance.id": "second"}
+        consumer = Consumer({**settings, "auto.offset.reset": "earliest"})
+        try:
+            for line in watching.stdout:  # its first look is printed before the consumer is there
+                said.append(line)
+                if "partitions" in line:
+                    break
+            consumer.subscribe([name])
+            await_until(lambda: consumer.poll(0.1) is not None, WATCH_S, what="the consumer's first record")
+            for line in watching.stdout:
+                said.append(line)
+                if f"{name} 0-1: nobody → second" in line:
+                    break
+        finally:
+            consumer.close()
+            watching.terminate()
+        assert watching.wait(WATCH_S) == 0
+    assert any(line.endswith("  second joined\n") for line in said)
+
+
+def test_in_a_terminal_watch_draws_and_ends_with_ctrl_c(broker: Broker, name: str, group_id: str) -> None:
+    command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id, "--interval-s", "0.2"]
+    ours, theirs = os.openpty()
+    with subprocess.Popen(
+        [*command, "--bootstrap-servers", broker.bootstrap_servers],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+    ) as watching:  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"records/s") < 2:  # the second look has a rate
+            seen += os.read(ours, 65_536)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(WATCH_S) == 0
+    os.close(ours)
+    assert b"\x1b[?1049h" in seen and b"committed" in seen  # a screen of its own

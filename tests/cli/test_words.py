@@ -1,0 +1,175 @@
+"""What the commands take and print, without a broker: durations, topics, states, CSV files, exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from spark_group_source.cli import csv_plan, shared
+from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, app
+from spark_group_source.cli.move import duration_ms, scope_of
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
+from spark_group_source.model import TopicPartition
+
+CLI_S = 60
+NOBODY = "127.0.0.1:1"
+"""Where no broker listens."""
+
+
+@pytest.mark.parametrize(
+    ("text", "then_ms"),
+    [
+        ("PT1H30M", 5_400_000),
+        ("P7D", 604_800_000),
+        ("P1DT2H3M4.5S", 93_784_500),
+        ("pt0.001s", 1),
+    ],
+)
+def test_a_duration_is_read_as_kafkas_tool_reads_it(text: str, then_ms: int) -> None:
+    assert duration_ms(text) == then_ms
+
+
+@pytest.mark.parametrize("text", ["P", "PT", "P1DT", "1h", "P1M", "P1Y", "PT1H30", "-PT1H", ""])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="write it as PnDTnHnMnS"):
+        duration_ms(text)
+
+
+def test_topics_may_name_partitions() -> None:
+    assert scope_of(["a", "b:0,2", "b:1"]) == {"a": frozenset(), "b": frozenset({0, 1, 2})}
+    for wrong in (["b:"], ["b:x"], [":1"], ["b:0-3"]):
+        with pytest.raises(OptionError, match="write NAME, or NAME:0,1"):
+            scope_of(wrong)
+    with pytest.raises(OptionError, match="twice, once with all"):
+        scope_of(["a", "a:1"])
+
+
+# --- CSV ------------------------------------------------------------------------------------------------------------
+
+P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+
+
+def test_a_plan_that_was_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(csv_plan.written({P1: 7, P0: 5}))
+    assert path.read_text() == "orders,0,5\norders,1,7\n"
+    assert csv_plan.read(path, "etl") == {P0: 5, P1: 7}
+
+
+def test_of_a_file_with_several_groups_the_lines_of_one_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text('"etl","orders",0,5\nother,orders,0,9\n\netl,orders,1,7\n')
+    assert csv_plan.read(path, "etl") == {P0: 5, P1: 7}
+    with pytest.raises(OptionError, match="has no line of group 'third'"):
+        csv_plan.read(path, "third")
+
+
+@pytest.mark.parametrize("line", ["topic,partition,offset", "orders,0", "orders,0,-1", "orders,0,5,6,7", "orders 0 5"])
+def test_a_line_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(f"orders,0,5\n{line}\n")
+    with pytest.raises(OptionError, match=f"line 2: '{line}' is not topic,partition,offset"):
+        csv_plan.read(path, "etl")
+    path.write_text("orders,0,5\norders,0,6\n")
+    with pytest.raises(OptionError, match="line 2: orders-0 stands there twice"):
+        csv_plan.read(path, "etl")
+
+
+# --- exit codes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OptionError("wrong"), FINAL),
+        (GroupError("refused"), FINAL),
+        (BrokerUnavailable("silent"), RETRIABLE),
+        (OSError("no such file"), FINAL),
+    ],
+)
+def test_the_exit_code_says_whether_trying_again_can_help(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(shared, "admin_of", fail)
+    shown = CliRunner().invoke(app, ["list", "--bootstrap-server", NOBODY])
+    assert (shown.exit_code, shown.output) == (code, f"error: {type(error).__name__}: {error}\n")
+    assert issubclass(type(error), SourceError | OSError)
+
+
+def test_help_tells_the_exit_codes() -> None:
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", CliRunner().invoke(app, ["--help"]).output).split())
+    for code, means in EXIT_CODES.items():
+        assert f"{code}: {means}" in text
+
+
+@pytest.mark.parametrize("servers", ["--bootstrap-server", "--bootstrap-servers"])
+def test_brokers_that_do_not_answer_are_one_line_and_worth_another_try(servers: str) -> None:
+    command = [sys.executable, "-m", "spark_group_source", "list", servers, NOBODY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
+    assert done.returncode == RETRIABLE
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: BrokerUnavailable: listing groups was not answered by {NOBODY} within")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["describe"], "say which groups: --group, once or several times, or --all-groups"),
+        (["describe", "--group", "a", "--all-groups"], "say which groups"),
+        (["list", "stable"], "'stable' stands alone"),
+        (["list", "--state", "calm"], "there is no state 'calm'; the states are stable,"),
+        (["reset", "--group", "a", "--to-latest", "--execute", "--dry-run"], "--execute and --dry-run contradict"),
+        (["reset", "--group", "a", "--to-latest", "--export", "--json"], "--export and --json contradict"),
+        (["reset", "--group", "a", "--to-latest", "--topic", "t", "--all-topics"], "--topic and --all-topics"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anybody_is_asked(arguments: list[str], message: str) -> None:
+    shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NOBODY])
+    assert shown.exit_code == FINAL
+    assert message in shown.output
+    assert len(shown.output.splitlines()) == 1
+
+
+# --- the documents --------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The ``spark-group`` lines in a document's code blocks, as words; a line that ends in a backslash goes on."""
+    blocks = re.findall(r"^```(?:\w+)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [re.sub(r"[\[\]]", " ", line).split()[1:] for line in lines if line.startswith("spark-group ")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_of_a_document_names_what_is_there(path: Path) -> None:
+    for words in commands(path.read_text()):
+        command = typer.main.get_command(app)
+        for word in words:
+            found = getattr(command, "commands", {}).get(word)
+            if found is None:
+                break
+            command = found
+        there = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        named = {word for word in words if word.startswith("--")}
+        assert not hasattr(command, "commands"), f"there is no command {words}"
+        assert named <= there, f"{command.name}: {named - there}"
+
+
+def test_json_of_the_broker_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_group_source.local import background
+
+    monkeypatch.setattr(background, "running", lambda: None)
+    shown = CliRunner().invoke(app, ["broker", "status", "--json"])
+    assert (shown.exit_code, json.loads(shown.output)) == (3, None)
