@@ -9,6 +9,7 @@ new query with a new group, and the kinds take turns. Agents are lent members af
 - ``reading``: CPU of one reader, without Spark: directly, through an agent, and with confluent_kafka's ``consume()``.
 - ``backlog``: batch after batch, as fast as they go.
 - ``trigger``: a batch every few seconds, of what came in between.
+- ``bound``: the same from a Python source that has nothing to do, which is as fast as Spark takes rows from any.
 - ``latency``: 1,000 records a second; from a record's timestamp to the end of the batch that has it.
 - ``warm``: a batch every 90 s, in between which Spark ends its idle workers.
 
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Producer
 
 from bench import ahead
+from bench.bound import FLOOR, floor
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.home import Home, agents
@@ -51,6 +53,8 @@ FIFTHS = 5
 """Of the topic; the last one is measured."""
 BACKLOG_BATCHES = 4
 """Batches of a fifth, where they follow one another."""
+BOUND_WARM = 5
+"""Batches of the source that has nothing to do, before those that count."""
 EVERY_S, WARM_S = 6, 90
 PER_S, LATENCY_S, SETTLE_S = 1_000, 20, 15
 """Records a second, for how long they are looked at, and how long before that they come already."""
@@ -118,13 +122,16 @@ def rows_from_memory() -> int:
 
 def batches_of(query: "StreamingQuery") -> list[Batch]:
     found = []
-    for p in query.recentProgress:
-        if p["numInputRows"]:
-            began_s = datetime.fromisoformat(p["timestamp"]).timestamp()
-            took = p["durationMs"]
-            ended_s = began_s + took["triggerExecution"] / 1000
-            found.append(Batch(p["numInputRows"], began_s, ended_s, took["addBatch"] / 1000, _ends(p["sources"][0])))
+    for p in _done(query):
+        began_s = datetime.fromisoformat(p["timestamp"]).timestamp()
+        took = p["durationMs"]
+        ended_s = began_s + took["triggerExecution"] / 1000
+        found.append(Batch(p["numInputRows"], began_s, ended_s, took["addBatch"] / 1000, _ends(p["sources"][0])))
     return found
+
+
+def _done(query: "StreamingQuery") -> list[Any]:
+    return [p for p in query.recentProgress if p["numInputRows"]]
 
 
 def _ends(source: Any) -> dict[int, int]:
@@ -193,6 +200,27 @@ class Bench:
             most = median.pop("executor")
             ratios = ", ".join(f"{most / rate:.2f} x {kind}" for kind, rate in median.items())
             print(f"  rows/s of the {what}, medians: {shown}: executor is {ratios}", flush=True)
+
+    def bound(self, rounds: int, *, records: int, size: int, partitions: int) -> None:
+        """What no source of Python's can exceed here."""
+        self._spark.dataSource.register(floor(records, size, partitions))
+        reader = self._spark.readStream.format(FLOOR)
+        writer = reader.load().writeStream.format("noop").trigger(processingTime=f"{EVERY_S} seconds")
+        query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
+        before = cpu_s()
+        try:
+            await_(
+                lambda: len(_done(query)) > BOUND_WARM + rounds, "batches of the source that has nothing to do", query
+            )
+            used, done = cpu_s(), _done(query)
+        finally:
+            query.stop()
+        rates = [records / p["durationMs"]["addBatch"] * 1000 for p in done[BOUND_WARM:]]
+        told = ", ".join(
+            f"{name} {(used[name] - before[name]) / records / len(done) * 1e6:.2f}"
+            for name in ("worker", "Spark's JVM")
+        )
+        print(f"  rows/s of the tasks, median: {statistics.median(rates):,.0f}; CPU s a million: {told}", flush=True)
 
     def latency(self, kind: str, topic: str) -> float:
         """The median of what passed from each record's timestamp to the end of the batch that has it."""
@@ -278,7 +306,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", default="64m")
-    parts = ["reading", "backlog", "trigger", "latency", "warm"]
+    parts = ["reading", "backlog", "trigger", "bound", "latency", "warm"]
     parser.add_argument("--only", action="append", choices=parts)
     parser.add_argument("--without", action="append", default=[], choices=[SPARKS, "driver"], help="a kind")
     told = parser.parse_args(arguments)
@@ -314,6 +342,9 @@ def main(arguments: Sequence[str]) -> int:
                     f"batches of {records:,}, every {EVERY_S} s", told.rounds,
                     records=records, size=records, every_s=EVERY_S,
                 )  # fmt: skip
+            if "bound" in wanted:
+                print(f"\nbatches of {records:,}, every {EVERY_S} s, from a source that has nothing to do")
+                bench.bound(max(told.rounds, 3), records=records, size=told.bytes, partitions=told.partitions)
             if "latency" in wanted:
                 print(f"\n{PER_S:,} records a second, from timestamp to the end of the batch")
                 for number, kind in enumerate(("driver", "executor") * max(1, told.rounds // 2)):

@@ -72,7 +72,7 @@ class Application:
         self.group = f"g-{self.topic}"
         self.flow = Flow(broker.direct_servers, self.topic, PARTITIONS, per_s=RECORDS_PER_S)
         self.process: Any = None
-        self.standing = Standing(broker.direct_servers, self.group, self.topic)
+        self.standing = Standing(broker.direct_servers, self.group, self.topic, self.assigned)
         self._broker, self._job = broker, job or {}
         own = {"minPartitions": PARTITIONS, "groupMembers": "auto", "memberHost": "executor", **more}
         if protocol == "classic":
@@ -169,9 +169,12 @@ class Application:
 
     def members_whole(self) -> bool:
         """Every slot lives at an agent, and all partitions are assigned."""
-        run = self.run
-        slots = len(run.get("hosts", ()))
-        return slots == EXECUTORS and all(run["hosts"]) and sum(run["assigned"]) == PARTITIONS
+        hosts = self.run.get("hosts", ())
+        return len(hosts) == EXECUTORS and all(hosts) and self.assigned()
+
+    def assigned(self) -> bool:
+        """Every partition has a member."""
+        return bool(sum(self.run.get("assigned", ())) == PARTITIONS)
 
     def whole(self) -> bool:
         """The same, and nothing of it is dead and unnoticed."""
@@ -217,15 +220,18 @@ class Application:
 
 
 class Standing:
-    """How long partitions stand still: the group commits nothing of one that is written to all the time."""
+    """How long partitions stand still: the group commits nothing of one that is written to all the time. And how long
+    there was one without a member, as the run tells."""
 
-    def __init__(self, servers: str, group: str, topic: str) -> None:
+    def __init__(self, servers: str, group: str, topic: str, assigned: Callable[[], bool]) -> None:
+        self._assigned = assigned
         self._consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "log_level": 0})
         self._asked = [KafkaPartition(topic, p) for p in range(PARTITIONS)]
         self._lock, self._over = threading.Lock(), threading.Event()
         self._at: dict[int, int] = {}
         self._since_s: dict[int, float] = {}
-        self._worst_s = 0.0
+        self._worst_s = self._bare_s = 0.0
+        self._bare_since_s: float | None = None
         self._thread = threading.Thread(target=self._watch, name="standing", daemon=True)
 
     def __enter__(self) -> "Standing":
@@ -245,7 +251,9 @@ class Standing:
     def anew(self) -> None:
         """Forget what was before."""
         with self._lock:
-            self._worst_s, now_s = 0.0, time.monotonic()
+            now_s = time.monotonic()
+            self._worst_s = self._bare_s = 0.0
+            self._bare_since_s = None
             self._since_s = dict.fromkeys(self._since_s, now_s)
 
     def worst_s(self) -> float:
@@ -254,8 +262,18 @@ class Standing:
             now_s = time.monotonic()
             return max([self._worst_s, *(now_s - since_s for since_s in self._since_s.values())])
 
+    def bare_s(self) -> float:
+        """Since then: the longest time in which a partition had no member."""
+        with self._lock:
+            return self._bare_s
+
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
+            assigned = self._assigned()
+            with self._lock:
+                since_s = self._bare_since_s
+                self._bare_since_s = None if assigned else (since_s or time.monotonic())
+                self._bare_s = max(self._bare_s, 0.0 if since_s is None else time.monotonic() - since_s)
             try:
                 found = self._consumer.committed(self._asked, timeout=ASK_S)
             except KafkaException:

@@ -1,37 +1,63 @@
 """The job that the crash tests kill: a group into a Delta table, until it is stopped.
 
-Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options.
+Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: by a Spark
+Connect server of its own, which has this master. ``tier``: of the sink. ``again``: whether a query that failed is
+started again.
 """
 
 import json
 import os
 import sys
+import traceback
 
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_group_source import DeltaSink, KafkaGroupDataSource
+from spark_group_source.delta.sink import Tier
 from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2
 
 
-def main(servers: str, group: str, topic: str, table: str, checkpoint: str, scratch: str, **options: str) -> None:
-    builder = SparkSession.builder.master("local[2]").appName("crash")
-    for key, value in local_spark_settings(scratch).items():
+def main(
+    servers: str,
+    group: str,
+    topic: str,
+    table: str,
+    checkpoint: str,
+    scratch: str,
+    connect: str = "",
+    tier: Tier = "auto",
+    again: str = "",
+    **options: str,
+) -> None:
+    if connect:
+        os.environ["SPARK_TESTING"] = "1"  # any free port, instead of the one that two servers would share
+        builder = SparkSession.builder.remote(connect)
+    else:
+        builder = SparkSession.builder.master("local[2]").appName("crash")
+    patient = {"spark.python.authenticate.socketTimeout": "120s"}  # of Spark for processes that it starts
+    for key, value in (local_spark_settings(scratch) | patient).items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
     spark.dataSource.register(KafkaGroupDataSource)
     stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
-    query = (
-        stream.load()
-        .writeStream.foreachBatch(DeltaSink(table, transform=_rows))
-        .option("checkpointLocation", checkpoint)
-        .start()
-    )
-    tests = os.getppid()
-    while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
-        pass  # a killed test run takes its jobs with it
+    sink = DeltaSink(table, transform=_rows, tier=tier, checkpoint=checkpoint if connect else None)
+    writer = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+    tests, running = os.getppid(), True
+    while running:
+        query = writer.start()
+        try:
+            while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
+                pass  # a killed test run takes its jobs with it
+            running = False
+        except StreamingQueryException:
+            if not again:
+                raise
+            traceback.print_exc()
+            running = os.getppid() == tests
 
 
 def _rows(df: DataFrame) -> DataFrame:

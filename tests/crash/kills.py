@@ -35,12 +35,14 @@ BUSY_S = 30.0
 
 @dataclass
 class Struck:
-    """One kill. Seconds until the rows were there, until the members were, and of the longest standstill meanwhile."""
+    """One kill. Seconds until the rows were there, until the members were, of the longest standstill of a partition
+    meanwhile, and of the longest time in which one had no member."""
 
     kind: Kind
     rows_s: float
     members_s: float
     still_s: float
+    bare_s: float
     rebalances: int
 
 
@@ -72,7 +74,8 @@ class Account:
                     f"\n  {len(of_it):3} times {kind}: {self.rebalances(kind)} rebalances; rows after "
                     f"{figures([one.rows_s for one in of_it])}, members after "
                     f"{figures([one.members_s for one in of_it])}, longest standstill of a partition "
-                    f"{figures([one.still_s for one in of_it])}"
+                    f"{figures([one.still_s for one in of_it])}, without a member "
+                    f"{figures([one.bare_s for one in of_it])}"
                 )
         return text
 
@@ -100,7 +103,8 @@ class Kills:
                 self.account.struck.append(struck)
                 self._say(
                     f"{number:4} {kind}: rows after {struck.rows_s:.1f} s, members after {struck.members_s:.1f} s, "
-                    f"longest standstill {struck.still_s:.1f} s, {struck.rebalances} rebalances"
+                    f"longest standstill {struck.still_s:.1f} s, without a member {struck.bare_s:.1f} s, "
+                    f"{struck.rebalances} rebalances"
                 )
         account = self.account
         account.produced, account.lost, account.doubled = self._app.account()
@@ -127,7 +131,8 @@ class Kills:
         members_s = time.monotonic() - began_s
         now = app.ends()
         app.await_(lambda: app.committed(now), f"more rows after the kill of {kind}")
-        return Struck(kind, rows_s, members_s, app.standing.worst_s(), app.rebalances() - before)
+        standing, rebalances = app.standing, app.rebalances() - before
+        return Struck(kind, rows_s, members_s, standing.worst_s(), standing.bare_s(), rebalances)
 
     def _victim(self, kind: Kind) -> int:
         app = self._app

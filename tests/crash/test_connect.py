@@ -1,5 +1,6 @@
 """Source and sink on a real Spark Connect server: no Java object, the batch in a worker of the server."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,18 @@ import pytest
 from conftest import Offsets, Produce, TopicFactory
 from delta_files import living_rows
 from kafka_words import await_until
+from rebalance.accounts import stays
+from streams import options_of
 
+from crash.killed import JOB
+from spark_group_source.host import runs
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 START_S = 180
 """Bound of a server's start and its first batch: 30 s, and much more on a busy machine."""
+DRAINED_S = 3.0
+"""So long nothing is read any more: several batches' time."""
 PARTITIONS = 2
 
 pytestmark = [
@@ -40,22 +47,19 @@ class Connected:
     @contextmanager
     def running(self, name: str) -> Iterator["subprocess.Popen[str]"]:
         """A query with the checkpoint of this name; it is killed at the end, with all that it started."""
-        here = Path(__file__).resolve().parent
         scratch = self.root / f"scratch-{name}"
         scratch.mkdir(exist_ok=True)
-        path = [str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
-        names = [self.group, self.topic, str(self.table), str(self.root / name), str(scratch)]
-        command = [sys.executable, str(here / "connected.py"), self.broker.bootstrap_servers, *names]
+        given = options_of(self.broker.bootstrap_servers, self.group, maxOffsetsPerTrigger=500)
+        given |= {"servers": self.broker.bootstrap_servers, "group": self.group, "topic": self.topic}
+        given |= {"table": str(self.table), "checkpoint": str(self.root / name), "scratch": str(scratch)}
         with (
             (self.root / f"{name}.log").open("a") as log,
             subprocess.Popen(
-                command,
+                [sys.executable, str(JOB), json.dumps({**given, "connect": "local[2]"})],
                 stdout=log,
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                # SPARK_TESTING: any free port, instead of the one that two servers would share.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "SPARK_TESTING": "1"},
             ) as process,
         ):
             try:
@@ -84,7 +88,7 @@ def connected(broker: Broker, topic: TopicFactory, group_id: str, tmp_path: Path
     return Connected(broker, group_id, topic(PARTITIONS), tmp_path)
 
 
-def test_on_spark_connect_a_kill_a_lost_checkpoint_and_a_second_query_write_each_record_once(
+def test_on_spark_connect_kills_a_lost_checkpoint_and_a_second_query_write_each_record_once_and_drain(
     connected: Connected, produce: Produce, committed: Callable[[str], Offsets]
 ) -> None:
     sent = 0
@@ -106,6 +110,10 @@ def test_on_spark_connect_a_kill_a_lost_checkpoint_and_a_second_query_write_each
         connected.await_rows(send(500), query, other)
         ends = {TopicPartition(connected.topic, p): sent // PARTITIONS for p in range(PARTITIONS)}
         await_until(lambda: committed(connected.group) == ends, START_S, what="the group's offsets at the end")
+        assert runs.drain(connected.group, timeout_s=START_S) == 2
+        for partition in range(PARTITIONS):
+            produce(connected.topic, ["late"], partition=partition)
+        stays(lambda: committed(connected.group) == ends, DRAINED_S, "a group that was drained")
     assert connected.rows() == Counter({(p, n): 1 for p in range(PARTITIONS) for n in range(sent // PARTITIONS)})
     log = (connected.table / "_delta_log" / f"{0:020}.json").read_text()
     assert "domainMetadata" not in log

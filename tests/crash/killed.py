@@ -1,0 +1,399 @@
+"""Queries of one group that write one table, killed at moments that a seed draws, and the account of it.
+
+Runs in: ``tests.bench ledgers`` and ``test_kill``. A producer writes all the time; Kafka's offsets and the table's
+ledger are compared all the time. What was written is read back from the files of the table's log. Deliberately absent:
+what is killed beside executors (``kills``).
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from delta_files import living_rows
+from kafka_words import Offsets, await_until, committed_of, end_offsets_of
+from rebalance.accounts import stays
+
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import TopicPartition
+
+JOB = Path(__file__).with_name("job.py")
+Way = Literal["transaction", "writer-options", "connect"]
+WAYS: tuple[Way, ...] = get_args(Way)
+ARGUMENTS: dict[Way, dict[str, str]] = {
+    "transaction": {"tier": "transaction"},
+    "writer-options": {"tier": "writer-options"},
+    "connect": {"connect": "local[2]"},
+}
+Kind = Literal["driver", "python"]
+"""``driver``: its Python and its JVM (on Spark Connect the client and the server). ``python``: one of the processes
+that Spark runs Python in: the stream reader, a task's worker, on Spark Connect that of ``foreachBatch``."""
+LIFE_S = (0.1, 5.0)
+"""A run is killed this long after what it was let come to."""
+COMES_TO = {"start": 2, "group": 3, "commit": 5}
+"""So often, of ten, a run is let come to its start alone, so that Spark is killed while it begins; into the group, so
+that it is killed in its first batch; or to a commit, so that it is killed in the middle of later ones."""
+JOIN_S, RATE_PER_S = 180, 100
+BATCH_MAX, DRAIN_MAX = 400, 100_000
+"""Records of a batch, while there are kills and afterwards."""
+PAUSE_S = 0.1
+DRAIN_S, END_S = 240, 30
+OUTLIVES = "foreach_batch_worker"
+"""Spark's process for ``foreachBatch`` on Spark Connect tries to reach a server that was killed for as long as it may;
+it is killed at the next start."""
+LOST_SHARE = 0.1
+"""Share of the kills of a driver after which its checkpoint is deleted, where their number is not given."""
+CALM = {"kafka.session.timeout.ms": "6000", "kafka.heartbeat.interval.ms": "500"}
+
+
+@dataclass
+class Account:
+    """What came of it: ``wrong`` is what must not be, all of it."""
+
+    way: str
+    seed: int
+    struck: Counter[Kind] = field(default_factory=Counter)
+    joined: int = 0
+    lost_checkpoints: int = 0
+    produced: int = 0
+    commits: int = 0
+    took_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.struck.items()))
+        return (
+            f"{self.way}, seed {self.seed}: {self.struck.total()} kills ({kinds}), {self.joined} runs in the group, "
+            f"{self.lost_checkpoints} checkpoints deleted, {self.produced:,} records, {self.commits:,} commits, "
+            f"{self.took_s / 60:.0f} minutes: {'; '.join(self.wrong[:5]) or 'each record once'}"
+        )
+
+
+class Job:
+    """The driver as a child process with all that Spark starts below it."""
+
+    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
+        self._log = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, str(JOB), json.dumps(arguments)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={"PYSPARK_PYTHON": sys.executable, **os.environ, "SPARK_GROUP_LOG_LEVEL": "INFO"},
+        )
+
+    def tree(self) -> list[psutil.Process]:
+        with_children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.process.pid)
+            with_children = [top, *top.children(recursive=True)]
+        return with_children
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL the driver's Python and its JVM; Spark's own Python processes must find out by themselves."""
+        tree = self.tree()
+        for process in tree:
+            with suppress(psutil.NoSuchProcess):
+                if process.pid == self.process.pid or "java" in process.name():
+                    process.kill()
+        self.process.wait(30)
+        self._log.close()
+        return tree
+
+    def pythons(self) -> list[psutil.Process]:
+        """Those that Spark runs Python in."""
+        found = []
+        for process in self.tree()[1:]:
+            with suppress(psutil.NoSuchProcess):
+                if "java" not in process.name() and "python" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+class Application:
+    """A query with a checkpoint of its own, started again and again."""
+
+    def __init__(self, home: Path, arguments: dict[str, Any]) -> None:
+        self.home, self.log = home, home / "job.log"
+        self.arguments = arguments
+        self.job: Job | None = None
+        self._joins, self._commits = 0, 0
+        self._table = Path(arguments["table"])
+        self.left: list[psutil.Process] = []
+
+    def start(self) -> Job:
+        self.end()
+        scratch = self.home / "scratch"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self._joins, self._commits = self.joins(), self.commits()
+        own = {"checkpoint": str(self.home / "checkpoint"), "scratch": str(scratch)}
+        self.job = Job(self.arguments | own, self.log)
+        return self.job
+
+    def running(self) -> Job:
+        """Raises AssertionError if it ended by itself."""
+        if self.job is None:
+            return self.start()
+        assert self.job.process.poll() is None, f"{self.log} ended by itself:\n{self.tail()}"
+        return self.job
+
+    def kill(self) -> None:
+        if self.job is not None:
+            self.left += self.job.kill()
+            self.job = None
+
+    def end(self) -> None:
+        """Kill it, with what outlives it."""
+        self.kill()
+        for process in self.left:
+            if OUTLIVES in _command(process):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def joins(self) -> int:
+        """How many of its runs came as far as the group."""
+        return self.log.read_text(errors="replace").count("joining with") if self.log.exists() else 0
+
+    def joined(self) -> bool:
+        """Whether this one did."""
+        return self.running() is not None and self.joins() > self._joins
+
+    def commits(self) -> int:
+        """Of the table, whoever made them."""
+        return len(list((self._table / "_delta_log").glob("*.json")))
+
+    def has_written(self) -> bool:
+        """Whether it is in the group and there is a commit that is newer than its start."""
+        return self.joined() and self.commits() > self._commits
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Hammer:
+    """Applications of one group.
+
+    Args:
+        home: new; for the table, checkpoints and logs.
+        way: into the table.
+        pythons: how many of a hundred kills are of a Python process of Spark's only.
+        say: where each line of the report goes.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        home: Path,
+        *,
+        way: Way,
+        group: str,
+        topic: str,
+        seed: int,
+        applications: int = 1,
+        pythons: int = 0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.table, self.group, self.topic = home / "table", group, topic
+        self.servers = broker.bootstrap_servers
+        self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
+        given = {"servers": self.servers, "group": group, "topic": topic, "table": str(self.table)}
+        given |= {**ARGUMENTS[way], **CALM, "maxOffsetsPerTrigger": str(BATCH_MAX), "again": "1" if pythons else ""}
+        self.applications = [Application(home / f"application-{n}", given) for n in range(applications)]
+        self.account = Account(way, seed)
+        self._random, self._pythons, self._say = random.Random(seed), pythons, say
+
+    def run(self, *, kills: int | None = None, for_s: float = math.inf, lost_checkpoints: int | None = None) -> Account:
+        """So many kills, or as many as there is time for; after so many of them the checkpoint is deleted.
+
+        Args:
+            lost_checkpoints: None: after a tenth of the kills of drivers.
+        """
+        account, began_s = self.account, time.monotonic()
+        lost = None if lost_checkpoints is None else set(self._random.sample(range(kills or 0), lost_checkpoints))
+        partitions = len(end_offsets_of(self.admin, self.topic))
+        try:
+            with (
+                producing(self.servers, self.topic, partitions) as sent,
+                watching(self.admin, self.group, self.table) as wrong,
+            ):
+                for number in itertools.count() if kills is None else range(kills):
+                    if time.monotonic() - began_s > for_s:
+                        break
+                    losing = self._random.random() < LOST_SHARE if lost is None else number in lost
+                    self._strike(number, losing)
+            self._drain()
+            account.wrong += wrong
+            account.produced = sent()
+        except BaseException as exc:
+            for application in self.applications:
+                exc.add_note(f"{application.log}:\n{application.tail() if application.log.exists() else ''}")
+            raise
+        finally:
+            for application in self.applications:
+                application.end()
+        account.joined = sum(application.joins() for application in self.applications)
+        account.took_s = time.monotonic() - began_s
+        self._judge()
+        self._say(str(account))
+        return account
+
+    def _strike(self, number: int, losing: bool) -> None:
+        for each in self.applications:
+            each.running()
+        one = self._random.choice(self.applications)
+        kind: Kind = "python" if not losing and self._random.randrange(100) < self._pythons else "driver"
+        (to,) = self._random.choices(list(COMES_TO), list(COMES_TO.values()))
+        if to == "commit":
+            await_until(one.has_written, JOIN_S, what="a commit of the table")
+        elif to == "group" or kind == "python":
+            await_until(one.joined, JOIN_S, what="a run in the group")
+        stays(lambda: bool(one.running()), self._random.uniform(*LIFE_S), "the query")
+        if kind == "python":
+            found = await_until(lambda: one.running().pythons(), JOIN_S, what="a Python process of Spark")
+            with suppress(psutil.NoSuchProcess):
+                self._random.choice(found).kill()
+        else:
+            one.kill()
+        if losing:
+            shutil.rmtree(one.home / "checkpoint", ignore_errors=True)
+            self.account.lost_checkpoints += 1
+        self.account.struck[kind] += 1
+        self._say(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
+
+    def _drain(self) -> None:
+        """All that was produced is in the table, and the group has committed it."""
+        for each in self.applications:
+            each.kill()
+            each.arguments |= {"maxOffsetsPerTrigger": str(DRAIN_MAX)}
+        ends = end_offsets_of(self.admin, self.topic)
+
+        def at_the_end() -> bool:
+            for each in self.applications:
+                each.running()
+            return committed_of(self.admin, self.group) == ends
+
+        await_until(at_the_end, DRAIN_S, what="the end of what was produced")
+        if ledger_of(self.table, self.group) != ends:
+            self.account.wrong.append("the ledger does not stand at the end")
+
+    def _judge(self) -> None:
+        account, log = self.account, sorted((self.table / "_delta_log").glob("*.json"))
+        account.commits = len(log)
+        counts = Counter(row["id"] for row in living_rows(self.table, ["id"]))
+        doubled = [text for text, count in counts.items() if count > 1]
+        account.wrong += [f"{account.produced - len(counts)} records are lost"] * (len(counts) != account.produced)
+        account.wrong += [f"{len(doubled)} records are there twice: {doubled[:5]}"] * bool(doubled)
+        numbers, protocols = [], 0
+        for file in log:
+            for action in map(json.loads, file.read_text().splitlines()):
+                protocols += "protocol" in action
+                if action.get("txn", {}).get("appId") == f"spark-group-source.{self.group}":
+                    numbers.append(action["txn"]["version"])
+        if numbers != list(range(1, len(numbers) + 1)):
+            account.wrong.append("the numbers of the group's commits do not follow one another")
+        if account.way != "transaction" and (protocols != 1 or "domainMetadata" in log[0].read_text()):
+            account.wrong.append("the table was given a feature")
+        for each in self.applications:
+            said = each.log.read_text(errors="replace").count("LedgerConflict: ")
+            account.wrong += [f"{each.home.name}: {said} times LedgerConflict"] * bool(said)
+        left = [process for each in self.applications for process in each.left]
+        _, still = psutil.wait_procs([process for process in left if OUTLIVES not in _command(process)], END_S)
+        account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())[:200]
+    return "it did"
+
+
+def ledger_of(table: Path, group: str) -> Offsets:
+    """The newest ledger in the table's log, read as plain JSON: in a domain, else in a note."""
+    for commit in sorted((table / "_delta_log").glob("*.json"), reverse=True):
+        noted: dict[str, Any] = {}
+        for line in commit.read_text().splitlines():
+            action = json.loads(line)
+            domain, note = action.get("domainMetadata", {}), action.get("commitInfo", {}).get("userMetadata", "")
+            if domain.get("domain") == f"spark-group-source.{group}":
+                return _next(json.loads(domain["configuration"]))
+            if '"ledger"' in note:
+                docs = json.loads(note)
+                its = [doc for doc in (docs if isinstance(docs, list) else [docs]) if doc.get("group") == group]
+                noted = next((doc["ledger"] for doc in its if "ledger" in doc), {})
+        if noted:
+            return _next(noted)
+    return {}
+
+
+def _next(ledger: dict[str, Any]) -> Offsets:
+    return {
+        TopicPartition(topic, int(p)): offset
+        for topic, entry in ledger["topics"].items()
+        for p, offset in entry["offsets"].items()
+    }
+
+
+@contextmanager
+def producing(servers: str, topic: str, partitions: int) -> Iterator[Callable[[], int]]:
+    """Produce numbered records until the block ends; the value is how many were acknowledged."""
+    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "log_level": 3})
+    stop = threading.Event()
+    sent = 0
+
+    def run() -> None:
+        nonlocal sent
+        while not stop.wait(PAUSE_S):
+            for _ in range(int(RATE_PER_S * PAUSE_S)):
+                producer.produce(topic, str(sent).encode(), partition=sent % partitions)
+                sent += 1
+            producer.flush(30)
+
+    thread = threading.Thread(target=run, name="producer")
+    thread.start()
+    try:
+        yield lambda: sent
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+@contextmanager
+def watching(admin: AdminClient, group: str, table: Path) -> Iterator[list[str]]:
+    """Sample Kafka's offsets and then the ledger, all the time; the value collects what must not be."""
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        last: Offsets = {}
+        while not stop.wait(PAUSE_S):
+            committed = committed_of(admin, group)
+            ledger = ledger_of(table, group) if table.exists() else {}
+            for tp, offset in committed.items():
+                if offset > ledger.get(tp, 0):
+                    wrong.append(f"{tp}: committed {offset}, ledger {ledger.get(tp, 0)}")
+                if offset < last.get(tp, 0):
+                    wrong.append(f"{tp}: committed went back from {last[tp]} to {offset}")
+            last = committed
+
+    thread = threading.Thread(target=run, name="watcher")
+    thread.start()
+    try:
+        yield wrong
+    finally:
+        stop.set()
+        thread.join(60)
