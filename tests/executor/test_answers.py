@@ -388,12 +388,16 @@ def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) 
         assert answer is not None
         return answer[1]
 
-    assert bounds() == (0, COUNT, -1)
+    def told() -> None:
+        """A busy machine may need more than one bound of a question for the first answer of a client."""
+        await_until(lambda: bounds() == (0, COUNT, -1), DEADLINE_S, what="bounds")
+
+    told()
     for _ in range(4):
         cluster.push_request_errors(Api.LIST_OFFSETS, [6])
         assert isinstance(bounds(), Event)
         cluster.clear_request_errors(Api.LIST_OFFSETS)
-    await_until(lambda: bounds() == (0, COUNT, -1), 10, what="bounds")
+    told()
     client.close()
 
 

@@ -16,27 +16,28 @@ PARTITIONS = 4
 @pytest.mark.parametrize("strategy", KINDS)
 def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
-    with (
-        Run(scene.run_options(name, strategy)) as run,
-        scene.ordinary(name, strategy=strategy, session_ms=2000) as other,
-        Flow(scene.servers, name, PARTITIONS) as flow,
-    ):
-        gained = other.await_partitions(2)
-        run.await_partitions(2)
-        await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
-        plan = run.hold()  # and it dies in the middle of a batch of ours
-        other.kill()
-        committed = scene.committed()
-        run.await_(lambda: not scene.describe().of("ordinary"), "the end of its session")
-        assert run.planned[-1] == plan
-        run.let_go()
-        run.await_partitions(PARTITIONS)
-        flow.stop()
-        scene.assert_once([name], [run], [other], twice=other.unconfirmed())
-        first = next(p for p in run.planned if p.seq > plan.seq and p.ranges.keys() >= gained)
-        assert {tp: first.ranges[tp][0] for tp in gained} == {tp: committed.get(tp, 0) for tp in gained}
-        scene.await_committed(name)
-        assert run.statistics["maybe_twice"] == 0
+    with Run(scene.run_options(name, strategy)) as run:
+        run.await_partitions(PARTITIONS)  # so that the other reads only what it keeps
+        with (
+            scene.ordinary(name, strategy=strategy, session_ms=2000) as other,
+            Flow(scene.servers, name, PARTITIONS) as flow,
+        ):
+            gained = other.await_partitions(2)
+            run.await_partitions(2)
+            await_until(lambda: other.firsts().keys() == gained, what="a record of every partition there")
+            plan = run.hold()  # and it dies in the middle of a batch of ours
+            other.kill()
+            committed = scene.committed()
+            run.await_(lambda: not scene.describe().of("ordinary"), "the end of its session")
+            assert run.planned[-1] == plan
+            run.let_go()
+            run.await_partitions(PARTITIONS)
+            flow.stop()
+            scene.assert_once([name], [run], [other], twice=other.unconfirmed())
+            first = next(p for p in run.planned if p.seq > plan.seq and p.ranges.keys() >= gained)
+            assert {tp: first.ranges[tp][0] for tp in gained} == {tp: committed.get(tp, 0) for tp in gained}
+            scene.await_committed(name)
+            assert run.statistics["maybe_twice"] == 0
 
 
 @pytest.mark.crash

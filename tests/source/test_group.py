@@ -305,6 +305,47 @@ def test_a_run_that_comes_back_to_its_place_with_more_topics_reads_them_at_once(
 # --- old drivers ----------------------------------------------------------------------------------------------------
 
 
+class LateId(Runtime):
+    """The transactional id is taken over late: after a member of the group was made, or after this long without one."""
+
+    LATE_S = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = threading.Event()
+        self.joined_before: bool | None = None
+
+    def consumer(self, settings: Mapping[str, Any]) -> Any:
+        if "group.instance.id" in settings:
+            self.joined.set()
+        return super().consumer(settings)
+
+    def producer(self, settings: Mapping[str, Any]) -> Any:
+        return _LateProducer(super().producer(settings), self)
+
+
+class _LateProducer:
+    def __init__(self, producer: Any, runtime: LateId) -> None:
+        self._producer, self._runtime = producer, runtime
+
+    def init_transactions(self, timeout_s: float) -> None:
+        self._runtime.joined_before = self._runtime.joined.wait(self._runtime.LATE_S)
+        self._producer.init_transactions(timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_B51_members_join_when_an_older_driver_can_commit_no_more(protocol: str, scene: Scene) -> None:
+    """Else it asks at once who has its place, hears that nobody replaced it, and takes the place back."""
+    runtime = LateId()
+    with Engine(patient(scene, protocol, subscribe=scene.topic()), runtime=runtime) as engine:
+        engine.step()
+        assert runtime.joined.is_set()
+        assert runtime.joined_before is False
+
+
 def test_B51_an_old_driver_is_told_so_and_moves_no_offset_backwards(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))

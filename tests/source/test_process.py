@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import await_until
+from pyspark import cloudpickle
 from pyspark.sql.types import StructType
 from scenes import Scene
 from streams import (
@@ -54,11 +55,11 @@ def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_read
     monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
     name = scene.topic()
     scene.produce(name, numbered(0, 2))
-    source = pickle.loads(pickle.dumps(KafkaGroupDataSource(scene.options(subscribe=name))))
+    source = pickle.loads(cloudpickle.dumps(KafkaGroupDataSource(scene.options(subscribe=name))))
     reader = source.streamReader(StructType())
     running = _latest(reader, reader.initialOffset())
     try:
-        copy = pickle.loads(pickle.dumps(reader))
+        copy = pickle.loads(cloudpickle.dumps(reader))
         assert copy.__dict__["_coordinator"] is None
         (piece,) = reader.partitions(reader.initialOffset(), running)
         rows = [row for batch in copy.read(pickle.loads(pickle.dumps(piece))) for row in batch.to_pylist()]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Producer
 from conftest import ADMIN_S, await_until
+from kafka_words import await_markers
 from scenes import Scene
 from streams import (
     PROTOCOLS,
@@ -240,6 +241,7 @@ def in_transactions(scene: Scene, name: str, ends: str) -> None:
         else:
             producer.flush(ADMIN_S)
             producer.abort_transaction(ADMIN_S)
+    await_markers(scene.admin, name)
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -278,6 +280,7 @@ def test_B26_an_open_transaction_holds_the_end_of_the_batch_back(scene: Scene) -
     one = scene.job(subscribe=name)
     assert values_of(one.run()) == ["before"]
     producer.commit_transaction(ADMIN_S)
+    await_markers(scene.admin, name)
     assert values_of(one.run()) == ["behind", "open"]
 
 

@@ -12,6 +12,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
+from kafka_words import await_markers
 
 from spark_group_source.errors import TopicMissing
 from spark_group_source.executor import fetch
@@ -117,6 +118,7 @@ def test_rows_from_memory_are_those_of_a_direct_read(
     partitions, fill = KINDS[kind]
     name = topic(partitions, config={"retention.ms": "-1"})
     fill(name, produce, settings["bootstrap.servers"])
+    await_markers(admin, name)
     ends, ids = end_offsets(name), ids_of(admin, name)
     home = reader(include_headers=headers)
     near.tell(home, Ahead(1, dict.fromkeys(ends, 0), topic_ids=ids))
