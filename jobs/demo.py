@@ -28,6 +28,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEP_S = 300
 """Bound of every step. Starting Spark takes seconds, on a busy machine minutes."""
 LOOK_S = 0.1
+FLIGHT_LOOK_S = 0.01
+"""A batch takes tenths of a second: what is to happen in the middle of one must be quick."""
 SAMPLE_S = 0.4
 
 
@@ -93,10 +95,15 @@ class Story:
         stage, view = self.stage, self.stage.view
         self._until(lambda: self._at(0.55), "the job reads all partitions again")
         assert stage.job is not None
+        self._until(lambda: self._job_has_all, "the job has all partitions")
         generation, killed = view.generation, len(stage.job.pids)
+        batch = self._until(stage.batch_in_flight, "a batch begins", every_s=FLIGHT_LOOK_S)
         stage.job.kill()
         rows = self._rows_now()
-        self._tell(f"kill -9 of the whole job, {killed} processes: driver, executors, agents, workers")
+        flight = (
+            f"in the middle of batch {batch}" if stage.batch_in_flight() == batch else f"at the end of batch {batch}"
+        )
+        self._tell(f"kill -9 of the whole job {flight}, {killed} processes: driver, executors, agents, workers")
         stage.start_job()
         self._until(lambda: view.table > rows, "the job starts again on its checkpoint; orders wait in Kafka")
         self._until(lambda: self._job_has_all and view.generation is not None, "the job takes its place again")
@@ -143,10 +150,11 @@ class Story:
     def _tell(self, text: str) -> None:
         self.screen.tell(text)
 
-    def _until(self, holds: Callable[[], Any], what: str) -> None:
+    def _until(self, holds: Callable[[], Any], what: str, every_s: float = LOOK_S) -> Any:
+        """Wait until it holds; returns what it returned then."""
         self.screen.doing(what)
         deadline_s = time.monotonic() + STEP_S
-        while not holds():
+        while not (held := holds()):
             for child in (self.stage.job, self.stage.consumer):
                 if child is not None and not child.running and not child.stopping:
                     raise DemoFailed(f"a child ended while it was needed ({what}):\n{child.tail()}")
@@ -154,7 +162,8 @@ class Story:
                 log = self.stage.job.tail() if self.stage.job else ""
                 raise DemoFailed(f"within {STEP_S} s it did not happen that {what}. {self.stage.view}\n{log}")
             self.screen.tick()
-            time.sleep(LOOK_S)
+            time.sleep(every_s)
+        return held
 
 
 @contextlib.contextmanager

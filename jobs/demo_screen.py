@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from demo_proof import Check, Evidence
 from rich.console import Console, Group
@@ -20,8 +20,8 @@ from rich.text import Text
 TITLE: Final = "A PySpark job as a member of a Kafka consumer group, exactly once into Delta Lake"
 WIDTH_MAX: Final = 100
 REFRESH_HZ: Final = 4
-LINE_EVERY_S: Final = 5.0
-"""Without a terminal: pause between two lines with numbers."""
+LINE_EVERY_S: Final = 2.0
+"""Without a terminal: pause between two states of the line with numbers."""
 COLOURS: Final = {"job": "cyan", "ordinary": "yellow"}
 
 
@@ -34,6 +34,16 @@ def shown(partitions: Sequence[int]) -> str:
         else:
             runs.append([p])
     return " ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+class Described(NamedTuple):
+    """A member by instance id, or else client id: what Kafka's tool shows of it, then what ours does."""
+
+    name: str
+    host: str
+    assigned: str
+    partitions: str
+    lives_at: str
 
 
 @dataclass(slots=True)
@@ -51,8 +61,8 @@ class View:
     """Beside which of the job's executors its members live, by process id; empty unless all of them do."""
     members: list[tuple[str, str, list[int]]] = field(default_factory=list)
     """(kind, name, partitions)"""
-    described: list[tuple[str, str, str]] = field(default_factory=list)
-    """The group while both were in it, in Kafka's words: instance id or else client id, host, partitions."""
+    described: list[Described] = field(default_factory=list)
+    """The group while both were in it."""
     now: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
 
@@ -70,6 +80,7 @@ class Screen:
         self._view, self._subtitle = view, subtitle
         self._began_s = time.monotonic()
         self._told_s = 0.0
+        self._line = 0  # characters that stand there and are to be written over
         self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=REFRESH_HZ,
                           transient=True) if self.console.is_terminal else None  # fmt: skip
@@ -86,22 +97,31 @@ class Screen:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        self._over("")
 
     def tell(self, text: str) -> None:
         at_s = time.monotonic() - self._began_s
         self._view.events.append((at_s, text))
         if self._live is None:
+            self._over("")
             self.console.print(self._event(at_s, text), soft_wrap=True)
 
     def doing(self, text: str) -> None:
         self._view.now = text
 
     def tick(self) -> None:
-        """Without a terminal: a line with the numbers, now and then."""
+        """Without a terminal: one line with the numbers, which changes now and then."""
         if self._live is None and time.monotonic() - self._told_s >= LINE_EVERY_S:
             self._told_s, v = time.monotonic(), self._view
             numbers = f"{v.produced:,} produced, {v.table:,} in the table, {v.ordinary:,} ordinary, lag {v.lag:,}"
-            self.console.print(f"          {numbers}: {v.now}", style="dim", highlight=False, soft_wrap=True)
+            self._over(f"          {numbers}: {v.now}")
+
+    def _over(self, text: str) -> None:
+        """Write over the line that stands there; nothing else may be printed before it is empty again."""
+        erased = f"\r{' ' * self._line}\r" if self._line else ""
+        self.console.file.write(erased + text)
+        self.console.file.flush()
+        self._line = len(text)
 
     def final(self, evidence: Evidence, checks: Sequence[Check]) -> None:
         """The screen that stays. Call it after the live picture has ended."""
@@ -168,12 +188,13 @@ def _members(view: View) -> Table:
 
 
 def _described(view: View) -> Table:
-    """What Kafka's ``kafka-consumer-groups --describe --members`` would show, asked through the admin API."""
+    """``kafka-consumer-groups --describe --members --verbose`` beside ``spark-group describe``."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1))
-    for name in (" Kafka's members, while both read", "host", "partitions"):
+    names = (" kafka-consumer-groups: member", "host", "assigned", "spark-group describe", "lives at")
+    for name in names:
         table.add_column(name)
-    for member, host, partitions in view.described:
-        table.add_row(f" {member}", host, partitions)
+    for row in view.described:
+        table.add_row(f" {row.name}", *row[1:])
     return table
 
 

@@ -21,9 +21,12 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
 from demo_consumer import NAME as ORDINARY
 from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
 from demo_proof import DeltaLog, Evidence
-from demo_screen import View, shown
+from demo_screen import Described, View, shown
 
+from spark_group_source import describe
 from spark_group_source.local.broker import Broker
+from spark_group_source.local.tools import kafka_consumer_groups
+from spark_group_source.local.tools import shown as kafkas_table
 
 TOPIC, GROUP = "orders", "orders-to-delta"
 EXECUTORS = 2
@@ -91,6 +94,15 @@ class Stage:
         os.kill(victim, signal.SIGKILL)
         return victim
 
+    def batch_in_flight(self) -> int | None:
+        """The batch that the job's checkpoint has begun and not finished; None between two."""
+        offsets, commits = (self._last_batch(log) for log in ("offsets", "commits"))
+        return offsets if offsets > commits else None
+
+    def _last_batch(self, log: str) -> int:
+        names = [path.name for path in (self.directory / "checkpoint" / log).glob("[0-9]*")]
+        return max(map(int, names), default=-1)
+
     def start_consumer(self) -> None:
         options = {"bootstrap-servers": self.servers, "group": GROUP, "topic": TOPIC, "protocol": self.protocol}
         self.consumer = start_consumer(self.directory, {**options, "out": str(self._processed)})
@@ -122,14 +134,21 @@ class Stage:
         asked = [TopicPartition(TOPIC, p) for p in range(self.view.partitions)]
         return {tp.partition: tp.offset for tp in self._asker.committed(asked, timeout=ADMIN_S) if tp.offset >= 0}
 
-    def described(self) -> list[tuple[str, str, str]]:
-        """The group's members in Kafka's words: instance id or else client id, host, partitions."""
-        group = self.admin.describe_consumer_groups([GROUP])[GROUP].result(ADMIN_S)
-        names = {(member.group_instance_id or member.client_id): member for member in group.members}
-        return [
-            (name, member.host, shown(sorted(tp.partition for tp in member.assignment.topic_partitions)))
-            for name, member in sorted(names.items())
-        ]
+    def described(self) -> list[Described]:
+        """The group's members in the words of Kafka's own tool, and of ``spark-group describe``."""
+        printed = kafka_consumer_groups(self.servers, "--describe", "--group", GROUP, "--members", "--verbose")
+        theirs = {}
+        for row in kafkas_table(printed):
+            instance = row.get("GROUP-INSTANCE-ID", "").strip("-")
+            assigned = row.get("ASSIGNMENT") or row.get("CURRENT-ASSIGNMENT", "-")
+            theirs[instance or row["CLIENT-ID"]] = row["HOST"], assigned
+        found = []
+        for member in describe(GROUP, self.servers).members:
+            name, slot = member.instance_id or member.client_id, member.instance_id.rpartition(".")[2]
+            at = f"executor {self.view.executors[int(slot)]}" if member.instance_id and self.view.executors else "-"
+            mine = shown(sorted(tp.partition for tp in member.partitions))
+            found.append(Described(name, *theirs.get(name, ("-", "-")), mine, at))
+        return sorted(found)
 
     def members(self) -> list[tuple[str, str, list[int]]]:
         group = self.admin.describe_consumer_groups([GROUP])[GROUP].result(ADMIN_S)

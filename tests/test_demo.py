@@ -84,7 +84,7 @@ def test_a_short_demo_proves_that_each_order_is_there_once_and_leaves_nothing(tm
     for claim in (
         "an ordinary consumer joined",
         "its members live beside executors",
-        "Kafka's members, while both read",
+        "kafka-consumer-groups: member",
         "the ordinary consumer left after",
         "its member went on beside another, no rebalance: job 0-5",
         "kill -9 of the whole job",

@@ -1,12 +1,11 @@
-"""``jobs/group_to_delta.py``: run as users run it, and its arguments. What it wrote is read from the table's files."""
+"""``spark-group run`` and ``jobs/group_to_delta.py``: run as users run them, and their arguments. What they wrote is
+read from the table's files."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +13,9 @@ import typer
 from delta_files import living_rows
 from typer.testing import CliRunner
 
+from spark_group_source.cli import job
+from spark_group_source.cli import run as cli_run
+from spark_group_source.cli.app import app
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import delta_jars
 
@@ -22,39 +24,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "jobs" / "group_to_delta.py"
+COMMAND = [sys.executable, "-m", "spark_group_source", "run"]
 RUN_S = 200
 NEEDED = ["--bootstrap-servers", "localhost:1", "--group", "g", "--table", "/tmp/none/t", "--checkpoint", "/tmp/none/c"]
 GOOD = b'{"id": 1, "name": "a"}'
 BAD = [b'{"id": 2', b"[1]", b'{"id": "x"}', b'{"id": 3}{"id": 4}', b"", b"null", b"\xff\xfe"]
 
 
-def load(name: str) -> ModuleType:
-    """A program of ``jobs/`` as a module; programs there import each other as neighbours."""
-    sys.path.insert(0, str(ROOT / "jobs"))
-    try:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "jobs" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "jobs"))
-    return module
-
-
-@pytest.fixture(scope="module")
-def job() -> ModuleType:
-    return load("group_to_delta")
-
-
 @pytest.fixture
-def arguments(job: ModuleType) -> Any:
+def arguments() -> Any:
     """``arguments(*more)`` -> (exit status, what was printed), of a call that must not get as far as Spark."""
-    app = typer.Typer()
-    app.command()(job.main)
 
     def call(*given: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, list(given), env={"COLUMNS": "2000", "NO_COLOR": "1", "TERM": "dumb"})
+        result = CliRunner().invoke(app, ["run", *given], env={"COLUMNS": "2000", "NO_COLOR": "1", "TERM": "dumb"})
         return result.exit_code, " ".join(result.output.split())
 
     return call
@@ -108,7 +90,7 @@ def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_sto
     assert sorted(committed(group_id).values()) == [1 + len(BAD), 100]
 
     produce(name, [json.dumps({"id": n, "name": "later"}) for n in range(100, 130)], partition=0)
-    second = run([sys.executable, str(JOB), *asked, "--trigger", "once"], tmp_path, RACK="r1")
+    second = run([*COMMAND, *asked, "--trigger", "once"], tmp_path, RACK="r1")
 
     assert second.returncode == 0, second.stderr
     again = living_rows(table)
@@ -122,7 +104,7 @@ def test_an_error_of_the_source_is_one_line_without_a_stack_trace(broker: Broker
     asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", "g", "--topics", "no-such-topic"]
     asked += ["--table", str(tmp_path / "t"), "--checkpoint", str(tmp_path / "c"), "--option", "groupMember=2"]
 
-    ended = run([sys.executable, str(JOB), *asked], tmp_path)
+    ended = run([*COMMAND, *asked], tmp_path)
 
     assert ended.returncode == 1
     assert "unknown option 'groupmember'; did you mean 'groupMembers'?" in ended.stderr
@@ -162,8 +144,8 @@ def test_a_wrong_trigger_is_refused_before_spark_starts(arguments: Any, trigger:
         ("100 milliseconds", {"processingTime": "100 milliseconds"}),
     ],
 )
-def test_triggers(job: ModuleType, trigger: str, timing: dict[str, Any]) -> None:
-    assert job._timing(trigger) == timing
+def test_triggers(trigger: str, timing: dict[str, Any]) -> None:
+    assert cli_run._timing(trigger) == timing
 
 
 @pytest.mark.parametrize("name", ["kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config"])
@@ -177,25 +159,27 @@ def test_an_option_without_a_value_is_refused_and_not_shown_in_full(arguments: A
     assert status == 2 and "write KEY=VALUE" in shown
 
 
-def test_option_files_take_secrets_from_the_environment(
-    job: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("table", ["/tmp/none/c", "delta.`file:///tmp/none/c/`"])
+def test_a_table_and_a_checkpoint_in_one_folder_are_refused(arguments: Any, table: str) -> None:
+    status, shown = arguments(*NEEDED, "--topics", "t", "--table", table)
+    assert status == 1 and "one folder" in shown
+
+
+def test_option_files_take_secrets_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAFKA_SECRET", "a=b c")
     path = tmp_path / "options"
     path.write_text("# comment\n\nkafka.sasl.password = ${KAFKA_SECRET}\nkafka.x=1\n")
-    assert job._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
+    assert cli_run._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
 
 
 @pytest.mark.parametrize(
     ("text", "said"), [("kafka.x=${NOT_SET_ANYWHERE}", "no variable NOT_SET_ANYWHERE"), ("hunter2", "write key=value")]
 )
-def test_a_broken_option_file_is_named_with_its_line_and_not_shown(
-    job: ModuleType, tmp_path: Path, text: str, said: str
-) -> None:
+def test_a_broken_option_file_is_named_with_its_line_and_not_shown(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "options"
     path.write_text(f"# first line\n{text}\n")
     with pytest.raises(typer.BadParameter) as met:
-        job._from_files([path])
+        cli_run._from_files([path])
     assert said in str(met.value) and "line 2" in str(met.value) and "hunter2" not in str(met.value)
 
 
@@ -204,22 +188,20 @@ def test_a_broken_option_file_is_named_with_its_line_and_not_shown(
 
 @pytest.mark.spark
 @pytest.mark.parametrize("schema", ["id BIGINTEGER", "id", "id BIGINT,, name STRING"])
-def test_a_schema_that_is_not_ddl_is_refused_in_one_line(spark: "SparkSession", job: ModuleType, schema: str) -> None:
+def test_a_schema_that_is_not_ddl_is_refused_in_one_line(spark: "SparkSession", schema: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
         job._ddl(spark, schema)
     assert "\n" not in str(met.value)
 
 
 @pytest.mark.spark
-def test_a_schema_without_fields_is_refused(spark: "SparkSession", job: ModuleType) -> None:
+def test_a_schema_without_fields_is_refused(spark: "SparkSession") -> None:
     with pytest.raises(typer.BadParameter, match="names no field"):
         job._ddl(spark, "")
 
 
 @pytest.mark.spark
-def test_a_field_with_the_name_of_a_kafka_column_is_refused_unless_these_are_renamed(
-    spark: "SparkSession", job: ModuleType
-) -> None:
+def test_a_field_with_the_name_of_a_kafka_column_is_refused_unless_these_are_renamed(spark: "SparkSession") -> None:
     fields = job._ddl(spark, "id BIGINT, Timestamp TIMESTAMP")
     with pytest.raises(typer.BadParameter, match=r"'Timestamp'.*--kafka-prefix"):
         job.parsed(fields)
@@ -227,7 +209,7 @@ def test_a_field_with_the_name_of_a_kafka_column_is_refused_unless_these_are_ren
 
 
 @pytest.mark.spark
-def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession", job: ModuleType) -> None:
+def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession") -> None:
     made = spark.createDataFrame(
         [(b"k", bytearray(b'{"a.b": 5, "timestamp": "x"}'), "t", 0, 7, 0)],
         "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestampType INT",
@@ -242,11 +224,13 @@ def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession", jo
     assert (row[0], row[1], row[2], row["kafka_offset"]) == (5, "x", None, 7)
 
 
-def test_the_reason_of_an_error_is_the_line_that_says_what_to_do(job: ModuleType) -> None:
+def test_the_reason_of_an_error_is_the_line_that_says_what_to_do() -> None:
     wrapped = (
         "[PYTHON_DATA_SOURCE_ERROR] Failed\nTraceback (most recent call last):\n  File x\n"
         "spark_group_source.errors.TopicMissing: topic 'a' does not exist\n\nSQLSTATE: 38000"
     )
     assert job.reason(RuntimeError(wrapped)) == "TopicMissing: topic 'a' does not exist"
+    inside = wrapped.replace("spark_group_source.errors.TopicMissing", "pyspark.errors.exceptions.captured.SparkError")
+    assert job.reason(RuntimeError(inside)) == "SparkError: topic 'a' does not exist"
     assert job.reason(RuntimeError("first\nsecond")) == "first"
     assert job.reason(KeyError()) == "KeyError()"
