@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom, here with a Kafka and a Spark of their own, and end as they say."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from spark_group_source.local.jars import cache_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -31,6 +34,10 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    # Delta's jars come as users get them, once, and into no folder of the user's.
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "spark-defaults.conf").write_text(f"spark.jars.ivy {cache_dir() / 'notebooks'}\n")
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     return "this-python"
 
 
@@ -40,19 +47,45 @@ def printed(notebook: Any, containing: str) -> str:
     return "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
 
 
+def executed(name: str, kernel: str, folder: Path) -> Any:
+    """A notebook after a run from top to bottom."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=CELL_S, kernel_name=kernel, resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return notebook
+
+
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CELL_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
-def test_the_quickstart_reads_all_and_then_only_what_is_new(kernel: str, tmp_path: Path) -> None:
-    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=CELL_S, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
-    )
+@pytest.mark.parametrize("remote", ["", pytest.param("local[2]", marks=pytest.mark.soak)], ids=["classic", "connect"])
+def test_the_quickstart_reads_all_and_then_only_what_is_new(
+    kernel: str, tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if remote:
+        monkeypatch.setenv("SPARK_REMOTE", remote)
+        monkeypatch.setenv("SPARK_TESTING", "1")  # any free port, instead of the one that two servers would share
+    notebook = executed("quickstart", kernel, tmp_path)
 
-    client.execute()
+    place = "through Spark Connect" if remote else "in this process"
+    assert f"on this machine, {place}" in printed(notebook, "getOrCreate()")
 
     assert printed(notebook, "first_run = run()") == "300"
     assert "first run: 300 records, second run: 50" in printed(notebook, "second_run = run()")
     assert "350 rows, 350 different orders" in printed(notebook, "different = table()")
-    assert "'lag': 0" in printed(notebook, "describe()")
+    assert printed(notebook, "describe(GROUP").startswith("lag 0\n")
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(3 * CELL_S)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
+def test_a_second_consumer_joins_and_leaves_and_every_record_is_read_once(kernel: str, tmp_path: Path) -> None:
+    notebook = executed("rebalance", kernel, tmp_path)
+
+    said = printed(notebook, "each_once =")
+    produced, by_spark, by_other = map(int, re.findall(r"\d+", said))
+    assert produced == by_spark + by_other and by_other > 0 and "each once: True" in said, said
+    assert "second" in printed(notebook, "second.subscribe") and "<svg" in (tmp_path / "rebalance.svg").read_text()
