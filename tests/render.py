@@ -9,9 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spark_group_source import answers
+import typer
+
+from spark_group_source import answers, errors
+from spark_group_source.cli import app as cli
 from spark_group_source.group import states
 from spark_group_source.group.states import HostState, PartitionState, Phase, RunState, SlotState
+from spark_group_source.metrics import groups as group_metrics
+from spark_group_source.metrics import run as run_metrics
+from spark_group_source.metrics import table as metrics
 from spark_group_source.options import table as options
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
@@ -22,6 +28,9 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 OPTIONS = ROOT / "docs/options.md"
 ANSWERS = ROOT / "docs/answers.md"
+CLI = ROOT / "docs/cli.md"
+METRICS = ROOT / "docs/metrics.md"
+ERRORS = ROOT / "docs/errors.md"
 PICTURE = ROOT / "docs/batch.svg"
 
 TEN = (
@@ -58,8 +67,41 @@ def blocks() -> dict[Path, dict[str, str]]:
         README: {"options": options.render_markdown(TEN)},
         OPTIONS: {"options": options.render_markdown()},
         ANSWERS: {"answers": answers.render_markdown()},
+        CLI: {"exit codes": exit_codes(), "commands": commands()},
+        METRICS: {
+            "run metrics": metrics.render_markdown(run_metrics.METRICS),
+            "group metrics": metrics.render_markdown(group_metrics.METRICS),
+        },
+        ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
         ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
+
+
+def exit_codes() -> str:
+    """What a program may go by."""
+    return (
+        "\n".join(["| code | means |", "|---|---|", *(f"| {c} | {text} |" for c, text in cli.EXIT_CODES.items())])
+        + "\n"
+    )
+
+
+def commands() -> str:
+    """One row a command: its first sentence, and its options."""
+    lines = ["| command | what it does | options |", "|---|---|---|"]
+    for name, command in sorted(_leaves(typer.main.get_command(cli.app), "")):
+        shown = [one for one in command.params if one.name != "help" and not getattr(one, "hidden", False)]
+        options = ", ".join(f"`{one.opts[0] if one.opts[0].startswith('-') else one.name.upper()}`" for one in shown)
+        text = " ".join((command.help or "").split("\n\n")[0].split())
+        lines.append(f"| `{name}` | {text} | {options} |")
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(command: Any, name: str) -> list[tuple[str, Any]]:
+    """The commands below one, without those that help does not show."""
+    below: dict[str, Any] = getattr(command, "commands", {})
+    if not below:
+        return [(name, command)]
+    return [found for word, one in below.items() if not one.hidden for found in _leaves(one, f"{name} {word}".strip())]
 
 
 def rows(kind: type[Enum], table: Table) -> str:
@@ -70,6 +112,20 @@ def rows(kind: type[Enum], table: Table) -> str:
         exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
         lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'nothing'} |")
     return "\n".join(lines) + "\n"
+
+
+def kinds(base: type[errors.SourceError]) -> list[type[errors.SourceError]]:
+    """The classes below one, each before those below itself, in the order of the file."""
+    found = [cls for cls in base.__subclasses__() if cls.__module__ == errors.__name__]
+    return [each for cls in found for each in (cls, *kinds(cls))]
+
+
+def section(cls: type[errors.SourceError]) -> str:
+    """An error: when one gets it, and what to do."""
+    cause = re.sub(r"``([^`]*)``", r"`\1`", " ".join((cls.__doc__ or "").split()))
+    remedy = re.sub(r"`docs/(\w+\.md)`", r"[\1](\1)", cls.remedy)
+    again = "yes" if cls.retriable else "no"
+    return f"## {cls.__name__}\n\n{cause}\n\n**What to do.** {remedy}\n\nTrying again can help: {again}.\n"
 
 
 def diagram(kind: type[Enum], table: Table) -> str:

@@ -1,0 +1,179 @@
+"""The documents: the site is built strictly, and what they tell people to type works."""
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from delta_files import living_rows
+
+from spark_group_source.cli.app import app
+from spark_group_source.local.broker import Broker
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+SITE_S = 120
+FIRST_S = 400
+ELLIPSES = ("…", "...", "<")
+"""Where one of these stands, the reader is to put something."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    document: str
+    language: str
+    text: str
+
+
+def blocks() -> Iterator[Block]:
+    for path in DOCUMENTS:
+        for indent, language, text in BLOCK.findall(path.read_text()):
+            yield Block(path.name, language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every line that is to be typed, of blocks and of sentences, with the name of its document."""
+    for block in blocks():
+        if block.language in ("", "bash"):
+            for line in block.text.replace("\\\n", " ").splitlines():
+                yield block.document, line.strip()
+    for path in DOCUMENTS:
+        for text in re.findall(r"`([^`]+)`", BLOCK.sub("", path.read_text())):
+            yield path.name, " ".join(text.split())
+
+
+def typed(program: str) -> list[Any]:
+    """The arguments of each command of a program, without comments and the brackets of what may be left out."""
+    found = {
+        (document, re.sub(r"\s+#.*$", "", line).replace("[", "").replace("]", ""))
+        for document, line in commands()
+        if line.startswith(program + " ") and not any(mark in line for mark in ELLIPSES)
+    }
+    return [
+        pytest.param(shlex.split(line)[len(program.split()) :], id=f"{name}: {line}") for name, line in sorted(found)
+    ]
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(typed("spark-group")) > 20 and len(typed("make")) > 5
+
+
+@pytest.mark.parametrize("arguments", typed("spark-group"))
+def test_a_command_of_spark_group_is_one(arguments: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+        assert name in command.commands, f"there is no command {name}"
+        command = command.commands[name]
+    # A name alone in a sentence stands for the command; with arguments, all that it needs must be there.
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    given = [argument for argument in arguments if argument.startswith("--")]
+    assert set(given) <= options, set(given) - options
+    if "--group" in given and "--bootstrap-servers" in given:
+        command.make_context(command.name, list(arguments))
+
+
+@pytest.mark.parametrize("arguments", typed("make"))
+def test_a_target_of_make_is_one(arguments: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert arguments[0] in targets
+
+
+class Understood(Exception):
+    """A benchmark took its arguments, and would begin."""
+
+
+@pytest.mark.parametrize("arguments", [*typed("python -m tests.bench")])
+def test_a_benchmark_takes_the_arguments_that_a_document_gives(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(parser: argparse.ArgumentParser, words: list[str]) -> None:
+        parse(parser, words)
+        raise Understood
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    name, *rest = (re.sub(r"^N$", "7", re.sub("^BYTES$", "9", word)) for word in arguments)
+    with pytest.raises(Understood):
+        importlib.import_module(f"bench.{name}").main(rest)
+
+
+@pytest.mark.parametrize("arguments", [*typed("python"), *typed("spark-submit")])
+def test_a_program_that_is_named_is_there(arguments: list[str]) -> None:
+    for argument in arguments:
+        if argument.startswith(("jobs/", "tests/")):
+            assert (ROOT / argument).exists()
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda block: block.document)
+def test_a_block_of_python_is_python_and_imports_what_is_there(block: Block) -> None:
+    text = re.sub(r"^\.option", "x = x.option", block.text, flags=re.MULTILINE)  # the middle of a chain
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spark_group_source"):
+            module = __import__(node.module or "", fromlist=[alias.name for alias in node.names])
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_strictly_and_asks_no_other_host_for_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "conf/mkdocs.yml"]
+    offline = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)],
+        cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, timeout=SITE_S, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    pages = {path.stem for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= pages
+    for page in tmp_path.glob("*.html"):
+        fetched = re.findall(r'<(?:link|script|img)[^>]+(?:href|src)="?(https?:[^"> ]+)', page.read_text())
+        assert set(fetched) <= SEARCH_OF_FILES, page.name
+
+
+SEARCH_OF_FILES = {"https://unpkg.com/iframe-worker/shim"}
+"""What the search asks for in pages that are opened as files, and only there."""
+
+
+@pytest.mark.spark
+@pytest.mark.soak  # two minutes of starting Sparks; the guide for changing over is typed in every run
+@pytest.mark.timeout(2 * FIRST_S)
+def test_the_first_ten_minutes_are_as_they_are_written(broker: Broker, topic: Any, tmp_path: Path) -> None:
+    """All of its commands in their order, in one shell; the broker is the tests' own."""
+    orders = topic(3)
+    script = "\n".join(b.text for b in blocks() if b.document == "first.md" and b.language == "bash")
+    script = re.sub(r"^(pip|spark-group broker) .*\n", "", script, flags=re.MULTILINE)
+    group = f"etl-{orders}"
+    script = script.replace("localhost:9092", broker.bootstrap_servers).replace('"orders"', f'"{orders}"')
+    script = script.replace("--topics orders", f"--topics {orders}").replace("--group etl", f"--group {group}")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, runs in (("python", ""), ("spark-group", "-m spark_group_source")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {runs} "$@"\n')
+        (programs / name).chmod(0o755)
+    own = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "SPARK_CONF_DIR": str(ROOT / "conf"),
+        "SPARK_LOCAL_DIRS": str(tmp_path),
+        "PYSPARK_SUBMIT_ARGS": f'--conf "spark.driver.extraJavaOptions=-Djava.io.tmpdir={tmp_path}" pyspark-shell',
+    }
+    ended = subprocess.run(
+        ["bash", "-eu"],
+        input=script, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=FIRST_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    rows = living_rows(tmp_path / "lake" / "orders")
+    assert sorted(row["order_id"] for row in rows) == list(range(1, 351))
+    assert f"{group}  empty" in ended.stdout and "lag 0" in ended.stdout
