@@ -219,6 +219,20 @@ class Accounts:
         book.times += [0] * missing
         book.first += [self._nobody] * missing
 
+    def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
+        parties = {reader.party for reader in readers}
+        return any(loss.reader.party in parties for loss in self.books[tp].losses)
+
+    def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
+        (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
+        book = self.books[tp]
+        if committed < start and (book.moved or book.again):
+            return False  # an operator, or who took the topic for a new one, has it read again by whoever is next
+        others = [entry.offset for _, entry in book.commits if entry.stream != reader.party]
+        if committed < start and reader.party in book.away and others[-1:] == [committed]:
+            return False  # a former run planned it, and others have put the group before it since: there it goes on
+        return committed < end and start < end
+
 
 def advance(book: Book) -> None:
     book.whole = max(book.whole, book.nobodys)

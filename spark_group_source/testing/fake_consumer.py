@@ -95,6 +95,8 @@ class FakeConsumer:
                 client_id=self._library.settings.get("client.id", "rdkafka"),
                 takes=takes,
             )
+            answered = self._library.process.name in self._library.cluster.transactions.answered
+            self._library.cluster.books.joins(self._client, answered=answered)
         self._client.subscribe(frozenset(topics))
 
     def unsubscribe(self) -> None:

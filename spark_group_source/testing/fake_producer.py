@@ -56,7 +56,10 @@ class FakeProducer:
             else:
                 reply(epoch)
 
-        self._epoch = self._ask(Ask.INIT, serve, timeout, self._unanswered_error)
+        try:
+            self._epoch = self._ask(Ask.INIT, serve, timeout, self._unanswered_error)
+        finally:
+            self._library.cluster.transactions.answered.add(self._library.process.name)
         self._state = "Ready"
 
     def begin_transaction(self) -> None:

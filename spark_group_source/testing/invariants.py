@@ -9,6 +9,7 @@ does to partitions (``accounts``).
 
 from collections.abc import Iterable
 
+from spark_group_source.driver.worker import SHUT_OUT_S_MAX
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
 from spark_group_source.testing.accounts import Accounts, Ranges, Violation, advance, whole_behind
@@ -23,6 +24,14 @@ class Invariants(Accounts):
     """The rules. Every method is called when the thing really happens."""
 
     # --- who has what -----------------------------------------------------------------------------------------------
+
+    def joins(self, client: Client, *, answered: bool) -> None:
+        """A consumer joins. One of a run waits until the question for the run's transactional id is ``answered``, or
+        the wait's bound is over: before that an older driver would be told that nobody has replaced it."""
+        reader = self._readers[client.process.name]
+        ours = reader.counted is not None and client.process.name == reader.name  # agents' come later
+        if ours and not answered and self._world.now_ms - reader.began_ms < SHUT_OUT_S_MAX * 1000:
+            self._break(f"{client.name} joins before its run has asked for its transactional id")
 
     def reads_as(self, process: str, reader: Reader) -> None:
         """Consumers of this process read for ``reader``."""
@@ -379,20 +388,6 @@ class Invariants(Accounts):
             lost = book.end < start <= book.longest or start < max(book.firsts, default=0)
             return start in known or (lost and self._may_skip(tp, reader))
         return start in [entry.offset for entry in seen if anyone or entry.stream != reader.party]
-
-    def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
-        parties = {reader.party for reader in readers}
-        return any(loss.reader.party in parties for loss in self.books[tp].losses)
-
-    def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
-        (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
-        book = self.books[tp]
-        if committed < start and (book.moved or book.again):
-            return False  # an operator, or who took the topic for a new one, has it read again by whoever is next
-        others = [entry.offset for _, entry in book.commits if entry.stream != reader.party]
-        if committed < start and reader.party in book.away and others[-1:] == [committed]:
-            return False  # a former run planned it, and others have put the group before it since: there it goes on
-        return committed < end and start < end
 
 
 def _continues(reader: Reader, former: Reader) -> bool:

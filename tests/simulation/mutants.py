@@ -344,6 +344,13 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
+        "joins-before-its-id",
+        "driver/coordinator.py",
+        "before=self._worker.await_shut_out,",
+        "before=lambda: None,",
+        "members join when the run has its transactional id, or knows that it cannot have it now",
+    ),
+    Mutant(
         "suffers-twins",
         H,
         "for twin in [host for host in self.all.values() if host.executor == event.executor]:",
@@ -452,6 +459,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "writes-what-it-has": ("eager", 54),
     "writes-void-plans": ("eager", 3),
     "moves-what-is-on-its-way": ("calm-cooperative", 1),
+    "joins-before-its-id": ("eager", 0),
     "trusts-the-silent": ("calm-eager", 0),
     "suffers-twins": ("cooperative", 0),
     "leaves-slots-with-the-lost": ("calm-eager", 1),
