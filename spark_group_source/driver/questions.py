@@ -4,12 +4,15 @@ Runs in: the stream reader. Deliberately absent: what an answer means (``group``
 offsets (``worker``).
 """
 
+import logging
 from collections.abc import Callable
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Admin, EpochEnds
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
+
+log = logging.getLogger(__name__)
 
 
 class Questions:
@@ -42,9 +45,13 @@ class Questions:
 
     def target(self) -> ev.TargetTaken:
         """Where every partition of the subscription ends now. A new one that not every broker knows yet is waited for:
-        without its end a run would leave it to the next one."""
+        without its end the run leaves it to the next one, and says so."""
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
-        return ev.TargetTaken(ends=self._admin.latest_of_all(tps, committed=self._committed))
+        ends = self._admin.latest_of_all(tps, committed=self._committed)
+        if left := [tp for tp in tps if tp not in ends]:
+            text = "partitions left to the next run, because no broker told their end yet: %d, such as %s"
+            log.warning(text, len(left), left[0])
+        return ev.TargetTaken(ends=ends)
 
     def look(self, question: ev.Look) -> ev.Looked:
         """Ask what is asked, in the order of its fields."""

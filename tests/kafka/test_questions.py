@@ -115,6 +115,19 @@ def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked
     assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, B0], [B0], [B0]]
 
 
+def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_said(
+    runtime: HandRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
+    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+    gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
+    runtime.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
+    runtime.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
+    target = Questions(options, admin, EpochEnds(SETTINGS, runtime=runtime), runtime.now_ms).target()
+    assert target.ends == {A0: 3}
+    assert f"left to the next run, because no broker told their end yet: 1, such as {A1}" in caplog.text
+
+
 def test_partitions_without_a_leader_are_asked_for_again(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime, retries=2)
     runtime.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
