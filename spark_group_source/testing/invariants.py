@@ -264,7 +264,7 @@ class Invariants(Accounts):
                 self._break(f"{reader.name} read {tp}[{start},{end}) beyond the end {book.end}")
             for holding in book.holders.values():
                 at = holding.begin if holding.until is None else holding.until
-                chained = start <= at or start in book.firsts  # what came before is gone
+                chained = start <= max(at, book.nobodys) or start in book.firsts  # what came before is gone
                 if holding.reader is reader and holding.loss is None and chained and known:
                     holding.until = end
             if start < book.rewound:

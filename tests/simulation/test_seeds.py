@@ -50,6 +50,10 @@ def test_what_was_read_of_a_topic_made_again_counts_though_its_log_shrank_since_
     run(89829, protocol="consumer")  # testing/invariants.py: processed_by, ever
 
 
+def test_what_was_read_behind_a_start_at_the_end_is_a_loss_of_who_read_it_seed_90498() -> None:
+    run(90498, protocol="cooperative")  # testing/invariants.py: processed_by, book.nobodys
+
+
 def test_offsets_that_come_when_their_transaction_is_over_are_refused_seed_88462() -> None:
     run(88462, protocol="eager")  # testing/transactions.py: send, found.open
 
