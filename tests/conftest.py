@@ -116,6 +116,13 @@ def _lane(nodeid: str) -> str | None:
     return next((lane for lane, files in LANES.items() if nodeid.startswith(files)), None)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: a run that is ended from outside, as by its time limit, comes to no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        sys.stderr.write(f"\n{report.when} failed after {report.duration:.0f} s: {report.nodeid}\n")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each lane to one worker; the other tests one by one to whichever is free. Their order is the collection's."""
