@@ -31,7 +31,7 @@ class Invariants(Accounts):
         reader = self._readers[client.process.name]
         ours = reader.counted is not None and client.process.name == reader.name  # agents' come later
         if ours and not answered and self._world.now_ms - reader.began_ms < SHUT_OUT_S_MAX * 1000:
-            self._break(f"{client.name} joins before its run has asked for its transactional id")
+            self._break(f"{client.name} joins while its run still asks for its transactional id")
 
     def reads_as(self, process: str, reader: Reader) -> None:
         """Consumers of this process read for ``reader``."""

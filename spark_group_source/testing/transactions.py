@@ -34,7 +34,7 @@ class Transactions:
     def __init__(self, world: World) -> None:
         self._world = world
         self.expired: set[str] = set()  # whose transaction was aborted because nobody ended it
-        self.answered: set[str] = set()  # who asked for an id and was answered, also with no
+        self.answered: set[str] = set()  # whose question for an id is over, also without an answer
         self._known: dict[str, _Transaction] = {}
 
     def init(self, id_: str, by: str = "") -> tuple[Code, int]:

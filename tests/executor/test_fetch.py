@@ -41,9 +41,9 @@ Read = Callable[..., list[Row]]
 
 DEADLINE_S = 15.0
 LONG_S = 300.0
-"""A deadline that no test waits for."""
+"""A deadline that no test waits for: what is told at once is told long before it."""
 ENDED_S_MAX = 45.0
-"""On a machine that is busy. What knew no bound of ours would wait for librdkafka's own, a minute, or for ever."""
+"""At once, on a machine that is busy."""
 NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
 
 
@@ -484,8 +484,10 @@ def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
     topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker, read: Read
 ) -> None:
     name = compacted(topic, produce, admin, broker.bootstrap_servers)
-    assert offsets(read(of(name, 0, 100))) == [0]
-    assert read(of(name, 50, 100)) == []
+    started = time.monotonic()
+    assert offsets(read(of(name, 0, 100), deadline_s=LONG_S)) == [0]
+    assert read(of(name, 50, 100), deadline_s=LONG_S) == []
+    assert time.monotonic() - started < ENDED_S_MAX
 
 
 class Silent:
@@ -712,7 +714,7 @@ def test_B36_an_unreachable_broker_is_named_within_the_deadline(path: str) -> No
     started = time.monotonic()
     with pytest.raises(ReadTimeout) as caught:
         list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2, path=path))
-    assert 1.9 < time.monotonic() - started < ENDED_S_MAX
+    assert 1.9 < time.monotonic() - started < 6
     assert address in str(caught.value)
     assert "orders-0[7,9)" in str(caught.value)
     assert "refused" in str(caught.value) or "brokers are down" in str(caught.value)
@@ -728,7 +730,7 @@ def test_B36_a_broker_that_takes_connections_and_never_answers_is_bounded(path: 
         started = time.monotonic()
         with pytest.raises(ReadTimeout, match=address):
             list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 0, 9)], deadline_s=2, path=path))
-        assert time.monotonic() - started < ENDED_S_MAX
+        assert time.monotonic() - started < 6
 
 
 def test_B36_a_broker_that_stops_answering_half_way_is_bounded(
@@ -748,7 +750,7 @@ def test_B36_a_broker_that_stops_answering_half_way_is_bounded(
         started = time.monotonic()
         with pytest.raises(ReadTimeout, match=r"orders-0\[2,9\)"):
             list(reading)
-        assert time.monotonic() - started < ENDED_S_MAX
+        assert time.monotonic() - started < 6
         own.resume(1)
 
 
@@ -779,9 +781,11 @@ def test_B38_records_that_aged_out_fail_the_task_with_their_place(
     name = topic()
     produce(name, [str(i) for i in range(20)], partition=0)
     forget(admin, name, 8)
+    started = time.monotonic()
     with pytest.raises(DataLoss, match="failOnDataLoss=false") as caught:
-        read(of(name, 3, 12))
+        read(of(name, 3, 12), deadline_s=LONG_S)
     assert caught.value.fields == {"topic": name, "partition": 0, "expected": 3, "available": (8, 20)}
+    assert time.monotonic() - started < ENDED_S_MAX
     assert not caught.value.retriable
 
 
@@ -848,8 +852,10 @@ def test_a_topic_or_partition_that_is_not_there(
     there = topic()
     produce(there, ["0", "1"], partition=0)
     gone = there if partition else f"{there}-gone"
+    started = time.monotonic()
     with pytest.raises(TopicMissing, match=gone) as caught:
-        read(of(gone, 0, 5, partition), of(there, 0, 2))
+        read(of(gone, 0, 5, partition), of(there, 0, 2), deadline_s=LONG_S)
+    assert time.monotonic() - started < ENDED_S_MAX
     assert caught.value.fields == {"topics": [gone]}
     rows = read(of(gone, 0, 5, partition), of(there, 0, 2), fail_on_data_loss=False)
     assert offsets(rows) == [0, 1]
@@ -886,9 +892,10 @@ def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
 
     fetch._pool.close()
     monkeypatch.setattr(fetch, "_open", counted)
-    rows = read(*(of(name, 0, 1, p) for p in range(1000)))
+    wanted = [of(name, 0, 1, p) for p in range(1000)]
+    rows = read(*wanted)
     assert sorted((row["partition"], row["value"]) for row in rows) == [(p, b"%d" % p) for p in range(1000)]
-    assert len(opened) == 1
+    assert len(opened) == len(fetch._rounds(wanted)) == 1
 
 
 def test_an_abandoned_read_leaves_nothing_behind(

@@ -11,6 +11,8 @@ from rebalance.ordinary import STRATEGIES
 from rebalance.runs import Run
 
 PARTITIONS = 4
+HAND_OVER_S_MAX = 5.0
+"""From "the batch is durable" to "the other member has its partitions". Under 1 s on a machine that is not busy."""
 QUIET_S = 1.0
 
 
@@ -33,6 +35,7 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
             gained = other.await_partitions(2)
             took_s = other.first_assigned_at() - durable_at_s
             measured(f"{strategy}: partitions at the new member {took_s * 1000:.0f} ms after the batch was durable")
+            assert took_s < HAND_OVER_S_MAX
             assert took_s > 0, "before the batch was durable"
 
             until = plan.positions()
@@ -69,4 +72,5 @@ def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(strat
             seen_at_s = time.monotonic()
             other.await_partitions(2)
             measured(f"{strategy}: {(other.first_assigned_at() - seen_at_s) * 1000:.0f} ms after it was in the group")
-            assert run.statistics["overruns"] == 0, "it waited for the end of the hold's budget"
+            assert other.first_assigned_at() - seen_at_s < HAND_OVER_S_MAX
+            assert run.statistics["hold_max_ms"] < 1000 * HAND_OVER_S_MAX
