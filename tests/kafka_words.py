@@ -4,8 +4,10 @@ Runs in: tests. Deliberately absent: fixtures (``conftest.py``), which are these
 is a module of its own because every ``conftest.py`` has the same name, and a type must not exist twice.
 """
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -31,12 +33,15 @@ from spark_group_source.model import TopicPartition
 T = TypeVar("T")
 
 ADMIN_S = 30
+"""Bound of one answer of Kafka's admin API, and of delivering the records of one ``produce``."""
 SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
 """Whom the broker that tests share knows, at ``broker.sasl_bootstrap_servers``."""
-"""Bound of one answer of Kafka's admin API, and of delivering the records of one ``produce``."""
 
 POLL_S = 0.02
 """Pause between two looks of :func:`await_until`."""
+
+STACK_LINES_MAX = 6
+"""Frames of each thread in the report of a condition that did not come true."""
 
 NOT_SERVED_YET = frozenset(
     {
@@ -94,8 +99,18 @@ def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str
             return last
         if time.monotonic() >= end:
             name = what or getattr(predicate, "__name__", "the condition")
+            sys.stderr.write(_stacks())
             pytest.fail(f"{name} did not hold within {deadline_s} s; last: {last!r}")
         pause.wait(POLL_S)
+
+
+def _stacks() -> str:
+    """Where each thread of this process stands: what a condition that does not come true is waited for behind."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "".join(
+        f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame)[-STACK_LINES_MAX:])}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 def create_topic(
