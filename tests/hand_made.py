@@ -1,7 +1,7 @@
 """A runtime that a test moves by hand: no threads, a clock that goes on only where somebody waits, scripted clients.
 
 Runs in: tests. Deliberately absent: any behaviour of Kafka; a client answers what the test wrote down (those of the
-simulation, in ``testing``, behave). Whatever would wait runs the next line of :attr:`HandRuntime.script` instead.
+simulation, in ``kit``, behave). Whatever would wait runs the next line of :attr:`HandRuntime.script` instead.
 """
 
 import queue

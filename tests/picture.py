@@ -7,10 +7,11 @@ answers take; what is planned, committed, held and released, and when, is what t
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kit.harness import GROUP, STREAM, only, tps
+from kit.run_harness import RunHarness
+
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.testing.harness import GROUP, STREAM, only, tps
-from spark_group_source.testing.run_harness import RunHarness
 
 STAYS, LEAVES = tps("orders", 0, 1)
 LOOK_MS, ECHO_MS, REBALANCE_MS = 70, 220, 180

@@ -24,12 +24,8 @@ README_LINES_MAX = 200
 GLOSSARY_TERMS_MAX = 20
 ARCHITECTURE_NAMES_MIN = 100
 """Fewer names than this were found: the pattern does not match any more."""
-MODULE_LINES_MAX = 400
-LONG = {
-    "group.events": "every event, command and step: a list of values without behaviour",
-    "local.broker": "one real broker, from its files to its end, in one place",
-}
-"""Modules that may be longer, and why."""
+MODULE_LINES_MAX = 800
+"""One idea a file, one class in one file; above this a seam is looked for."""
 
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
 VALUES = {"model", "errors", "answers", "fits", "__version__"}
@@ -94,7 +90,7 @@ def test_a_room_imports_only_the_rooms_that_it_may(name: str) -> None:
 
 def test_every_folder_is_a_room_with_walls() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert rooms - {"testing"} == set(WALLS)
+    assert rooms == set(WALLS)
 
 
 def test_the_group_protocol_is_pure() -> None:
@@ -110,7 +106,7 @@ def test_source_and_sink_meet_only_in_values() -> None:
 
 def test_only_kafkas_side_imports_the_client_library() -> None:
     importers = {room(name) for name, path in modules() if "confluent_kafka" in foreign(path)}
-    assert importers - {"testing"} <= {"kafka", "executor", "local"}, importers
+    assert importers <= {"kafka", "executor", "local"}, importers
 
 
 def test_only_source_imports_sparks_data_source_classes() -> None:
@@ -125,7 +121,7 @@ def test_the_stream_reader_knows_nothing_of_spark() -> None:
 
 
 def test_nothing_imports_the_test_tools() -> None:
-    assert not [name for name, path in modules() if room(name) != "testing" and "testing" in ours(path)]
+    assert not [name for name, path in modules() if foreign(path) & {"kit", "tests"}]
 
 
 def test_every_module_says_where_it_runs_and_what_is_absent() -> None:
@@ -225,7 +221,7 @@ def test_the_glossary_has_at_most_twenty_terms() -> None:
 
 def test_no_module_is_too_long() -> None:
     long = {name: count for name, path in modules() if (count := len(path.read_text().splitlines())) > MODULE_LINES_MAX}
-    assert long.keys() == LONG.keys(), "shorten it, or say here why it is long"
+    assert not long, "look for a seam"
 
 
 def test_the_readme_names_no_command_that_is_not_there() -> None:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from faults.deaths import Deaths, Restarts
 from faults.outages import Outage
 from faults.soak import SETTINGS, Soak
+from kit.faulty_cluster import KINDS, FaultyCluster
 
 from spark_group_source.local.conf import local_spark_settings
 from spark_group_source.source import KafkaGroupDataSource
-from spark_group_source.testing.faulty_cluster import KINDS, FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

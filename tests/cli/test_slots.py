@@ -3,11 +3,11 @@
 import io
 from typing import Any
 
+from kit.run_harness import RunHarness
 from rich.console import Console
 
 from spark_group_source.cli.group import _slots
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.testing.run_harness import RunHarness
 
 NOW_S = 100.0
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kit.proxy import CLEAR, Direction, Line, Proxy
 from rebalance.accounts import Record
 
 from crash.churn import Application, figures
 from spark_group_source.local.broker import Broker, free_ports
-from spark_group_source.testing.proxy import CLEAR, Direction, Line, Proxy
 
 SESSION_MS = 15_000
 LEASE_S = 9.0

@@ -18,6 +18,7 @@ import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until
+from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import (
@@ -47,7 +48,6 @@ from spark_group_source.executor.client import ANSWER_S_MAX
 from spark_group_source.executor.patience import Patience
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.testing.mock_cluster import Api, MockCluster
 
 TP = TopicPartition("orders", 0)
 COUNT = 20

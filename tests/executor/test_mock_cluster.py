@@ -6,9 +6,9 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection
 from confluent_kafka import TopicPartition as KafkaTopicPartition
 from confluent_kafka.admin import AdminClient
+from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.mock_cluster import Api, MockCluster
 
 TP = TopicPartition("orders", 0)
 

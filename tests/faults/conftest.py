@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 from confluent_kafka.admin import AdminClient
+from kit.faulty_cluster import FaultyCluster
 
 from faults.soak import SETTINGS
-from spark_group_source.testing.faulty_cluster import FaultyCluster
 
 
 @pytest.fixture(scope="package")

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 from confluent_kafka import KafkaError, Message
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until
+from kit.faulty_cluster import Fault, FaultyCluster
 from rebalance.accounts import Flow, asking, describe, stays
 
 from faults.queries import Query
 from faults.soak import ASK_S, CALM_S, PARTITIONS, RECOVERED_S, Soak, Struck
 from spark_group_source.local.broker import START_S
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import Offsets, await_until, create_topic, end_offsets_of, produce_to
+from kit.faulty_cluster import Fault, FaultyCluster
+from kit.proxy import Direction, Line
 from rebalance.accounts import asking, describe, produced, stays
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
 from faults.queries import Query
 from spark_group_source.host import runs
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
-from spark_group_source.testing.proxy import Direction, Line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

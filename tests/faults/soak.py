@@ -21,13 +21,13 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic
+from kit.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
 from rebalance.accounts import Flow, Record, asking, produced, stays
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
 from faults.queries import Query
 from spark_group_source.host import runs
-from spark_group_source.testing.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -10,13 +10,13 @@ import yaml
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import Record, await_until, create_topic, produce_to
+from kit.faulty_cluster import Fault, FaultyCluster
 from metrics.scrapes import Scrape, fires, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source.kafka import Runtime
 from spark_group_source.metrics.exporter import Exporter
 from spark_group_source.metrics.sweep import Sweeps
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 

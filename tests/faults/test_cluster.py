@@ -4,10 +4,10 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of, produce_to
+from kit.faulty_cluster import Fault, FaultyCluster
+from kit.proxy import Direction
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
-from spark_group_source.testing.proxy import Direction
 
 pytestmark = pytest.mark.broker
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import await_until
-
-from spark_group_source.testing.faulty_cluster import KINDS, Draw
-from spark_group_source.testing.proxy import CLEAR, Direction, Line, Proxy
+from kit.faulty_cluster import KINDS, Draw
+from kit.proxy import CLEAR, Direction, Line, Proxy
 
 REPLY_S = 10
 SILENCE_S = 0.3

@@ -11,12 +11,12 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from conftest import create_topic
 from kafka_words import await_until, produce_to
+from kit.faulty_cluster import Fault, FaultyCluster
 from rebalance.accounts import Flow, assert_once, await_committed, describe
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
 from faults.queries import RECOVERED_S, SPARK_S, Query
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

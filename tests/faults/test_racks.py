@@ -11,6 +11,8 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of
+from kit.faulty_cluster import FaultyCluster
+from kit.proxy import Direction
 
 from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near, start
@@ -18,8 +20,6 @@ from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.agent.processes import Process
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.testing.faulty_cluster import FaultyCluster
-from spark_group_source.testing.proxy import Direction
 
 pytestmark = [pytest.mark.broker, pytest.mark.soak]
 

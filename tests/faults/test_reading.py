@@ -14,14 +14,14 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of
+from kit.faulty_cluster import Fault, FaultyCluster
+from kit.proxy import Direction, Line
 from rebalance.accounts import await_committed
 from rebalance.conftest import make_options
 
 from faults.queries import RECOVERED_S, Query
 from spark_group_source.executor import fetch
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.testing.faulty_cluster import Fault, FaultyCluster
-from spark_group_source.testing.proxy import Direction, Line
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.faulty_cluster import FaultyCluster
 from rebalance.accounts import measured
 
 from faults.soak import Soak
-from spark_group_source.testing.faulty_cluster import FaultyCluster
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,14 +13,14 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import create_topic, end_offsets_of, produce_to
+from kit.faulty_cluster import FaultyCluster
+from kit.proxy import Direction, Line
+from kit.spoil import Harm, Spoil
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import make_options
 
 from faults import spoiled_process
 from faults.queries import Query
-from spark_group_source.testing.faulty_cluster import FaultyCluster
-from spark_group_source.testing.proxy import Direction, Line
-from spark_group_source.testing.spoil import Harm, Spoil
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-
-from spark_group_source.testing.harness import GroupHarness
+from kit.harness import GroupHarness
 
 
 @pytest.fixture

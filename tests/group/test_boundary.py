@@ -1,11 +1,11 @@
 """A partition leaves only between batches: holds, their order and budget, and what is lost instead."""
 
 import pytest
+from kit.harness import HOLD_BUDGET_MS, STREAM, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import SlotState
-from spark_group_source.testing.harness import HOLD_BUDGET_MS, STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 RELEASE = [ev.Release(slot=0, client=1)]

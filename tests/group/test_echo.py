@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
+from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group.echo import OUT_PAUSE_MS_MAX, SILENT_MS_MAX
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 

@@ -5,6 +5,7 @@ import pickle
 import typing
 
 import pytest
+from kit.harness import GroupHarness, tps
 
 from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken
 from spark_group_source.group import events as ev
@@ -12,7 +13,6 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.group.story import STORY_LINES_MAX
 from spark_group_source.model import EARLIEST, OffsetRange, TopicPartition
-from spark_group_source.testing.harness import GroupHarness, tps
 
 A, B = tps("orders", 0, 1)
 OFFSET = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (1, 2)})

@@ -2,6 +2,7 @@
 ``tests/kafka/test_expiry.py`` sees them on a real broker."""
 
 import pytest
+from kit.harness import STREAM, GroupHarness, only, rules_with, tps
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.expiry import Clock, Expiry, GroupState, clock_of, expiries, near
@@ -10,7 +11,6 @@ from spark_group_source.group.renewal import LOOKS
 from spark_group_source.group.run import Run
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import STREAM, GroupHarness, only, rules_with, tps
 
 A, B, C = tps("orders", 0, 1, 2)
 OLD = TopicPartition("former", 0)

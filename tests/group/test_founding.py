@@ -1,9 +1,10 @@
 """How a run begins: a new stream, a stream that continues, a batch that is replayed."""
 
+from kit.harness import STREAM, Commands, GroupHarness, only, tps
+
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import Phase
-from spark_group_source.testing.harness import STREAM, Commands, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 

@@ -1,6 +1,8 @@
 """Which slot lives where: lent to agents that stay, moved at boundaries alone, called home from those that are gone."""
 
 import pytest
+from kit.harness import STREAM, GroupHarness, only, tps
+from kit.run_harness import RunHarness
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.hosts import PUT_OFF_MS as HOST_PUT_OFF_MS
@@ -15,8 +17,6 @@ from spark_group_source.group.lending import (
 )
 from spark_group_source.group.names import slot_of
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
-from spark_group_source.testing.run_harness import RunHarness
 
 A, B, C = tps("orders", 0, 1, 2)
 LEASE_MS = 45_000

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from kit.harness import tps
+
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
 from spark_group_source.group.loss import GRACE_MS, SILENT_MS_MAX, Lookout
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.harness import tps
 
 A, B = tps("orders", 0, 1)
 OTHER = tps("payments", 0)[0]

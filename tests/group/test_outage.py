@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
+from kit.harness import JOINING_BUDGET_MS, tps
+from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.outage import ASK_AGAIN_MS_MAX, JITTER_SHARE, Asker, Outage
 from spark_group_source.group.run import START_MS_MAX
 from spark_group_source.group.states import RunState
-from spark_group_source.testing.harness import JOINING_BUDGET_MS, tps
-from spark_group_source.testing.run_harness import GIVEN_UP_MS, RunHarness
 
 A, B = tps("orders", 0, 1)
 MINUTE_MS = 60_000

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
+
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.plan import Planner
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.harness import GROUP, STREAM, GroupHarness, rules_with, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 OTHER = tps("payments", 0)[0]

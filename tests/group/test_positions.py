@@ -3,13 +3,13 @@
 from typing import Literal
 
 import pytest
+from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.errors import BrokerUnavailable, DataLoss, OptionError
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 NEW = tps("orders", 4)[0]

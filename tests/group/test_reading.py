@@ -1,13 +1,13 @@
 """What agents hold and tasks read is counted for each slot; what tasks skipped is counted once."""
 
 import pytest
+from kit.harness import tps
+from kit.run_harness import RunHarness
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.run import Run
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.model import OffsetRange
-from spark_group_source.testing.harness import tps
-from spark_group_source.testing.run_harness import RunHarness
 
 A, B, ELSEWHERE = tps("orders", 0, 1, 2)
 

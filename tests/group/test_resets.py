@@ -1,10 +1,11 @@
 """Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
 
+from kit.harness import STREAM, GroupHarness, only, tps
+
 from spark_group_source.group import events as ev
 from spark_group_source.group.lookups import SILENCES_MAX
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import RETRY_PAUSES_MS
-from spark_group_source.testing.harness import STREAM, GroupHarness, only, tps
 
 A, B, C = tps("orders", 0, 1, 2)
 

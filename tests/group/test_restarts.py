@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
+from kit.harness import GROUP, STREAM, only, tps
+from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import GROUP, STREAM, only, tps
-from spark_group_source.testing.run_harness import ANSWER_MS, RunHarness
 
 A, B = tps("orders", 0, 1)
 PAST = StreamOffset(

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, only, tps
+from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken, OptionError, RebalanceTimeout
 from spark_group_source.group import events as ev
@@ -19,8 +21,6 @@ from spark_group_source.group.steps import (
 )
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import GROUP, JOINING_BUDGET_MS, STREAM, only, tps
-from spark_group_source.testing.run_harness import ANSWER_MS, RunHarness
 
 A, B, C = tps("orders", 0, 1, 2)
 BEGAN_MS = 1_000

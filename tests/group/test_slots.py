@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pytest
+from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
 from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
@@ -10,7 +11,6 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import Phase
 from spark_group_source.model import EARLIEST
-from spark_group_source.testing.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 

@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, tps
+from kit.run_harness import RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
@@ -28,8 +30,6 @@ from spark_group_source.group.states import (
     SlotState,
     render_markdown,
 )
-from spark_group_source.testing.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, tps
-from spark_group_source.testing.run_harness import RunHarness
 
 A, B, C = tps("orders", 0, 1, 2)
 REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (100, 150)})

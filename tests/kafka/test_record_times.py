@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from confluent_kafka import Producer
+from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka import RecordTime, RecordTimes, Runtime
 from spark_group_source.kafka.record_times import AT_ONCE
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.mock_cluster import Api, MockCluster
 
 PARTITIONS = AT_ONCE + 50
 MADE_MS = 1_700_000_000_000

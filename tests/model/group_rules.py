@@ -5,9 +5,10 @@ Runs in: tests. Deliberately absent: slots' consumers, lookups on their way, pau
 
 from dataclasses import dataclass, field
 
+from kit.harness import STREAM
+
 from spark_group_source.group import events as ev
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.harness import STREAM
 
 ALL = [TopicPartition("orders", p) for p in range(4)]
 KNOWN = {"orders": 3}  # partition 3 was added later

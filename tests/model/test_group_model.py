@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from kit.harness import HOLD_BUDGET_MS, STREAM, rules_with
 
 from model.group_rules import ALL, KNOWN, START, Model
 from spark_group_source.errors import BrokerUnavailable
@@ -25,7 +26,6 @@ from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.plan import Planner
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
-from spark_group_source.testing.harness import HOLD_BUDGET_MS, STREAM, rules_with
 
 SLOTS = 2
 OFFSET_MAX = 60

@@ -3,11 +3,11 @@
 import json
 
 from hypothesis import given, settings
+from kit.strategies import stream_offsets
 
 from spark_group_source.delta.checkpoint import is_ours
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.strategies import stream_offsets
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)

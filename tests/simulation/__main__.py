@@ -1,8 +1,11 @@
 """``python -m tests.simulation SEED [PROTOCOL [agents]]`` plays one history and prints what came of it."""
 
 import sys
+from pathlib import Path
 
-from spark_group_source.testing.simulation import Failed, run
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+
+from kit.simulation import Failed, run
 
 
 def main(arguments: list[str]) -> int:

@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the modules of the tests are found as pytest finds them
+
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "spark_group_source"
 SEEDS = 60
 """Histories of each protocol in the quick run: some seconds each."""
 AGENT_SEEDS = 40
 """The same with agents."""
 CALM, CALM_SEEDS = "calm-", 4
-"""Before the protocol: what lending alone does to a group (``testing.calm``)."""
+"""Before the protocol: what lending alone does to a group (``kit.calm``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +478,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
 
 def histories(name: str) -> list[str]:
     """Arguments: the history that is known to find this mutant, then all of the quick run."""
-    from spark_group_source.testing.simulation import PROTOCOLS
+    from kit.simulation import PROTOCOLS
 
     agents = any(mutant.agents for mutant in MUTANTS if mutant.name == name)
     quick = [(f"{CALM}{protocol}", seed) for protocol in PROTOCOLS for seed in range(CALM_SEEDS)] if agents else []
@@ -506,8 +508,8 @@ def main(arguments: list[str]) -> int:
     if mutant.module in sys.modules:
         raise ImportError(f"{mutant.module} was imported before its line could be broken")
     sys.meta_path.insert(0, Finder(mutant))
-    from spark_group_source.testing.calm import lend
-    from spark_group_source.testing.simulation import Failed, run
+    from kit.calm import lend
+    from kit.simulation import Failed, run
 
     pairs = list(zip(arguments[1::2], map(int, arguments[2::2]), strict=True))
     for protocol, seed in pairs or [FOUND_BY[mutant.name]]:

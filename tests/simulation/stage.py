@@ -10,15 +10,15 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from conftest import TopicFactory
+from kit.classic_group import ClassicGroup, CooperativeGroup
+from kit.cluster import Cluster
+from kit.consumer_group import ConsumerGroup
+from kit.kafka_group import Group
+from kit.runtime import SimulatedRuntime
+from kit.world import Process, World
 
 from spark_group_source.kafka import Runtime
 from spark_group_source.local.broker import Broker
-from spark_group_source.testing.classic_group import ClassicGroup, CooperativeGroup
-from spark_group_source.testing.cluster import Cluster
-from spark_group_source.testing.consumer_group import ConsumerGroup
-from spark_group_source.testing.kafka_group import Group
-from spark_group_source.testing.runtime import SimulatedRuntime
-from spark_group_source.testing.world import Process, World
 
 SESSION_MS = 6_000
 """The shortest that a broker allows, unless told otherwise."""

@@ -7,13 +7,13 @@ import pytest
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+from kit.fake_library import NO_OFFSET
+from kit.misfortune import Misfortune
+from kit.runtime import SimulatedRuntime
+from kit.world import Process
 from simulation.stage import FLAVOURS, Stage, Watched, refused
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.testing.fake_library import NO_OFFSET
-from spark_group_source.testing.misfortune import Misfortune
-from spark_group_source.testing.runtime import SimulatedRuntime
-from spark_group_source.testing.world import Process
 
 FROZEN_MS = 20_000
 MakeStage = Callable[[str], Stage]

@@ -1,11 +1,11 @@
 """Histories in which offsets grow old within seconds: whatever happens, committing them again breaks no guarantee."""
 
 import pytest
+from kit import fake_admin
+from kit.simulation import run
 
 from spark_group_source.driver import worker
 from spark_group_source.group import renewal
-from spark_group_source.testing import fake_admin
-from spark_group_source.testing.simulation import run
 
 OLD_AFTER_S = 3
 

@@ -10,11 +10,10 @@ import sys
 from collections import Counter
 
 import pytest
+from kit.books import Cause
+from kit.calm import lend
+from kit.simulation import PROTOCOLS, Failed, Outcome, run
 from simulation.mutants import AGENT_SEEDS, SEEDS
-
-from spark_group_source.testing.books import Cause
-from spark_group_source.testing.calm import lend
-from spark_group_source.testing.simulation import PROTOCOLS, Failed, Outcome, run
 
 CALM_SEEDS = 8
 SOAK_SEEDS = 10_000
@@ -122,11 +121,15 @@ def _worth_running(outcomes: list[Outcome]) -> None:
 
 
 def test_a_seed_tells_the_same_story_every_time() -> None:
-    code = "from spark_group_source.testing.simulation import run; print([run(seed) for seed in range(5)])"
+    code = "from kit.simulation import run; print([run(seed) for seed in range(5)])"
     told = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": salt},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": salt,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             capture_output=True,
             text=True,
             check=True,

@@ -5,9 +5,8 @@ import queue
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from spark_group_source.testing.runtime import SimulatedRuntime
-from spark_group_source.testing.world import Process, World
+from kit.runtime import SimulatedRuntime
+from kit.world import Process, World
 
 
 @pytest.fixture

@@ -1,0 +1,330 @@
+"""Executors with agents that host members of a simulated query, and the channels between them and the stream reader.
+
+Runs in: tests. What ships runs on both ends (``members.hosted``, ``driver.hosts``); a channel is a model. It keeps the
+order of what it carries, as TCP does, and may delay it, lose it with a cut, swallow a message and repeat one.
+Deliberately absent: bytes, handshakes, tasks that read from an agent.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from kit.cluster import Cluster
+from kit.invariants import Invariants
+from kit.runtime import SimulatedRuntime
+from kit.world import Process, Thread, World, the_thread
+from spark_group_source.group.lending import CLOSE_MS_MAX
+from spark_group_source.group.slot import HOME
+from spark_group_source.group.states import Phase, SlotState
+from spark_group_source.members import messages as ms
+from spark_group_source.members.hosted import Hosted
+from spark_group_source.members.settings import member_settings
+
+if TYPE_CHECKING:
+    from kit.spark import SparkRun
+
+CONNECT_MS = (5, 800)
+"""Before an agent whose channel is cut has tried another."""
+HEARD_CUT_MS = (0, 3_000)
+"""From a cut until each end hears of it."""
+OUTLIVES_MS = (0, 10_000)
+"""How long an agent may outlive its executor."""
+EXECUTORS_MAX = 3
+LOOK_MS = 10_000
+"""How late the run may look at its clock: its worker may wait for brokers."""
+TWO_MS_MAX = 20_000
+"""How long a place may have two members that live: until the one that was fenced hears of it, or of its end."""
+WITH_MEMBER = frozenset({SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING})
+
+M = TypeVar("M")
+
+
+@dataclass
+class Luck:
+    """How likely each misfortune of one message is."""
+
+    swallowed: float = 0.0
+    repeated: float = 0.0
+    cut: float = 0.0
+    delay_ms_max: int = 10
+
+
+class Inbox(Generic[M]):
+    """What has come to a process, and the thread there that takes it, one after the other."""
+
+    def __init__(self, process: Process, take: Callable[[M], None]) -> None:
+        self._items: deque[M] = deque()
+        self._world, self._take = process.world, take
+        self._waiting: Thread | None = None
+        process.spawn("channel", self._run)
+
+    def put(self, item: M) -> None:
+        self._items.append(item)
+        if self._waiting is not None:
+            thread, self._waiting = self._waiting, None
+            thread.wake()
+
+    def _run(self) -> None:
+        while True:
+            while self._items:
+                self._take(self._items.popleft())
+            self._waiting = me = the_thread(self._world)
+            me.block(None)
+
+
+class Channel:
+    """One connection of an agent with a run. It is the run's peer."""
+
+    def __init__(self, world: World, agent: "Agent", run: "SparkRun", luck: Luck) -> None:
+        self.world, self.agent, self.run, self.luck = world, agent, run, luck
+        self.open = True
+        self._arrived_ms = {"agent": 0, "run": 0}
+
+    # --- the run's end ----------------------------------------------------------------------------------------------
+
+    def send(self, message: ms.ToAgent) -> None:
+        self.carry("agent", lambda: self.agent.heard(self, message))
+
+    def drop(self, reason: str) -> None:
+        del reason
+        self.cut()
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def to_run(self, message: ms.FromAgent) -> None:
+        self.carry("run", lambda: self.run.heard(self, message))
+
+    def cut(self) -> None:
+        """What is under way is lost."""
+        if self.open:
+            self.open = False
+            self.world.note(f"{self.agent.process.name}: its channel is cut")
+            self.world.at(self.world.between(*HEARD_CUT_MS), lambda: self.run.cut(self))
+            self.world.at(self.world.between(*HEARD_CUT_MS), lambda: self.agent.cut(self))
+
+    def carry(self, to: str, deliver: Callable[[], None]) -> None:
+        world = self.world
+        if not self.open or world.inert:
+            return
+        if world.chance(self.luck.cut):
+            self.cut()
+            return
+        silent = world.now_ms < self.agent.silent_until_ms
+        if silent or world.chance(self.luck.swallowed):
+            return
+        times = 2 if world.chance(self.luck.repeated) else 1
+        for _ in range(times):
+            at_ms = max(self._arrived_ms[to], world.now_ms + world.between(1, self.luck.delay_ms_max))
+            self._arrived_ms[to] = at_ms
+            world.at(at_ms - world.now_ms, partial(self._arrive, deliver))
+
+    def _arrive(self, deliver: Callable[[], None]) -> None:
+        if self.open:
+            deliver()
+
+
+class WatchedHosted(Hosted):
+    """The shipped one. The books hear when it gives up: its members' partitions go without a word of the run's."""
+
+    truth: Invariants
+    process: Process
+
+    def _end(self, why: str) -> None:
+        self.process.world.note(f"{self.process.name}: the agent ends: {why}")
+        self.truth.gives_up(self.process.name)
+        super()._end(why)
+
+
+class Agent:
+    """One agent: a process beside an executor, on behalf of one run."""
+
+    def __init__(
+        self, world: World, cluster: Cluster, truth: Invariants, run: "SparkRun", executor: str, number: int, luck: Luck
+    ) -> None:
+        self.executor, self.run, self.luck = executor, run, luck
+        self.process = Process(world, f"{run.process.name}/{executor}.{number}")
+        self.silent_until_ms = 0  # its channels carry nothing before
+        self.ended = False
+        self.gone_ms: int | None = None  # since when it is dead
+        self.former = False  # another run had admitted it
+        self.channel: Channel | None = None
+        self._world = world
+        truth.reads_for(self.process.name, run.reader)
+        runtime = SimulatedRuntime(self.process, cluster)
+        self.hosted = WatchedHosted(
+            host=runtime.new_id(),
+            executor=executor,
+            name=executor,
+            settings=member_settings(run.options),
+            runtime=runtime,
+            send=self._send,
+            ended=self._ended,
+            deaf=self._deaf,
+        )
+        self.hosted.truth, self.hosted.process = truth, self.process
+        self._inbox: Inbox[tuple[Channel, ms.ToAgent | None]] | None = None
+        self.process.spawn("main", self._main)
+
+    @property
+    def healthy(self) -> bool:
+        return self.process.alive and not self.process.frozen and not self.ended
+
+    def kill(self) -> None:
+        """With all members, none of which closes."""
+        if self.process.alive:
+            self.process.kill()
+            self.gone_ms = self._world.now_ms
+            if self.channel is not None and self._world.chance(0.7):
+                self.channel.cut()  # else the whole machine is gone, and nobody says so
+
+    def bye(self) -> None:
+        """Its executor is gone."""
+        self.process.spawn("watch", lambda: self.hosted.close("its executor is gone"))
+
+    def heard(self, channel: Channel, message: ms.ToAgent) -> None:
+        if self._inbox is not None:
+            self._inbox.put((channel, message))
+
+    def cut(self, channel: Channel) -> None:
+        if channel is self.channel and self.process.alive and not self.ended:
+            self.channel = None
+            self.process.later("connects", self._world.between(*CONNECT_MS), self.connect)
+
+    def connect(self) -> None:
+        """Once more, as long as the run's process is there."""
+        if self.ended or self.channel is not None:
+            return
+        if not self.run.process.alive or self._inbox is None:
+            self.process.later("connects", self._world.between(*CONNECT_MS), self.connect)
+            return
+        self.channel = Channel(self._world, self, self.run, self.luck)
+        self._inbox.put((self.channel, None))
+
+    def _main(self) -> None:
+        self._inbox = Inbox(self.process, self._take)
+        self.hosted.begin()
+        self.connect()
+
+    def _take(self, item: tuple[Channel, ms.ToAgent | None]) -> None:
+        channel, message = item
+        if channel is not self.channel:
+            return
+        if message is None:
+            self.hosted.opened()
+        else:
+            self.hosted.take(message)
+
+    def _send(self, message: ms.FromAgent) -> None:
+        if self.channel is not None:
+            self.channel.to_run(message)
+
+    def _deaf(self) -> None:
+        if self.channel is not None:
+            self.channel.cut()
+
+    def _ended(self, why: str) -> None:
+        del why
+        self.ended, self.gone_ms = True, self._world.now_ms
+        self.process.kill("ends")
+
+
+class Executors:
+    """The executors of one query: each task starts the agent there, if none runs.
+
+    Args:
+        luck: of the channels.
+    """
+
+    def __init__(self, world: World, cluster: Cluster, truth: Invariants, luck: Luck) -> None:
+        self.wanted = world.random.randint(1, EXECUTORS_MAX)
+        self.agents: list[Agent] = []
+        self.luck = luck
+        self._double_since_ms: dict[tuple[SparkRun, str], int] = {}
+        self._world, self._cluster, self._truth = world, cluster, truth
+
+    def task(self, run: "SparkRun") -> None:
+        """A batch of this run is read on all executors there are."""
+        for number in range(self.wanted):
+            executor = f"x{number}"
+            if not any(agent.executor == executor for agent in self.of(run)) and self._world.chance(0.9):
+                self.start(run, executor)
+        for agent in self.agents:
+            over = agent.run is not run and agent.healthy and agent.channel is None
+            if over and not agent.run.process.alive and self._world.chance(0.3):
+                agent.former |= not agent.hosted._fresh
+                agent.run = run  # one of a run that is over finds this one
+
+    def start(self, run: "SparkRun", executor: str) -> None:
+        self.agents.append(
+            Agent(self._world, self._cluster, self._truth, run, executor, len(self.agents) + 1, self.luck)
+        )
+
+    def of(self, run: "SparkRun") -> list[Agent]:
+        """Agents of this run that live."""
+        return [agent for agent in self.agents if agent.run is run and agent.process.alive and not agent.ended]
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more."""
+        self.luck.swallowed = self.luck.repeated = self.luck.cut = 0.0
+        self.luck.delay_ms_max = 10
+        for agent in self.agents:
+            agent.silent_until_ms = agent.process.cut_off_until_ms = 0
+            if agent.process.alive and agent.process.frozen:
+                agent.process.thaw()
+
+    def wrong(self, run: "SparkRun") -> str | None:
+        """Which rule of lending is broken in a run that lives, if any is."""
+        assert run.watched is not None
+        if run.watched.machine.phase is Phase.CLOSED:
+            return None  # it hears of nobody any more
+        lending, now_ms = run.watched.machine.lending, self._world.now_ms
+        executors = [host.executor for host in lending.hosts.all.values()]
+        if len(executors) != len(set(executors)):
+            return f"an executor has two agents: {executors}"
+        for agent in self.agents:
+            if agent.former and agent.hosted._host in lending.hosts.all:
+                return f"{agent.process.name} was another run's, and is a host of this one"
+            if agent.gone_ms is not None and agent.hosted._host in lending.hosts.all:
+                gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
+                if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
+                    return f"{agent.process.name} is gone for {gone_ms} ms, and is a host"
+        for slot in run.watched.machine._slots.all:
+            moving_ms = now_ms - (slot.moved_ms or 0)
+            if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
+                return f"slot {slot.number} moves for {moving_ms} ms"
+            if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in lending.hosts.all:
+                return f"slot {slot.number} lives at agent {slot.host}, which is gone"
+            if slot.host != HOME and run.query.habits.member_host == "driver":
+                return f"slot {slot.number} is lent, and is to stay at home"
+        return self._two_of_one_place(run)
+
+    def _two_of_one_place(self, run: "SparkRun") -> str | None:
+        """Of two members with one name the group fences one, which ends; unless it does not hear of that."""
+        places: dict[str, list[str]] = {}
+        for process in [run.process, *(agent.process for agent in self.of(run))]:
+            reached = process.alive and not process.frozen and not process.cut_off()
+            for consumer in self._cluster.consumers.get(process.name, ()) if reached else ():
+                if consumer.place is not None:
+                    places.setdefault(consumer.place, []).append(consumer._name)
+        double = {place: names for place, names in places.items() if len(names) > 1}
+        now_ms = self._world.now_ms
+        self._double_since_ms = {(run, place): self._double_since_ms.get((run, place), now_ms) for place in double} | {
+            key: at_ms for key, at_ms in self._double_since_ms.items() if key[0] is not run
+        }
+        for (of, place), since_ms in self._double_since_ms.items():
+            if of is run and now_ms - since_ms > TWO_MS_MAX:
+                return f"{place} has two members for {now_ms - since_ms} ms: {double[place]}"
+        return None
+
+    def ended(self, run: "SparkRun") -> None:
+        """The application has ended, and its executors with it: at once, soon, or nobody tells the agents."""
+        for agent in self.of(run):
+            if agent.channel is not None:
+                agent.channel.cut()
+            how = self._world.random.choice(["killed", "told", "nobody"])
+            if how == "killed":
+                self._world.at(self._world.between(0, 100), agent.kill)
+            elif how == "told":
+                agent.process.later("executor", self._world.between(*OUTLIVES_MS), agent.bye)

@@ -1,0 +1,116 @@
+"""One query and its executors, in a group that nothing else disturbs: what lending alone does to it.
+
+Runs in: tests. Agents come, die, freeze and lose their channels, while brokers answer and everything else goes well. A
+group must not rebalance for any of that: each place is taken over before its session ends. Only a KIP-848 member that
+breaks while its agent lives keeps its place until then, and comes back: two rebalances. Deliberately absent: all other
+faults (``simulation``).
+"""
+
+from dataclasses import dataclass, replace
+
+from kit.agent_faults import AgentFaults
+from kit.cluster import Cluster
+from kit.invariants import Invariants, Violation
+from kit.kafka_group import SESSION_MS
+from kit.misfortune import Misfortune
+from kit.scene import Scene
+from kit.simulation import CALM_MS_MAX, PROTOCOLS, Failed, quietly
+from kit.world import World
+from spark_group_source.options.client import SESSION_TIMEOUT_MS
+
+GATHERED_MS = 10_000
+"""By then the members have joined."""
+LENT_MS = (40_000, 90_000)
+"""How long agents come and go, drawn by the seed; several sessions, which are longer under KIP-848."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What came of one history."""
+
+    moves: int
+    recalls: int
+    rebalances: int
+    lost: int
+    faults: dict[str, int]
+
+
+class CalmScene(Scene):
+    """Nobody else, and brokers that answer."""
+
+    def __init__(self, world: World, cluster: Cluster, truth: Invariants, protocol: str) -> None:
+        super().__init__(world, cluster, truth, protocol, agents=True)
+        world.loss, cluster.misfortune = 0.0, Misfortune()
+        # Without them nobody can tell a frozen agent that took its place back from a newer driver but by its session.
+        cluster.transactions_allowed = True
+        self.queries = self.queries[:1]
+        query = self.queries[0]
+        habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
+        query.habits = replace(habits, member_host="auto", auto_slots=False)  # another number of slots is a rebalance
+
+    def begin(self) -> None:
+        self.start(self.queries[0])
+        self._produce()
+        self._watch()
+
+
+class CalmFaults(AgentFaults):
+    """Of agents alone; those that cut a member off from the brokers are not lending's."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._kinds = [
+            self._kill_agent,
+            self._freeze_agent,
+            self._cut_channel,
+            self._silence_channel,
+            self._bye_agent,
+            self._twin_agent,
+            self._break_lent_member,
+            self._change_executors,
+        ]
+
+
+def lend(seed: int, protocol: str) -> Lent:
+    """Play one history.
+
+    Raises:
+        Failed: a rule did not hold.
+    """
+    world = World(seed)
+    with quietly():
+        try:
+            return _play(world, protocol)
+        except Violation as exc:
+            raise Failed(f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}") from exc
+        finally:
+            world.close()
+
+
+def _play(world: World, protocol: str) -> Lent:
+    truth = Invariants(world)
+    scene = CalmScene(world, Cluster(world, PROTOCOLS[protocol], truth), truth, protocol)
+    faults = CalmFaults(scene)
+    if protocol == "consumer":
+        scene.group.session_ms = SESSION_TIMEOUT_MS  # what brokers use by default is what leases are made for
+    scene.begin()
+    world.run_until(GATHERED_MS)
+    before = scene.group.rebalances
+    faults.begin()
+    longer = scene.group.session_ms // SESSION_MS
+    world.run_until(world.now_ms + longer * world.between(*LENT_MS))
+    rebalances = scene.group.rebalances - before
+    broken = faults.happened.get("break_lent_member", 0) if protocol == "consumer" else 0
+    if rebalances > 2 * broken:
+        raise Violation(f"the group rebalanced {rebalances} times")
+    scene.calm()
+    scene.producing = False
+    world.run_until(world.now_ms + CALM_MS_MAX, stop=scene.at_rest)
+    scene.finish()
+    if scene.ends:
+        raise Violation(f"the query ended: {dict(scene.ends)}")
+    watched = scene.queries[0].runs[0].watched
+    assert watched is not None
+    lending = watched.machine.lending
+    lost = sum(faults.happened.values())
+    return Lent(lending.moves, lending.recalls, rebalances, lost, faults.happened)

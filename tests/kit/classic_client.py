@@ -1,0 +1,176 @@
+"""A consumer of the classic protocol, as librdkafka's own thread plays it: join, sync, heartbeat.
+
+Runs in: tests. Deliberately absent: choosing an assignment (the coordinator does it, ``classic_group``), and what
+``kafka_client`` says.
+"""
+
+from collections.abc import Callable
+
+from kit.classic_group import ClassicGroup
+from kit.kafka_client import HEARTBEAT_MS, Client, Kind, ignore
+from kit.kafka_group import Answer, Code
+
+JOIN_AGAIN_MS = (100, 1_000)
+"""The pause after a join that was refused."""
+
+
+class ClassicClient(Client):
+    """Both flavours: eager members give all back before they join again, cooperative ones keep what they have."""
+
+    _group: ClassicGroup
+    _started = False
+    _beating = False
+    _joining = False
+    _in_group = False  # it was given an assignment, be it an empty one, and did not give it back since
+    _joined_with: frozenset[str] = frozenset()
+
+    def subscribe(self, topics: frozenset[str]) -> None:
+        self.topics, self._leaving = topics, False
+        if not self._started:
+            self._started = True
+            self._join()
+        elif self.calling is None and not self._joining:
+            self._taken()
+        if not self._beating:
+            self._beating = True
+            self._later(HEARTBEAT_MS, self._beat)
+
+    def close(self, *, leave: bool) -> None:
+        self.closed = True
+        if leave or self.instance is None:
+            self._send_leave()
+
+    def refused(self, code: Code) -> None:
+        if not self.closed and code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION, Code.FENCED_INSTANCE):
+            self._failed(code)
+
+    def _leave(self) -> None:
+        self._send_leave()
+        self._started = self._joining = self._in_group = False
+        self._is(member="")
+
+    def _send_leave(self) -> None:
+        if member := self.member:
+            self.process.call("closing", lambda reply: self._group.leave(member, reply), ignore)
+
+    # --- joining ----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        if self._joining or self.calling is not None or not self._started or self.closed:
+            return
+        self._joining = True
+        self._joined_with = topics = self.topics
+        member, owned, generation = self.member, self.owned, self.generation
+        self.process.call(
+            self.thread,
+            lambda reply: self._group.join(member, self.instance, self.client_id, owned, generation, topics, reply),
+            self._joined,
+            repeat=False,
+        )
+
+    def _joined(self, answer: Answer) -> None:
+        if self.closed or not self._joining:
+            if answer.code is Code.OK and not self.closed and not self.member:
+                self.member = answer.member  # it came after the application had left
+                self._leave()
+            return
+        self._heard_ms = self.process.world.now_ms
+        if answer.code is not Code.OK:
+            self._not_joined(answer.code)
+            return
+        self._is(member=answer.member, generation=answer.generation)
+        self.process.call(
+            self.thread,
+            lambda reply: self._group.sync(answer.member, answer.generation, reply),
+            self._synced,
+            repeat=False,
+        )
+
+    def _synced(self, answer: Answer) -> None:
+        if self.closed or not self._joining:
+            return
+        self._heard_ms = self.process.world.now_ms
+        if answer.code is not Code.OK:
+            self._not_joined(answer.code)
+            return
+        self._joining = False
+        if self.calling is not None:
+            return  # unsubscribed meanwhile
+        assert answer.assignment is not None
+        self._in_group = True
+        revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
+        if revoked:
+            # What was added follows also where that is nothing, and whatever was heard meanwhile: the library does so.
+            self._ask(Kind.REVOKE, revoked, lambda: self._ask(Kind.ASSIGN, added, self._join_again))
+        else:
+            self._ask(Kind.ASSIGN, added, self._taken)
+
+    def _not_joined(self, code: Code) -> None:
+        self._joining = False
+        if self.calling is not None or (
+            code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION) and not (self._group.incremental and self.owned)
+        ):
+            self._forget(code)
+            self._later(self.process.world.between(*JOIN_AGAIN_MS), self._join)
+        else:
+            self._failed(code)
+
+    def _join_again(self) -> None:
+        self._in_group = False
+        if not self._goes():
+            self._join()
+
+    def _taken(self) -> None:
+        """In the group, and nothing to wait for: look whether something changed meanwhile."""
+        if not self._goes() and self.topics != self._joined_with:
+            self._rebalance()
+
+    # --- heartbeats -------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._later(HEARTBEAT_MS, self._beat)
+        if self._joining or not self._in_group or (not self.member and self.calling is not None):
+            return
+        if self.member and self.process.world.now_ms - self._heard_ms > self._group.session_ms:
+            self._failed(Code.UNKNOWN_MEMBER)  # the library's own session timer
+            return
+        member, generation = self.member, self.generation
+
+        def send(reply: Callable[[Answer], None]) -> None:
+            self._group.heartbeat(member, self.instance, generation, reply)
+
+        self.process.call(self.thread, send, lambda answer: self._beaten(answer, member, generation))
+
+    def _beaten(self, answer: Answer, member: str, generation: int) -> None:
+        if self.closed or (member, generation) != (self.member, self.generation) or self._joining:
+            return
+        if answer.code in (Code.OK, Code.REBALANCE):
+            self._heard_ms = self.process.world.now_ms
+        if answer.code is not Code.OK:
+            self._failed(answer.code)
+
+    def _failed(self, code: Code) -> None:
+        if code is Code.FENCED_INSTANCE:
+            self._die(code)
+            return
+        self._forget(code)
+        if self.calling is not None or not self._started:
+            return  # neither a rebalance is told, nor that it is out
+        if code is Code.REBALANCE:
+            self._rebalance()
+        elif self.owned or (self._in_group and not self._group.incremental):
+            self._ask(Kind.LOST, self.owned, self._join_again)
+        else:
+            self._join()
+
+    def _rebalance(self) -> None:
+        if self._group.incremental or not self._in_group:
+            self._join()
+        else:
+            self._ask(Kind.REVOKE, self.owned, self._join_again)
+
+    def _forget(self, code: Code) -> None:
+        if code is Code.UNKNOWN_MEMBER:
+            self._is(member="")
+        elif code is Code.ILLEGAL_GENERATION:
+            self._is(generation=-1)

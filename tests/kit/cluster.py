@@ -1,0 +1,193 @@
+"""The simulated Kafka: topics with their logs, groups, transactions, and how well it can be reached.
+
+Runs in: tests. What the fakes of the client library talk to (``SimulatedRuntime``). Deliberately absent: brokers of
+their own, records (only where a log begins and ends), compaction.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kit.kafka_client import Truth
+from kit.kafka_group import CommitListener, Group
+from kit.misfortune import Misfortune
+from kit.transactions import Transactions
+from kit.world import Process, World
+from spark_group_source.model import TopicPartition
+
+HEARD_MS = (50, 5_000)
+"""From a change of topics until a group's members have heard of it."""
+
+
+class Books(Truth, CommitListener, Protocol):
+    """Who wants to know what really happens (``invariants``)."""
+
+
+@dataclass(slots=True)
+class Log:
+    """One partition. Offsets are of the next record; ``held`` is where an open transaction of records begins."""
+
+    first: int = 0
+    end: int = 0
+    held: int | None = None
+    serves_from_ms: int = 0  # before it metadata names the partition, and no broker serves it
+    times: list[tuple[int, int]] = field(default_factory=list)  # when records came, and the offset of the first of them
+
+    @property
+    def stable(self) -> int:
+        """The last stable offset."""
+        return self.end if self.held is None else min(self.held, self.end)
+
+    def at_time(self, at_ms: int) -> int:
+        """The first offset not older than that; -1 where there is none."""
+        at = bisect_left(self.times, (at_ms, 0))
+        return max(self.times[at][1], self.first) if at < len(self.times) else -1
+
+
+@dataclass(slots=True)
+class Topic:
+    """A topic as it is now. Deleted and made again it has another id."""
+
+    id: str
+    known_from_ms: int = 0  # before it no broker has heard of it
+    logs: list[Log] = field(default_factory=list)
+
+
+class Cluster:
+    """Everything that outlives the processes.
+
+    Args:
+        kind: the protocol of groups that are made on demand.
+        books: told of what really happens; None where a test looks by itself.
+    """
+
+    def __init__(self, world: World, kind: type[Group], books: Books | None = None) -> None:
+        self.world = world
+        self.kind = kind
+        self.books: Books = books or NoBooks()
+        self.topics: dict[str, Topic] = {}
+        self.groups: dict[str, Group] = {}
+        self.transactions = Transactions(world)
+        self.transactions_allowed = True
+        self.misfortune = Misfortune()
+        self.producers: Counter[str] = Counter()  # how many each process made
+        self.consumers: dict[str, list[Any]] = {}  # that each process made
+        self._created = 0
+        self._clients = 0
+
+    # --- topics -----------------------------------------------------------------------------------------------------
+
+    def create(self, name: str, partitions: int, *, first: int = 0, slow_ms: int = 0) -> None:
+        """Make a topic; for ``slow_ms`` metadata does not name it, and then for as long again no broker serves it."""
+        self._created += 1
+        known_ms = self.world.now_ms + slow_ms
+        self.topics[name] = Topic(f"{name}-id{self._created}", known_ms)
+        self._add(name, partitions, first, known_ms + slow_ms)
+
+    def grow(self, name: str, count: int = 1, *, slow_ms: int = 0) -> list[TopicPartition]:
+        """Add partitions, which no broker serves for ``slow_ms``."""
+        return self._add(name, count, 0, self.world.now_ms + slow_ms)
+
+    def delete(self, name: str) -> None:
+        """A topic goes, with its records and what was committed for it."""
+        gone = [TopicPartition(name, p) for p in range(len(self.topics.pop(name).logs))]
+        for group in self.groups.values():
+            group.forget(gone)
+        self._tell()
+
+    def _add(self, name: str, count: int, first: int, serves_from_ms: int) -> list[TopicPartition]:
+        logs = self.topics[name].logs
+        begin = len(logs)
+        logs += [Log(first, first, serves_from_ms=serves_from_ms) for _ in range(count)]
+        self._tell()
+        return [TopicPartition(name, begin + p) for p in range(count)]
+
+    def _tell(self) -> None:
+        for group in self.groups.values():
+            if self.world.now_ms == 0:
+                group.set_topics(self.counts())
+            else:
+                self.world.at(self.world.between(*HEARD_MS), lambda group=group: group.set_topics(self.counts()))  # type: ignore[misc]
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(topic.logs) for name, topic in self.topics.items()}
+
+    def log(self, tp: TopicPartition) -> Log | None:
+        topic = self.topics.get(tp.topic)
+        return topic.logs[tp.partition] if topic is not None and tp.partition < len(topic.logs) else None
+
+    def partitions(self) -> list[TopicPartition]:
+        return [TopicPartition(name, p) for name, count in sorted(self.counts().items()) for p in range(count)]
+
+    # --- records ----------------------------------------------------------------------------------------------------
+
+    def produce(self, tp: TopicPartition, count: int) -> None:
+        log = self._log(tp)
+        log.times.append((self.world.now_ms, log.end))
+        log.end += count
+
+    def age(self, tp: TopicPartition, first: int) -> None:
+        """Retention takes the records below ``first``."""
+        log = self._log(tp)
+        log.first = min(max(log.first, first), log.end)
+
+    def shrink(self, tp: TopicPartition, end: int) -> None:
+        """A leader was elected that did not have the records from ``end`` on."""
+        log = self._log(tp)
+        log.end = max(min(log.end, end), log.first)
+        log.times = [(at_ms, offset) for at_ms, offset in log.times if offset < log.end]
+
+    def _log(self, tp: TopicPartition) -> Log:
+        log = self.log(tp)
+        if log is None:
+            raise KeyError(tp)
+        return log
+
+    # --- groups, and reaching them ----------------------------------------------------------------------------------
+
+    def group(self, name: str) -> Group:
+        if name not in self.groups:
+            self.groups[name] = self.kind(self.world, self.counts(), self.books)
+        return self.groups[name]
+
+    def unreachable(self, ms: int) -> None:
+        """No broker answers for so long; sessions begin anew after it."""
+        self.world.note(f"no broker can be reached for {ms} ms")
+        self.world.down_until_ms = max(self.world.down_until_ms, self.world.now_ms + ms)
+
+    def client_number(self) -> int:
+        """Tells one client of the library from all others."""
+        self._clients += 1
+        return self._clients
+
+    # --- clients of the library -------------------------------------------------------------------------------------
+
+    def consumer(self, process: Process, settings: Mapping[str, Any]) -> Any:
+        from kit.fake_consumer import FakeConsumer
+
+        consumer = FakeConsumer(process, self, settings)
+        self.consumers.setdefault(process.name, []).append(consumer)
+        return consumer
+
+    def producer(self, process: Process, settings: Mapping[str, Any]) -> Any:
+        from kit.fake_producer import FakeProducer
+
+        self.producers[process.name] += 1
+        return FakeProducer(process, self, settings)
+
+    def admin(self, process: Process, settings: Mapping[str, Any]) -> Any:
+        from kit.fake_admin import FakeAdmin
+
+        return FakeAdmin(process, self, settings)
+
+
+class NoBooks:
+    """Nobody checks."""
+
+    def given(self, *_: Any) -> None: ...
+    def joins(self, *_: Any, **__: Any) -> None: ...
+    def released(self, *_: Any) -> None: ...
+    def told(self, *_: Any) -> None: ...
+    def committed(self, *_: Any) -> None: ...

@@ -1,0 +1,122 @@
+"""A consumer of the KIP-848 protocol, as librdkafka's own thread plays it: heartbeats alone.
+
+Runs in: tests. Deliberately absent: subscriptions by regular expression, and what ``kafka_client`` says.
+"""
+
+from collections.abc import Callable
+
+from kit.consumer_group import LEFT, RELEASED, ConsumerGroup
+from kit.kafka_client import HEARTBEAT_MS, Client, Kind, Tps, ignore
+from kit.kafka_group import Answer, Code
+
+
+class ConsumerClient(Client):
+    """Its member id is made here and never goes away; its epoch is 0 while it is not in the group."""
+
+    _group: ConsumerGroup
+    _started = False
+    _beating = False
+    _asking = False
+    _again = False
+    _thrown_out = False
+
+    def subscribe(self, topics: frozenset[str]) -> None:
+        self.topics, self._leaving = topics, False
+        if not self._started:
+            self._started = True
+            self._is(generation=0)
+        self._beat_now()
+        if not self._beating:
+            self._beating = True
+            self._later(HEARTBEAT_MS, self._beat)
+
+    def close(self, *, leave: bool) -> None:
+        """A static member cannot leave for good, whatever is asked."""
+        del leave
+        self._send_leave()
+        self.closed = True
+
+    def refused(self, code: Code) -> None:
+        if code is Code.FENCED_INSTANCE and not self.closed:
+            self._die(code)
+        elif not self.closed:
+            self._beat_now(full=False)
+
+    def _leave(self) -> None:
+        self._send_leave()
+        self._started = self._thrown_out = False
+        self._is(generation=-1)
+
+    def _send_leave(self) -> None:
+        if self._started and self.generation > 0:
+            self._send("closing", RELEASED if self.instance else LEFT, None, ignore)
+
+    def _beat(self) -> None:
+        self._later(HEARTBEAT_MS, self._beat)
+        self._beat_now(full=False)
+
+    def _beat_now(self, *, full: bool = True) -> None:
+        if self._thrown_out or not self._started:
+            return
+        if self._asking:
+            self._again |= full
+            return
+        self._asking = True
+        owned = self.owned if full and not self.holding else None
+        self._send(self.thread, self.generation, owned, self._beaten, full=full)
+
+    def _send(
+        self, thread: str, epoch: int, owned: Tps | None, answer: Callable[[Answer], None], *, full: bool = True
+    ) -> None:
+        topics, instance = self.topics, self.instance if full else None  # so librdkafka: it did not change
+        self.process.call(
+            thread,
+            lambda reply: self._group.heartbeat(self.member, instance, self.client_id, epoch, owned, topics, reply),
+            answer,
+        )
+
+    def _beaten(self, answer: Answer) -> None:
+        self._asking = False
+        if self.closed or not self._started:
+            return
+        if answer.code is Code.OK:
+            self._accept(answer)
+        elif answer.code in (Code.FENCED_INSTANCE, Code.UNRELEASED):
+            self._die(answer.code)
+            return
+        else:
+            self._thrown_out = True
+            if self.calling is None:
+                self._rejoin()
+        if self._again:
+            self._again = False
+            self._beat_now()
+
+    def _accept(self, answer: Answer) -> None:
+        self._is(generation=answer.generation)
+        if self.calling is not None or answer.assignment is None:
+            return
+        revoked, added = self.owned - answer.assignment, answer.assignment - self.owned
+        if revoked:
+            self._ask(Kind.REVOKE, revoked, self._go_on)
+        elif added:
+            self._ask(Kind.ASSIGN, added, self._go_on)
+
+    def _go_on(self) -> None:
+        """The application is done. Only now librdkafka says what happened meanwhile (F_WAIT_REJOIN)."""
+        if self._thrown_out:
+            self._rejoin()
+        elif not self._goes():
+            self._beat_now()
+
+    def _rejoin(self) -> None:
+        if self.owned:
+            self._ask(Kind.LOST, self.owned, self._begin_again)
+        else:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._thrown_out = False
+        self._is(generation=0)
+        if not self._goes():
+            self._beat_now()

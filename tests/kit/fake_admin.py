@@ -1,0 +1,230 @@
+"""``confluent_kafka.admin.AdminClient`` over the simulated Kafka: questions whose answers are futures.
+
+Runs in: tests. What a client says when no broker can be reached is its own guess, and some of it comes at once.
+Deliberately absent: making and deleting topics (``Cluster`` does it), settings of topics and groups.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import ConsumerGroupState, ConsumerGroupType, IsolationLevel, KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from kit.cluster import Log
+from kit.fake_library import NO_OFFSET, Answered, Library, refusal, to_kafka, to_ours
+from kit.kafka_group import Code
+from kit.misfortune import Ask
+from kit.runtime import Future
+from kit.wire import Partly, Reply, Serve
+from kit.world import Process, the_thread, to_ms
+
+if TYPE_CHECKING:
+    from kit.cluster import Cluster
+
+REQUEST_S = 60.0
+"""socket.timeout.ms, where a question names no time."""
+EARLIEST, LATEST = -2, -1
+"""As OffsetSpec numbers them; anything else is a time."""
+
+RETENTION_MIN = 7 * 24 * 60
+
+Futures = dict[Any, Future]
+
+
+class FakeAdmin:
+    """One admin client. Any thread may ask."""
+
+    def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
+        self._library = Library(process, cluster, settings, "admin")
+        self._cluster, self._world = cluster, process.world
+
+    def poll(self, timeout: float = -1.0) -> int:
+        me = the_thread(self._world)
+        if timeout > 0:
+            me.block(to_ms(timeout))
+        return 0
+
+    def list_topics(self, topic: str | None = None, timeout: float = -1.0) -> Any:
+        del topic
+
+        def serve(reply: Reply) -> None:
+            found = {
+                name: SimpleNamespace(topic=name, partitions=dict.fromkeys(topic.partitions))
+                for name, topic in self._known().items()
+            }
+            reply(SimpleNamespace(topics=found))
+
+        return self._library.answer(
+            Ask.TOPICS,
+            serve,
+            timeout_ms=to_ms(timeout if timeout > 0 else REQUEST_S),
+            timed_out=lambda: refusal(KafkaError._TRANSPORT, "Failed to get metadata"),
+        )
+
+    def describe_topics(self, topics: Any, *, request_timeout: float = REQUEST_S, **_: Any) -> Futures:
+        names: list[str] = topics.topic_names
+
+        def serve(reply: Reply) -> None:
+            known = self._known()
+            reply({name: known.get(name) for name in names})
+
+        def one(name: str, found: dict[str, Any]) -> Any:
+            return found[name] or refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
+
+        text = "Failed while waiting for controller"
+        return self._futures(Ask.DESCRIBE, names, serve, one, request_timeout, text)
+
+    def list_offsets(
+        self,
+        partitions: Mapping[KafkaPartition, Any],
+        *,
+        isolation_level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+        request_timeout: float = REQUEST_S,
+        **_: Any,
+    ) -> Futures:
+        committed = isolation_level is IsolationLevel.READ_COMMITTED
+        specs = {p: spec._value for p, spec in partitions.items()}
+
+        def serve(reply: Reply) -> None:
+            reply({p: self._offset(p, value, committed) for p, value in specs.items()})
+
+        if self._library.process.cut_off() and self._world.chance(0.7):
+            error = KafkaError(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
+            return {p: self._failed(error) for p in specs}
+        return self._futures(Ask.OFFSETS, list(specs), serve, lambda p, found: found[p], request_timeout, "")
+
+    def describe_consumer_groups(
+        self, group_ids: Sequence[str], *, request_timeout: float = REQUEST_S, **_: Any
+    ) -> Futures:
+        def serve(reply: Reply) -> None:
+            reply({name: self._group(name) for name in group_ids})
+
+        return self._futures(Ask.GROUP, list(group_ids), serve, lambda name, found: found[name], request_timeout, "")
+
+    def describe_configs(self, resources: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any) -> Futures:
+        told = {"offsets.retention.minutes": SimpleNamespace(value=str(RETENTION_MIN))}
+
+        def serve(reply: Reply) -> None:
+            reply(dict.fromkeys(resources, told))
+
+        return self._futures(Ask.GROUP, list(resources), serve, lambda at, found: found[at], request_timeout, "")
+
+    def alter_consumer_group_offsets(
+        self, request: Sequence[Any], *, request_timeout: float = REQUEST_S, **_: Any
+    ) -> Futures:
+        (asked,) = request
+        entries = self._library.entries(asked.topic_partitions)
+
+        def serve(reply: Reply) -> None:
+            there = {tp: entry for tp, entry in entries.items() if self._cluster.log(tp) is not None}
+            reply((self._cluster.group(asked.group_id).commit("", -1, there), there.keys()))
+
+        def one(_: str, answer: Any) -> Any:
+            code, there = answer
+            answers = []
+            for p in asked.topic_partitions:
+                number = (code if to_ours(p) in there else Code.UNKNOWN_TOPIC).value
+                answers.append(Answered(p.topic, p.partition, p.offset, error=KafkaError(number) if number else None))
+            return SimpleNamespace(group_id=asked.group_id, topic_partitions=answers)
+
+        return self._futures(Ask.ALTER, [asked.group_id], serve, one, request_timeout, "")
+
+    # --- at the broker ----------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[str, Any]:
+        now = self._world.now_ms
+        return {
+            name: SimpleNamespace(name=name, topic_id=topic.id, partitions=list(range(len(topic.logs))))
+            for name, topic in sorted(self._cluster.topics.items())
+            if topic.known_from_ms <= now
+        }
+
+    def _offset(self, partition: KafkaPartition, value: int, committed: bool) -> Any:
+        topic, log = self._cluster.topics.get(partition.topic), self._cluster.log(to_ours(partition))
+        if topic is None or topic.known_from_ms > self._world.now_ms:
+            return refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
+        if log is None:
+            return refusal(KafkaError._UNKNOWN_PARTITION)
+        if log.serves_from_ms > self._world.now_ms:
+            codes = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION)
+            return refusal(self._world.random.choice(codes))
+        return SimpleNamespace(offset=_offset_of(log, value, committed), timestamp=-1, leader_epoch=None)
+
+    def _group(self, name: str) -> Any:
+        found = self._cluster.groups.get(name)
+        if found is None:
+            return refusal(KafkaError.GROUP_ID_NOT_FOUND)
+        state, given = found.describe()
+        return SimpleNamespace(
+            group_id=name,
+            state=ConsumerGroupState[state],
+            type=ConsumerGroupType.CONSUMER if found.protocol == "consumer" else ConsumerGroupType.CLASSIC,
+            partition_assignor="uniform",
+            is_simple_consumer_group=False,
+            coordinator=SimpleNamespace(id=1, host="kafka", port=9092),
+            members=[
+                SimpleNamespace(
+                    member_id=member.id,
+                    client_id=member.client_id,
+                    group_instance_id=member.instance,
+                    host="/127.0.0.1",
+                    assignment=SimpleNamespace(topic_partitions=to_kafka(given[member.id])),
+                )
+                for member in found.members.values()
+            ],
+        )
+
+    # --- futures ----------------------------------------------------------------------------------------------------
+
+    def _futures(
+        self,
+        ask: Ask,
+        keys: Iterable[Any],
+        serve: Serve,
+        one: Callable[[Any, Any], Any],
+        timeout_s: float,
+        text: str,
+    ) -> Futures:
+        """One question, and a future for each part of its answer."""
+        the_thread(self._world)
+        futures = {key: Future(self._world) for key in keys}
+
+        def settle(answer: Any) -> None:
+            for key, future in futures.items():
+                error = self._library.partial_error(ask) if isinstance(answer, Partly) else None
+                whole = answer.answer if isinstance(answer, Partly) else answer
+                part = error or (whole if isinstance(whole, KafkaError) else one(key, whole))
+                if ask is Ask.OFFSETS and isinstance(part, KafkaError) and part.code() == KafkaError._TIMED_OUT:
+                    part = self._out_of_time(part)
+                if isinstance(part, KafkaError):
+                    future.set_exception(KafkaException(part))
+                else:
+                    future.set_result(part)
+
+        self._library.question(
+            ask,
+            serve,
+            settle,
+            timeout_ms=to_ms(timeout_s),
+            timed_out=lambda: refusal(KafkaError._TIMED_OUT, text),
+        )
+        return futures
+
+    def _out_of_time(self, error: KafkaError) -> Any:
+        """A client that knew the leader says nothing of it: the future succeeds."""
+        knew = self._world.chance(0.5)
+        return SimpleNamespace(offset=NO_OFFSET, timestamp=-1, leader_epoch=None) if knew else error
+
+    def _failed(self, error: KafkaError) -> Future:
+        future = Future(self._world)
+        future.set_exception(KafkaException(error))
+        return future
+
+
+def _offset_of(log: Log, value: int, committed: bool) -> int:
+    if value == EARLIEST:
+        return log.first
+    if value == LATEST:
+        return log.stable if committed else log.end
+    return log.at_time(value)

@@ -1,0 +1,179 @@
+"""The protocol with short words around it: say what happened, get back what is ordered.
+
+Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
+:class:`GroupHarness` has the machine, and the test plays everybody else (``run_harness`` has a run, and plays the shell
+and a Kafka that answers from dictionaries). Each event is followed by :meth:`GroupMachine.check`, so every test also
+tests the invariants.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kit.clock import ManualClock
+from spark_group_source.group import events as ev
+from spark_group_source.group import names
+from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.rules import Rules
+from spark_group_source.group.states import Phase
+from spark_group_source.model import TopicPartition
+
+GROUP = "etl"
+STREAM = "9f2c"
+HOLD_BUDGET_MS = 24_000
+JOINING_BUDGET_MS = 75_000
+PING_MS = 1_000
+"""How often agents are heard, where they are."""
+
+C = TypeVar("C")
+Commands = list[ev.Command]
+
+
+def tps(topic: str, *partitions: int) -> tuple[TopicPartition, ...]:
+    return tuple(TopicPartition(topic, p) for p in partitions)
+
+
+def only(kind: type[C], commands: Commands) -> list[C]:
+    """The commands of one class, in order."""
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def rules_with(**rules: Any) -> Rules:
+    """The rules of the tests, but for these."""
+    usual: dict[str, Any] = {"group": GROUP, "hold_budget_ms": HOLD_BUDGET_MS, "joining_budget_ms": JOINING_BUDGET_MS}
+    return Rules(**usual | rules)
+
+
+class GroupHarness:
+    """One run of a query, played by a test.
+
+    Args:
+        slots: members of ours.
+        rules: what else the options say.
+    """
+
+    def __init__(self, slots: int = 1, **rules: Any) -> None:
+        self.clock = ManualClock()
+        self.machine = GroupMachine(rules_with(slots=slots, **rules))
+        self.clients: dict[int, int] = {}
+        self.history: Commands = []
+
+    def feed(self, *events: ev.MachineEvent) -> Commands:
+        """Hand over events; the commands of all of them, without the log lines."""
+        commands: Commands = []
+        for event in events:
+            commands += self.machine.handle(event, now_ms=self.clock())
+            self.machine.check()
+        for command in commands:
+            if isinstance(command, ev.Join):
+                self.clients[command.slot] = command.client
+        self.history += commands
+        return [command for command in commands if not isinstance(command, ev.Say)]
+
+    def said(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history)]
+
+    def warned(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history) if say.warn]
+
+    def phase(self) -> Phase:
+        return self.machine.phase
+
+    def gathered(self) -> bool:
+        return self.machine.gathered
+
+    # --- what members report ----------------------------------------------------------------------------------------
+
+    def assigned(self, *partitions: TopicPartition, slot: int = 0, generation: int = 1) -> Commands:
+        return self.feed(ev.Assigned(**self._of(slot), partitions=partitions, generation=generation))
+
+    def revoking(self, *partitions: TopicPartition, slot: int = 0, eager: bool = False) -> Commands:
+        return self.feed(ev.Revoking(**self._of(slot), partitions=partitions, eager=eager))
+
+    def lost(self, *partitions: TopicPartition, slot: int = 0) -> Commands:
+        return self.feed(ev.Lost(**self._of(slot), partitions=partitions))
+
+    def failed(self, reason: str = "broker down", slot: int = 0) -> Commands:
+        return self.feed(ev.MemberFailed(**self._of(slot), reason=reason))
+
+    def fenced(self, slot: int = 0) -> Commands:
+        return self.feed(ev.MemberFenced(**self._of(slot), reason="FENCED_INSTANCE_ID"))
+
+    def member_ended(self, slot: int = 0) -> Commands:
+        return self.feed(ev.MemberEnded(**self._of(slot)))
+
+    # --- what agents do ---------------------------------------------------------------------------------------------
+
+    def host_came(self, host: str, *, executor: str = "", fresh: bool = True) -> Commands:
+        """An agent says hello; each has an executor of its own unless ``executor`` says otherwise."""
+        return self.feed(ev.HostCame(host=host, executor=executor or f"of {host}", fresh=fresh))
+
+    def stay(self, ms: int, *hosts: str) -> Commands:
+        """Time passes, and agents are heard; all of them unless ``hosts`` says which."""
+        commands: Commands = []
+        for _ in range(0, ms, PING_MS):
+            commands += self.tick(ms=PING_MS)
+            heard = hosts or tuple(self.machine.lending.hosts.all)
+            commands += self.feed(*(ev.HostHeard(host=host) for host in heard))
+        return commands
+
+    # --- what Spark says --------------------------------------------------------------------------------------------
+
+    def born(self, known: Mapping[str, int] | None = None, *, topics: tuple[str, ...] = ()) -> Commands:
+        known = known or {"orders": 4}
+        return self.feed(ev.Born(stream=STREAM, known=known, topics=topics or tuple(known)))
+
+    def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Commands:
+        """Plan a batch that reads these; what else is held stands still."""
+        still = {tp: (at, at) for tp, at in self.machine.plannable().items()}
+        return self.feed(ev.Planned(offset=self.offset(still | dict(ranges), self.machine.seq + 1)))
+
+    def durable(self, ranges: Mapping[TopicPartition, tuple[int, int]] | None = None) -> Commands:
+        """The batch in flight is durable (or, as the first event, the batch with these ranges is)."""
+        seq = self.machine.seq + 1 if ranges is None else 7
+        return self.feed(ev.Durable(offset=self.offset(ranges or {}, seq), topics=("orders",)))
+
+    def offset(self, ranges: Mapping[TopicPartition, tuple[int, int]], seq: int) -> StreamOffset:
+        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.machine.known(), ranges=ranges)
+
+    # --- what Kafka answers -----------------------------------------------------------------------------------------
+
+    def committed(self, offsets: Mapping[TopicPartition, int | ev.Committed | None]) -> Commands:
+        """The group's offsets; a plain number is a commit of this stream from before all that this run remembers."""
+        read = {
+            tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
+            for tp, found in offsets.items()
+        }
+        return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read), epoch=0))
+
+    def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
+        """What the starting options stand for."""
+        return self.feed(ev.StartsResolved(offsets=offsets, asked=tuple(offsets)))
+
+    def echoed(self, commands: Commands | None = None) -> Commands:
+        """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""
+        echo = only(ev.Echo, self.history if commands is None else commands)[-1]
+        return self.feed(ev.EchoDone(offsets=echo.offsets))
+
+    def tick(self, *, ms: int) -> Commands:
+        self.clock.advance(ms=ms)
+        return self.feed(ev.Tick())
+
+    def taken(self, offsets: Mapping[TopicPartition, ev.Committed]) -> Commands:
+        """Others committed these: the echo under our name is ordered, and answered."""
+        commands = self.committed(offsets)
+        return commands + self.echoed(commands)
+
+    def settled(self, *partitions: TopicPartition, at: int = 100, slot: int = 0) -> None:
+        """Bring partitions to the state "held, committed by us at ``at``"."""
+        self.assigned(*partitions, slot=slot)
+        self.committed(dict.fromkeys(partitions, at))
+
+    def join(self, slot: int = 0, *, client: int = 1, topics: tuple[str, ...] = ("orders",)) -> ev.Join:
+        """The order to make this slot's consumer."""
+        instance_id = names.instance_id(GROUP, STREAM, slot)
+        client_id = names.client_id(STREAM, slot)
+        return ev.Join(slot=slot, client=client, topics=topics, client_id=client_id, instance_id=instance_id)
+
+    def _of(self, slot: int) -> dict[str, int]:
+        return {"slot": slot, "client": self.clients.get(slot, 0)}

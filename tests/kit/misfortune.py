@@ -1,0 +1,144 @@
+"""What can go wrong with one question to the brokers, chosen by the seed.
+
+Runs in: tests. Requests of members (join, sync, heartbeat) have ``World.loss`` instead: the library repeats them, and
+the application does not see it. Deliberately absent: brokers that cannot be reached (``World.down_until_ms``,
+``Process.cut_off_until_ms``).
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from confluent_kafka import KafkaError
+
+from kit.world import World
+
+
+class Ask(Enum):
+    """The kinds of questions."""
+
+    TOPICS = "list topics"
+    DESCRIBE = "describe topics"
+    OFFSETS = "list offsets"
+    GROUP = "describe the group"
+    COMMITTED = "read committed offsets"
+    COMMIT = "commit offsets"
+    ALTER = "alter offsets"
+    INIT = "init transactions"
+    ADD = "add a group to a transaction"
+    SEND = "send offsets to a transaction"
+    END = "end a transaction"
+
+
+class Luck(Enum):
+    """What happens to one question."""
+
+    LATE = "answered late"
+    TWICE = "done twice"
+    NEVER = "not answered"
+    REFUSED = "refused"
+    LIED = "done, and answered with an error"
+    PARTLY = "answered in part"
+    DENIED = "not allowed"
+
+
+_COORDINATOR = (KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR)
+_TRANSACTION = (KafkaError.TRANSACTION_ABORTABLE, KafkaError.UNKNOWN)
+
+REFUSALS: Final[Mapping[Ask, Sequence[int]]] = {
+    Ask.TOPICS: (KafkaError._TRANSPORT, KafkaError._TIMED_OUT),
+    Ask.DESCRIBE: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.OFFSETS: (KafkaError._NOENT, KafkaError._TIMED_OUT, KafkaError._TRANSPORT),
+    Ask.GROUP: (*_COORDINATOR, KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError._TRANSPORT),
+    Ask.COMMITTED: (*_COORDINATOR, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.ALTER: (*_COORDINATOR, KafkaError.REQUEST_TIMED_OUT),
+    Ask.INIT: (KafkaError._TIMED_OUT,),
+    Ask.ADD: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS, *_TRANSACTION),
+    Ask.SEND: (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.REQUEST_TIMED_OUT, *_TRANSACTION),
+    Ask.END: (KafkaError._TIMED_OUT, *_TRANSACTION),
+}
+"""Errors that the application sees of each question, and that pass. The library repeats what is not in it by itself."""
+
+LIES: Final[Mapping[Ask, Sequence[int]]] = {
+    Ask.COMMIT: (KafkaError._WAIT_COORD, KafkaError._TRANSPORT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.ALTER: (KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.ADD: (KafkaError._TIMED_OUT,),
+    Ask.SEND: (KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError.UNKNOWN),
+    Ask.END: (KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError._TIMED_OUT, KafkaError.UNKNOWN),
+}
+"""Errors of what was done all the same; other questions change nothing."""
+
+DENIALS: Final[Mapping[Ask, int]] = {
+    Ask.DESCRIBE: KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    Ask.OFFSETS: KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    Ask.GROUP: KafkaError.GROUP_AUTHORIZATION_FAILED,
+    Ask.COMMITTED: KafkaError.GROUP_AUTHORIZATION_FAILED,
+    Ask.COMMIT: KafkaError.GROUP_AUTHORIZATION_FAILED,
+    Ask.ALTER: KafkaError.GROUP_AUTHORIZATION_FAILED,
+    Ask.INIT: KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    Ask.ADD: KafkaError.GROUP_AUTHORIZATION_FAILED,
+    Ask.SEND: KafkaError.GROUP_AUTHORIZATION_FAILED,
+}
+"""What a broker says whose permissions are not what they were: brokers that start say so for a moment, too."""
+
+PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
+    Ask.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
+    Ask.OFFSETS: (
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError._UNKNOWN_PARTITION,
+        KafkaError._TIMED_OUT,
+    ),
+    Ask.COMMITTED: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNSTABLE_OFFSET_COMMIT),
+    Ask.COMMIT: (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.REQUEST_TIMED_OUT),
+    Ask.ALTER: (KafkaError.UNKNOWN_TOPIC_OR_PART,),
+}
+"""Errors of one topic or partition in an answer that is otherwise good."""
+
+
+_ONLY: Final[Mapping[Luck, Container[Ask]]] = {
+    Luck.PARTLY: PARTIAL,
+    Luck.LIED: LIES,
+    Luck.DENIED: DENIALS,
+}
+
+
+@dataclass
+class Misfortune:
+    """How likely each is, as a share of all questions; all 0 is calm."""
+
+    late: float = 0.0
+    twice: float = 0.0
+    never: float = 0.0
+    refused: float = 0.0
+    lied: float = 0.0
+    partly: float = 0.0
+    denied: float = 0.0
+    late_ms_max: int = 4_000
+
+    def draw(self, world: World, ask: Ask) -> Luck | None:
+        """What happens to this one."""
+        shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly, self.denied)
+        if not any(shares):
+            return None
+        at = world.random.random()
+        for luck, share in zip(Luck, shares, strict=True):
+            if at < share:
+                return None if ask not in _ONLY.get(luck, Ask) else luck
+            at -= share
+        return None
+
+    def refusal(self, world: World, ask: Ask) -> int:
+        return world.random.choice(REFUSALS[ask])
+
+    def lie(self, world: World, ask: Ask) -> int:
+        return world.random.choice(LIES[ask])
+
+    def partial(self, world: World, ask: Ask) -> int:
+        """The error of one part of an answer; 0 for a part that is good."""
+        return world.random.choice(PARTIAL[ask]) if world.random.random() < 0.5 else 0

@@ -1,0 +1,146 @@
+"""Operators: they stop everything that reads, move the group on purpose, and start it again.
+
+Runs in: tests. They move a group by Kafka's own tool (offsets alone), or by ``spark-group reset``, whose plan is what
+ships (``cli.reset``): Kafka first, then the ledgers of the tables. Deliberately absent: typing errors, and groups that
+are moved while they have members, which Kafka refuses.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kit.books import Reader
+from kit.cluster import Cluster
+from kit.invariants import Invariants
+from kit.runtime import SimulatedRuntime
+from kit.sinks import Table
+from kit.world import Process, World
+from spark_group_source.cli import reset
+from spark_group_source.errors import GroupError
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.model import StartAt, TopicPartition
+
+GROUP_EMPTY_MS_MAX = 90_000
+"""By then every session has ended."""
+LOOK_S = 0.5
+TRIES_MAX = 50
+
+Targets = dict[TopicPartition, int]
+
+
+class Operator:
+    """One at a time.
+
+    Args:
+        stop: everybody leaves the group.
+        start: they come back.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        truth: Invariants,
+        group: str,
+        *,
+        stop: Callable[[], None],
+        start: Callable[[], None],
+    ) -> None:
+        self._process = Process(world, "operator")
+        self._world, self._cluster, self._truth, self._group = world, cluster, truth, group
+        self._stop, self._start = stop, start
+        self._runtime = SimulatedRuntime(self._process, cluster)
+        self._admin = GroupAdmin({"bootstrap.servers": "kafka:9092"}, runtime=self._runtime, retries=10)
+        self.busy = False
+        self.moves = 0
+        truth.reads_as(self._process.name, Reader(self._process.name, self._process.name))
+        truth.operator = self._process.name
+
+    def begin(self, act: Callable[[], None]) -> bool:
+        """Stop everything, act, start it again; False: another one is at work."""
+        if self.busy:
+            return False
+        self.busy = True
+        self._process.spawn("operator", partial(self._work, act))
+        return True
+
+    def _work(self, act: Callable[[], None]) -> None:
+        self._stop()
+        until_ms = self._world.now_ms + GROUP_EMPTY_MS_MAX
+        while self._cluster.group(self._group).members:
+            self._truth.require(self._world.now_ms < until_ms, "a member of nobody stays in the group")
+            self._runtime.pause(LOOK_S)
+        for _ in range(TRIES_MAX):
+            try:
+                act()
+                break
+            except GroupError as exc:
+                self._world.note(f"operator: {exc}")
+                self._runtime.pause(LOOK_S)
+        self.moves += 1
+        self.busy = False
+        self._start()
+
+    # --- what they do, on the operator's thread ---------------------------------------------------------------------
+
+    def by_kafkas_tool(self, draw: Callable[[Targets], Targets]) -> None:
+        """``kafka-consumer-groups.sh --reset-offsets``: offsets without a note.
+
+        Args:
+            draw: makes the targets of what is committed.
+        """
+        committed = self._admin.committed(self._group)
+        targets = draw({tp: at.offset for tp, at in committed.items()})
+        if targets:
+            self._world.note(f"operator: moves {_text(targets)}")
+            self._admin.move_committed(self._group, targets)
+
+    def by_reset(self, draw: Callable[[Targets], Targets], tables: Sequence[Table], *, halfway: bool = False) -> None:
+        """``spark-group reset``, once for each table, or once without any.
+
+        Args:
+            halfway: the operator's machine dies between Kafka and the table.
+        """
+        targets: Targets | None = None
+        for table in tables or [None]:  # type: ignore[list-item]
+            ledger = None if table is None else table.ledger
+            committed = self._admin.committed(self._group)
+            if targets is None:
+                targets = draw({tp: at.offset for tp, at in committed.items()})
+            if not targets:
+                return
+            known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
+            topics = self._admin.existing(tp.topic for tp in known)
+            plan = reset.plan(targets, committed, ledger, topics)
+            self._world.note(f"operator: reset {plan.epoch} to {_text(targets)}: {_text(plan.offsets)}")
+            self._truth.resets(plan.epoch)
+            try:
+                self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
+            except GroupError:
+                self._truth.half_done(plan.offsets)  # one that was not answered may still arrive, behind the next look
+                raise
+            if table is not None and halfway:
+                self._truth.half_done(plan.offsets)
+            elif table is not None:
+                ids = {tp.topic: topics[tp.topic].id for tp in plan.offsets}
+                table.set_ledger(plan.offsets, topic_ids=ids, epoch=plan.epoch)
+
+    def settle(self, table: Table, tables: Sequence[Table]) -> None:
+        """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose.
+
+        Where one table stands may be behind another one of the group, so all are reset to it.
+        """
+        held = {} if table.ledger is None else dict(table.ledger.offsets)
+        if not self._admin.committed(self._group):  # all topics were deleted: the command asks for their names
+            scope = dict.fromkeys(self._admin.existing(tp.topic for tp in held), frozenset[int]())
+            first = reset.targets(
+                self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")
+            )
+            self.by_reset(lambda _: first, tables)
+        elif self._world.chance(0.5):
+            self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
+        else:
+            self.by_reset(lambda committed: committed, tables)
+
+
+def _text(offsets: Targets) -> str:
+    return ", ".join(f"{tp}={at}" for tp, at in sorted(offsets.items()))

@@ -1,0 +1,157 @@
+"""A consumer of a simulated group that is not ours: it processes, commits, and gives back at once.
+
+Runs in: tests. It promises "at least once", as ordinary consumers do. Deliberately absent: commits by timer.
+"""
+
+from collections.abc import Callable
+
+from kit.books import Reader
+from kit.cluster import Cluster
+from kit.invariants import Invariants
+from kit.kafka_client import Kind, Op, Tps, make_client
+from kit.kafka_group import Code, Entry, Group
+from kit.world import Process, World
+from spark_group_source.model import TopicPartition
+
+
+class OrdinaryMember:
+    """A consumer that is not ours: it processes, commits, and gives back at once."""
+
+    def __init__(self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str) -> None:
+        self.process = Process(world, name)
+        self.reader = Reader(name, name)
+        self._world, self._cluster, self._group, self._truth = world, cluster, group, truth
+        truth.reads_as(name, self.reader)
+        self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
+        self._at: dict[TopicPartition, int] = {}
+        self._ids: dict[TopicPartition, str] = {}  # of the topics that its positions are of
+        self._busy = False
+        self._next: Callable[[], None] | None = None  # a callback that waits for the commit under way
+
+    def start(self) -> None:
+        self._client.subscribe(frozenset(self._cluster.topics))
+        self._later(100, self._loop)
+
+    def end(self) -> None:
+        if self.process.alive:
+            self.process.kill()
+            self._truth.ended(self.reader)
+
+    def leave(self) -> None:
+        """Commit, leave the group, end."""
+
+        def gone() -> None:
+            self._truth.released(self._client.owned, self._client)
+            self._client.close(leave=True)
+            self.end()
+
+        def commit() -> None:
+            self._busy = True  # nothing more is processed
+            self._commit(dict(self._at), gone)
+
+        self._when_free(commit)
+
+    def rebalance(self, op: Op) -> None:
+        op.begin()
+        match op.kind:
+            case Kind.ASSIGN:
+                self._assigned(op)
+            case Kind.REVOKE:
+                self._revoked(op)
+            case Kind.LOST:
+                self._world.note(f"{self.process.name} lost {_names(op.tps)}")
+                for tp in op.tps:
+                    self._at.pop(tp, None)
+                op.done()
+
+    def _assigned(self, op: Op) -> None:
+        def positions(found: dict[TopicPartition, Entry | None]) -> None:
+            for tp, entry in found.items():
+                if tp in self._client.owned and tp not in self._at:
+                    log = self._cluster.log(tp)
+                    self._at[tp] = entry.offset if entry is not None else 0 if log is None else log.first
+                    self._ids.pop(tp, None)
+
+        self._world.note(f"{self.process.name} has {_names(op.tps)} in addition")
+        op.done()
+        # What was committed by a transaction may still be on its way: a plain read, as any consumer may do.
+        if op.tps:
+            self.process.call("main", lambda reply: self._group.read(sorted(op.tps), False, reply), positions)
+
+    def _revoked(self, op: Op) -> None:
+        def release() -> None:
+            for tp in op.tps:
+                self._at.pop(tp, None)
+            op.done()
+
+        self._world.note(f"{self.process.name} gives back {_names(op.tps)}")
+        self._when_free(lambda: self._commit({tp: self._at[tp] for tp in sorted(op.tps) if tp in self._at}, release))
+
+    def renamed(self) -> None:
+        """It asks nobody but the library."""
+
+    def dead(self, code: Code) -> None:
+        del code
+        self.end()
+
+    def _loop(self) -> None:
+        self._later(self._world.between(50, 400), self._loop)
+        if self._busy or self._client.holding:
+            return
+        ranges = {}
+        for tp, before in sorted(self._at.items()):
+            log = self._cluster.log(tp)
+            if log is None:
+                continue
+            id_ = self._cluster.topics[tp.topic].id
+            known, self._ids[tp] = self._ids.get(tp, id_), id_
+            at = self._at[tp] = max(log.first, before) if known == id_ else log.first
+            end = min(log.end, at + self._world.between(1, 10))
+            if end > at:
+                ranges[tp] = (at, end)
+        if ranges:
+            self._truth.processed_by(self.reader, ranges)
+            self._at.update({tp: end for tp, (_, end) in ranges.items()})
+            self._busy = True
+            self._commit({tp: end for tp, (_, end) in ranges.items()}, self._free)
+
+    def _free(self) -> None:
+        self._busy = False
+        if self._next is not None:
+            do, self._next = self._next, None
+            do()
+
+    def _when_free(self, do: Callable[[], None]) -> None:
+        if self._busy:
+            self._next = do
+        else:
+            do()
+
+    def _commit(self, offsets: dict[TopicPartition, int], then: Callable[[], None]) -> None:
+        if not offsets:
+            then()
+            return
+
+        def answer(code: Code) -> None:
+            if code in (Code.OK, Code.UNKNOWN_MEMBER):
+                self._client.refused(code)  # thrown out: the library tells later
+                then()
+            else:
+                now = {tp: at for tp, at in offsets.items() if self._at.get(tp) == at}
+                self._later(200, lambda: self._commit(now, then))
+
+        member, generation = self._client.member, self._client.generation
+
+        def commit(reply: Callable[[Code], None]) -> None:
+            there = {tp: offset for tp, offset in offsets.items() if self._cluster.log(tp) is not None}
+            entries = {tp: Entry(offset, None, self.process.name, 0) for tp, offset in there.items()}
+            reply(self._group.commit(member, generation, entries))
+
+        self.process.call("main", commit, answer)
+
+    def _later(self, delay_ms: int, do: Callable[[], None]) -> None:
+        self.process.later("main", delay_ms, do)
+
+
+def _names(tps: Tps) -> str:
+    return ", ".join(map(str, sorted(tps))) or "nothing"

@@ -1,0 +1,264 @@
+"""A run of a query with short words around it: a test makes Spark's calls and says what Kafka has.
+
+Runs in: tests. Deliberately absent: threads; the machine alone (``harness``). Each event is followed by
+:meth:`GroupMachine.check`, so every test also tests the invariants.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from kit.clock import ManualClock
+from kit.harness import GROUP, STREAM, Commands, only, rules_with, tps
+from spark_group_source.errors import BrokerUnavailable
+from spark_group_source.group import events as ev
+from spark_group_source.group import names
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.run import Run
+from spark_group_source.group.states import RunState
+from spark_group_source.model import StartAt, TopicPartition
+
+GIVEN_UP_MS = 3_000
+"""How long a question waits for brokers that are away."""
+ANSWER_MS = 10
+"""How long an order to Kafka takes."""
+STEPS_MAX = 20_000
+"""More steps than this in one call: the run goes round in circles."""
+
+C = TypeVar("C")
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class RunHarness:
+    """One run of a query with its shell: a test makes Spark's calls and says what Kafka has.
+
+    What Kafka is asked it answers after :data:`ANSWER_MS`, from the dictionaries below; orders whose class is in
+    ``silent`` it never answers. Time passes only while the run waits, and in :meth:`pass_time`.
+
+    Args:
+        slots: members of ours. Slot 0 is given all partitions unless ``gives`` says otherwise.
+        topics: the subscribed topics and their partition counts.
+        rules: what else the options say.
+    """
+
+    def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
+        self.clock = ManualClock(1_000)
+        self.run = Run(rules_with(slots=slots, **rules))
+        self.down_until_ms = 0  # no broker answers
+        self.topics = dict(topics or {"orders": 2})
+        self.ids = {topic: f"id-{topic}" for topic in self.topics}
+        partitions = [tp for topic, count in self.topics.items() for tp in tps(topic, *range(count))]
+        self.firsts = dict.fromkeys(partitions, 0)
+        self.ends = dict.fromkeys(partitions, 0)
+        self.committed: dict[TopicPartition, ev.Committed] = {}
+        self.gives: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {0: tuple(partitions)}
+        self.left: set[int] = set()  # places of a former run
+        self.group_state = "stable"
+        self.sibling: int | None = None
+        self.look_ms = 0
+        self.silent: set[type] = set()
+        self.clients: dict[int, int] = {}
+        self.start = StreamOffset.initial(GROUP)
+        self.steps: list[ev.Step] = []
+        self.history: Commands = []
+        self._later: list[tuple[int, ev.Event]] = []
+
+    @classmethod
+    def returning(cls, past: StreamOffset, slots: int = 1, **rules: Any) -> "RunHarness":
+        """A run that continues a stream after this durable batch; Kafka has its offsets, and nothing came since."""
+        run, ends = cls(slots, **rules), past.positions()
+        run.start, run.ends = past, ends
+        run.committed = {tp: ev.Committed(offset=at, stream=STREAM, seq=past.seq) for tp, at in ends.items()}
+        return run
+
+    # --- Spark's calls ----------------------------------------------------------------------------------------------
+
+    def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
+        """Ask what comes after ``start``, which is durable."""
+        return self.call(ev.Asked(start=self.start, unlimited=unlimited, drain=drain, name=STREAM))
+
+    def batch(self, *, unlimited: bool = False) -> StreamOffset:
+        """Plan the next batch and read it; it is durable when the next one is asked for."""
+        end = self.latest(unlimited=unlimited)
+        if end != self.start:
+            self.call(ev.Reading(offset=end))
+        self.start = end
+        return end
+
+    def stop(self, *, durable: int = -1) -> None:
+        self.call(ev.Stopping(durable=durable))
+
+    def call(self, event: ev.Event) -> StreamOffset:
+        """Do what the run says until it has an answer."""
+        self.feed(event)
+        return self.go_on()
+
+    def go_on(self) -> StreamOffset:
+        """The rest of a call."""
+        for _ in range(STEPS_MAX):
+            match step := self.step():
+                case ev.Answer():
+                    return step.offset
+                case ev.Raise():
+                    raise step.error
+                case ev.Wait():
+                    assert step.until_ms > self.clock(), "a wait for what is past"
+                    self._wait(step.until_ms)
+                case _:
+                    self.feed(self.answer(step))
+        raise AssertionError(f"no answer after {STEPS_MAX} steps, in state {self.run.state.value}")
+
+    def step(self) -> ev.Step:
+        """What the run would do next; its commands are carried out."""
+        step, commands = self.run.proceed(now_ms=self.clock())
+        self._carry_out(commands)
+        self.steps.append(step)
+        return step
+
+    def begin(self, event: ev.Event, until: RunState) -> None:
+        """Begin a call, and leave it in the middle, when the run is in this state."""
+        self.feed(event)
+        for _ in range(STEPS_MAX):
+            if self.state() is until:
+                return
+            step = self.step()
+            if isinstance(step, ev.Wait):
+                self._wait(step.until_ms)
+            elif self.state() is not until:
+                self.feed(self.answer(step))
+        raise AssertionError(f"{until.value} was not reached, but {self.state().value}")
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def feed(self, *events: ev.Event) -> Commands:
+        """Hand over events; the commands of all of them."""
+        commands: Commands = []
+        for event in events:
+            now = self.run.handle(event, now_ms=self.clock())
+            self._carry_out(now)
+            commands += now
+            self.run.machine.check()
+        return commands
+
+    def aim(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Begin an AvailableNow run that is to end there."""
+        self.feed(ev.TargetAsked(), ev.TargetTaken(ends=dict(ends)))
+
+    def later(self, event: ev.Event, *, ms: int) -> None:
+        """This will happen after so many milliseconds."""
+        self._later.append((self.clock() + ms, event))
+
+    def pass_time(self, ms: int) -> None:
+        until_ms = self.clock() + ms
+        while self.clock() < until_ms:
+            self._wait(until_ms)
+
+    def assigned(self, *partitions: TopicPartition, slot: int = 0) -> Commands:
+        return self.feed(ev.Assigned(slot=slot, client=self.clients[slot], partitions=partitions))
+
+    def lost(self, *partitions: TopicPartition, slot: int = 0) -> Commands:
+        return self.feed(ev.Lost(slot=slot, client=self.clients[slot], partitions=partitions))
+
+    def state(self) -> RunState:
+        return self.run.state
+
+    def drained(self) -> bool:
+        return self.run.drained
+
+    def said(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history)]
+
+    def warned(self) -> list[str]:
+        return [say.text for say in only(ev.Say, self.history) if say.warn]
+
+    def took(self, kind: type[C]) -> list[C]:
+        """The steps of one class, in order."""
+        return [step for step in self.steps if isinstance(step, kind)]
+
+    # --- the shell and Kafka ----------------------------------------------------------------------------------------
+
+    def _wait(self, until_ms: int) -> None:
+        """Until then, or until something happens before."""
+        deadline_ms = self.run.next_deadline_ms()
+        due = [until_ms, *(at_ms for at_ms, _ in self._later), *([] if deadline_ms is None else [deadline_ms])]
+        self.clock.now_ms = max(self.clock(), min(due))
+        ripe = [(at_ms, event) for at_ms, event in self._later if at_ms <= self.clock()]
+        self._later = [(at_ms, event) for at_ms, event in self._later if at_ms > self.clock()]
+        self.feed(*(event for _, event in sorted(ripe, key=lambda pair: pair[0])))
+        if deadline_ms is not None and deadline_ms <= self.clock():
+            self.feed(ev.Tick())
+
+    def answer(self, step: ev.Step) -> ev.Event:
+        """What the shell hands in for a question, or for an order to end."""
+        match step:
+            case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() if self.clock() < self.down_until_ms:
+                self.clock.advance(ms=GIVEN_UP_MS)
+                return ev.NotAnswered(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
+            case ev.TakeTarget():
+                return ev.TargetTaken(ends=dict(self.ends))
+            case ev.ListTopics():
+                return ev.TopicsListed(topics=self.topics)
+            case ev.Look():
+                self.clock.advance(ms=self.look_ms)
+                return ev.Looked(
+                    ends=_some(self.ends, step.ends),
+                    firsts=_some(self.firsts, step.firsts),
+                    log_ends=_some(self.ends, step.log_ends),
+                    topic_ids=_some(self.ids, step.topics),
+                    took_ms=self.look_ms,
+                )
+            case ev.Describe():
+                there = self.clients.keys() | self.left
+                joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
+                given = {names.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
+                return ev.GroupSeen(state=self.group_state, given=given)
+            case ev.LookForSiblings():
+                return ev.SiblingsSeen(waiting=self.sibling)
+            case ev.End():
+                return ev.Closing(leave=step.leave)
+            case _:
+                raise AssertionError(f"{step} is no question")
+
+    def _carry_out(self, commands: Commands) -> None:
+        """Note the commands; Kafka answers them later."""
+        self.history += commands
+        for command in commands:
+            if isinstance(command, ev.Join):
+                self.clients[command.slot] = command.client
+            if type(command) not in self.silent and (answer := self._answer(command)) is not None:
+                self.later(answer, ms=ANSWER_MS)
+
+    def _answer(self, command: ev.Command) -> ev.Event | None:
+        match command:
+            case ev.Join() if command.slot in self.gives:
+                given = self.gives[command.slot]
+                return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
+            case ev.Leave():
+                return ev.MemberEnded(slot=command.slot, client=self.clients[command.slot])
+            case ev.FetchCommitted():
+                read = {tp: self.committed.get(tp) for tp in command.partitions}
+                noted = [self.committed[tp].epoch for tp in command.partitions + command.beside if tp in self.committed]
+                epoch = max(noted, default=0) if command.beside else None
+                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=epoch)
+            case ev.ResolveStarts():
+                found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
+                return ev.StartsResolved(offsets=found, asked=tuple(command.starts))
+            case ev.Echo():
+                for tp, at in command.offsets.items():
+                    followed = tp in command.followed
+                    self.committed[tp] = ev.Committed(
+                        offset=at, stream=command.stream, seq=command.seq, epoch=command.epoch, followed=followed
+                    )
+                return ev.EchoDone(offsets=command.offsets)
+            case ev.AskReplaced():
+                return ev.NotReplaced(slot=command.slot)
+            case _:
+                return None
+
+    def _start_of(self, tp: TopicPartition, at: StartAt) -> int:
+        return self.firsts[tp] if at.kind == "earliest" else self.ends[tp] if at.kind == "latest" else at.value
+
+
+def _some(known: Mapping[K, V], asked: Iterable[K]) -> dict[K, V]:
+    """What is known of what is asked."""
+    return {key: known[key] for key in asked if key in known}

@@ -1,0 +1,361 @@
+"""Who takes part in a history, and what they are like: topics, queries with their sinks, ordinary consumers.
+
+Runs in: tests. All of it is drawn by the seed. Deliberately absent: what goes wrong (``faults``), and what must hold
+(``invariants``).
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from kit.agents import Executors, Luck
+from kit.cluster import Cluster
+from kit.invariants import Invariants, Violation
+from kit.kafka_group import REBALANCE_MS, SESSION_MS, Group
+from kit.misfortune import Misfortune
+from kit.operators import Operator
+from kit.ordinary_member import OrdinaryMember
+from kit.sinks import Idempotent, Plain, Table
+from kit.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
+from kit.world import World
+from spark_group_source.driver.commits import MEMBER_COMMIT_S_MAX
+from spark_group_source.driver.worker import PROBE_S_MAX
+from spark_group_source.errors import (
+    CommitFailed,
+    DataLoss,
+    Fenced,
+    LedgerConflict,
+    RebalanceTimeout,
+    SourceError,
+    TopicMissing,
+)
+from spark_group_source.model import TopicPartition
+
+PRODUCE_EVERY_MS = 400
+SHARES = (0.0, 0.002, 0.02)
+"""Of all questions to the brokers, that one kind of misfortune meets."""
+TRIGGERS: tuple[Trigger, ...] = ("default", "default", "default", "default", "available now", "once")
+CHANNEL_SHARES = (0.0, 0.01, 0.05)
+"""Of all messages between agents and stream reader, that one kind of misfortune meets."""
+CHANNEL_MS = (10, 100, 1_500)
+"""The longest that a message may take."""
+MEMBER_HOSTS: tuple[MemberHost, ...] = ("auto", "auto", "auto", "auto", "executor", "driver")
+SLOW_MS = (0, 300, 2_500)
+"""Before metadata names something new, and then before a broker serves it."""
+WATCH_EVERY_MS = 1_000
+HOLD_SLACK_MS = 1_500
+"""Beyond the budget of a hold: the member looks every 250 ms, and its thread may have stood still."""
+CALL_MS_MAX = 60_000
+"""The longest that a call of Spark's may take while the brokers answer and the process runs."""
+PATIENCE_MS_MAX = 20_000
+"""The longest that a run may still wait for the group when that is at rest and all questions are answered."""
+UNOWNED_EVERY_MS = 20_000
+"""How often in the calm somebody looks for partitions without an owner: longer than a session."""
+CALL_SLACK_MS = 15_000
+"""Beyond the budget of a call that waits for the group."""
+START_AGAIN_MS = (100, 1_500, 4_000, 12_000)
+"""When a query that ended is started again, at once or after more than a session."""
+
+
+class Scene:
+    """One history's cast."""
+
+    def __init__(
+        self, world: World, cluster: Cluster, truth: Invariants, protocol: str, *, agents: bool = False
+    ) -> None:
+        self.world, self.cluster, self.truth, self.protocol = world, cluster, truth, protocol
+        random = world.random
+        self.producing = True
+        self.is_calm = False
+        self.ends: Counter[str] = Counter()
+        for topic, most in (("orders", 5), ("payments", 3)):
+            cluster.create(topic, random.randint(1, most))
+        for tp in cluster.partitions():
+            log = cluster.log(tp)
+            assert log is not None
+            log.first = log.end = random.choice([0, 0, 7])
+            truth.add_partition(tp, log.first)
+        self.group: Group = cluster.group(GROUP)
+        cluster.transactions_allowed = random.random() < 0.7
+        world.loss = random.choice([0.0, 0.0, 0.02, 0.1])
+        world.delay_ms_max = random.choice([5, 15, 80])
+        world.preempt = random.choice([0.0, 0.02, 0.1])
+        self._starting = random.choice(["earliest", "earliest", "latest"])
+        self._isolation = random.choice(["read_committed", "read_uncommitted"])
+        truth.starts_at_the_end = self._starting == "latest"
+        if random.random() < 0.6:
+            late, twice, never, refused, lied, partly = (random.choice(SHARES) for _ in range(6))
+            cluster.misfortune = Misfortune(late, twice, never, refused, lied, partly)
+        self._unanswered = bool(cluster.misfortune.never or cluster.misfortune.late)
+        self.tables: list[Table] = []
+        self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
+        truth.ledgers = bool(self.tables)
+        self.others: list[OrdinaryMember] = []
+        self.deleted: set[str] = set()  # topics that will be made again
+        self._at_rest_since_ms = 0  # the group
+        self.closed = False  # an operator wants nobody in the group
+        self.operator = Operator(world, cluster, truth, GROUP, stop=self._stop_all, start=self._start_all)
+        truth.pending = lambda: [at for query in self.queries if (at := query.checkpoint.pending()) is not None]
+        truth.last = lambda: [at for query in self.queries if (at := query.checkpoint.last()) is not None]
+
+        if agents:
+            self._with_agents()
+
+    # --- the cast ---------------------------------------------------------------------------------------------------
+
+    def _with_agents(self) -> None:
+        """The queries have executors, with agents that host members."""
+        random = self.world.random
+        swallowed, repeated, cut = (random.choice(CHANNEL_SHARES) for _ in range(3))
+        for query in self.queries:
+            luck = Luck(swallowed, repeated, cut, random.choice(CHANNEL_MS))
+            query.executors = Executors(self.world, self.cluster, self.truth, luck)
+            member_host = random.choice(MEMBER_HOSTS)
+            options = query.habits.options | {"groupMembers": str(random.randint(1, 4))}
+            auto_slots = random.random() < 0.3
+            query.habits = replace(query.habits, options=options, member_host=member_host, auto_slots=auto_slots)
+
+    def _query(self, name: str) -> Query:
+        random = self.world.random
+        options = {
+            "kafka.bootstrap.servers": "kafka:9092",
+            "kafka.group.id": GROUP,
+            "startingOffsets": self._starting,
+            "failOnDataLoss": random.choice(["true", "false"]),
+            "kafka.isolation.level": self._isolation,
+            "leaveOnStop": random.choice(["auto", "auto", "always", "never"]),
+            "groupMembers": str(random.randint(1, 3)),
+            "kafka.max.poll.interval.ms": str(REBALANCE_MS),
+        }
+        if random.random() < 0.8:
+            options["subscribe"] = ",".join(sorted(self.cluster.topics))
+        else:
+            options["subscribePattern"] = "orders|payments|new.*"
+        if self.protocol == "consumer":
+            options["kafka.group.protocol"] = "consumer"
+        else:
+            options |= {"kafka.group.protocol": "classic", "kafka.session.timeout.ms": str(SESSION_MS)}
+        if self.protocol == "cooperative":
+            options["kafka.partition.assignment.strategy"] = "cooperative-sticky"
+        if (most := random.choice([None, 50, 15])) is not None:
+            options["maxOffsetsPerTrigger"] = str(most)
+        habits = Habits(
+            options,
+            trigger=random.choice(TRIGGERS),
+            sink_ms_max=random.choice([50, 800, 3_000]),
+            crash=random.choice([0.0, 0.0, 0.01, 0.04]),
+        )
+        return Query(name, habits, self._sink(name), Checkpoint(f"query-{name}"))
+
+    def _sink(self, name: str) -> Sink:
+        kind = self.world.random.choice(["table", "table", "idempotent", "plain"])
+        if kind == "plain":
+            return Plain(self.truth)
+        if kind == "idempotent":
+            return Idempotent(self.truth)
+        if not self.tables or self.world.random.random() < 0.5:
+            self.tables.append(Table(self.world, self.truth, f"table-{name}", GROUP))
+        return self.tables[-1]
+
+    def begin(self) -> None:
+        for query in self.queries:
+            self.start(query)
+        for _ in range(self.world.random.choice([0, 1, 1, 2])):
+            self.start_other()
+        self._produce()
+        self._watch()
+
+    def start(self, query: Query) -> None:
+        if self.closed:
+            return
+        run = SparkRun(self.world, self.cluster, self.truth, query, on_end=self._on_end)
+        query.runs.append(run)
+        run.start()
+
+    def _stop_all(self) -> None:
+        self.closed = True
+        for query in self.queries:
+            for run in query.runs:
+                if run.process.frozen or self.world.chance(0.5):
+                    run.stop()
+                else:
+                    run.kill()
+        for other in self.others:
+            other.end()
+
+    def _start_all(self) -> None:
+        self.closed = False
+        for query in self.queries:
+            self.start(query)
+
+    def start_other(self) -> None:
+        if self.closed:
+            return
+        other = OrdinaryMember(self.world, self.cluster, self.group, self.truth, name=f"other{len(self.others) + 1}")
+        self.others.append(other)
+        other.start()
+
+    def _on_end(self, run: SparkRun, error: BaseException | None) -> None:
+        """Whoever runs the queries starts one again that ended."""
+        self.ends["ended" if error is None else type(error).__name__] += 1
+        if run is not run.query.runs[-1]:
+            return
+        if isinstance(error, Fenced) and self.cluster.transactions_allowed:
+            self._judge_fenced(run, error)
+        if isinstance(error, CommitFailed):
+            raise self._violation(f"a commit that failed ended {run.process.name}: {error}")
+        if isinstance(error, RebalanceTimeout):
+            self._judge_timeout(run, error)
+        query = run.query
+        if isinstance(error, (DataLoss, TopicMissing)):
+            query.habits = replace(query.habits, options=query.habits.options | {"failOnDataLoss": "false"})
+        if isinstance(error, LedgerConflict):
+            table = query.sink
+            assert isinstance(table, Table)
+            self.operator.begin(lambda: self.operator.settle(table, self.tables))
+        delay_ms = self.world.random.choice(START_AGAIN_MS)
+        self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
+
+    def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
+        """The newest run of a query may only be shut out by an older one that had not begun when it started, or by its
+        own request to begin, sent again when no answer came."""
+        if not run.late and not self.cluster.transactions.taken_twice(run.process.name):
+            raise self._violation(f"{run.process.name}, the newest run of its query, was shut out: {error}")
+
+    def _judge_timeout(self, run: SparkRun, error: SourceError) -> None:
+        """A run waits for the group as long as that is not at rest, or the brokers do not answer. Where nobody shuts
+        it out, an older run of its stream may go on in the group: the members of both have the same names, and what
+        those have is waited for. Nor is an older one shut out that has nothing to commit and no place of a name, as the
+        members of a bounded run under KIP-848."""
+        older = [other for other in run.query.runs if other is not run and other.lately_alive]
+        nameless = self.protocol == "consumer" and run.trigger != "default"
+        outlived = nameless or not self.cluster.transactions_allowed
+        if outlived and any(other.reader.party == run.reader.party for other in older):
+            return
+        rest_ms = max(self._at_rest_since_ms, run.process.thawed_at_ms, run.process.cut_off_until_ms)
+        if self.world.now_ms - rest_ms > PATIENCE_MS_MAX and not self._unanswered:
+            raise self._violation(f"{run.process.name} waited for a group that is at rest: {error}")
+
+    # --- what goes on -----------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        if not self.producing:
+            return
+        random = self.world.random
+        if tps := self.cluster.partitions():
+            tp = random.choice(tps)
+            count = random.randint(1, 6)
+            self.cluster.produce(tp, count)
+            self.truth.produce(tp, count)
+        self.world.at(self.world.between(1, PRODUCE_EVERY_MS), self._produce)
+
+    def _watch(self) -> None:
+        """Nothing waits for longer than it may."""
+        now = self.world.now_ms
+        if self.group.describe()[0] != "STABLE" or self.group.unfinished or now < self.world.down_until_ms:
+            self._at_rest_since_ms = now
+        for query in self.queries:
+            for run in query.runs:
+                if not run.healthy or run.watched is None:
+                    continue
+                since_ms = run.calling_since_ms
+                trouble_ms = max(run.process.thawed_at_ms, self.world.down_until_ms, run.process.cut_off_until_ms)
+                longest_ms = max(CALL_MS_MAX, run.watched.rules.joining_budget_ms + CALL_SLACK_MS)
+                if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
+                    raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
+                held_ms = run.watched.longest_hold_ms(now)
+                # Its thread may wait meanwhile: for the word whether it was replaced, or for a commit as a member.
+                stood_still = now - trouble_ms <= HOLD_SLACK_MS + int(PROBE_S_MAX * 1000)
+                slack_ms = HOLD_SLACK_MS
+                if not self.cluster.transactions_allowed:
+                    slack_ms += int(MEMBER_COMMIT_S_MAX * 1000)
+                if held_ms > run.watched.rules.hold_budget_ms + slack_ms and not stood_still:
+                    raise self._violation(f"{run.process.name} holds a revocation for {held_ms} ms")
+                calm = run.executors is not None and now - trouble_ms > HOLD_SLACK_MS
+                if calm and run.executors is not None and (wrong := run.executors.wrong(run)) is not None:
+                    raise self._violation(f"{run.process.name}: {wrong}")
+        self.world.at(WATCH_EVERY_MS, self._watch)
+
+    def _violation(self, rule: str) -> Violation:
+        self.world.note(f"VIOLATION: {rule}")
+        return Violation(rule)
+
+    def delete(self, topic: str) -> None:
+        self.world.note(f"topic {topic} is deleted")
+        for tp in self.partitions():
+            if tp.topic == topic:
+                self.truth.deleted(tp)
+        self.cluster.delete(topic)
+        self.deleted.add(topic)
+
+    def make_again(self, topic: str) -> None:
+        if topic not in self.deleted:
+            return
+        self.world.note(f"topic {topic} is made again")
+        self.deleted.discard(topic)
+        slow_ms = 0 if self.is_calm else self.world.random.choice(SLOW_MS)
+        self.cluster.create(topic, self.world.random.randint(1, 4), slow_ms=slow_ms)
+        for tp in self.partitions():
+            if tp.topic == topic:
+                self.truth.made_again(tp)
+
+    def release(self, tp: TopicPartition) -> None:
+        """The open transaction of records ends."""
+        if (log := self.cluster.log(tp)) is not None:
+            log.held = None
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def calm(self) -> None:
+        world = self.world
+        world.note("--- calm ---")
+        self.is_calm = True
+        for topic in sorted(self.deleted):
+            self.make_again(topic)
+        world.loss, world.down_until_ms = 0.0, min(world.down_until_ms, world.now_ms)
+        self.cluster.misfortune = Misfortune()
+        self.group.on_topics_changed()
+        world.at(UNOWNED_EVERY_MS, self._own_all)
+        world.at(UNOWNED_EVERY_MS, self._go_on)
+        for query in self.queries:
+            query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
+            for run in query.runs:
+                if run.publisher.drain:
+                    run.stop()
+        processes = [run.process for query in self.queries for run in query.runs]
+        for executors in [query.executors for query in self.queries if query.executors is not None]:
+            executors.calm()
+        for tp in self.partitions():
+            self.release(tp)
+        for process in [*processes, *(other.process for other in self.others)]:
+            if process.alive and process.frozen:
+                process.thaw()
+
+    def _own_all(self) -> None:
+        """Partitions that no member has, in a classic group that is stable, wait for the next rebalance, as in Kafka: a
+        broker that replaces a static member in a stable group compares the name of the assignor alone
+        (``GroupMetadataManager.updateStaticMemberThenRebalanceOrCompleteJoin``, 4.2.1) and hands out what the place
+        had. So a partition that was taken from a member which was replaced before it joined again comes to nobody
+        (cooperative), nor does a topic that a member subscribes to anew. Members of ours tell the broker of that."""
+        if self.protocol != "consumer" and self.group.unowned():
+            self.world.note("somebody makes the group rebalance: a partition has no owner")
+            self.group.on_topics_changed()
+        self.world.at(UNOWNED_EVERY_MS, self._own_all)
+
+    def _go_on(self) -> None:
+        """Of a batch that a table left out because its stream does not know of a reset, the log tells, and an error
+        with the next batch: that is one too many for a plan of before the reset. So records go on to come where some
+        are missing. A stream cannot know where others committed over all notes of the reset: Kafka keeps texts of ours
+        beside offsets only, and who commits an offset replaces the text."""
+        for tp in self.truth.left_in_the_middle():
+            self.cluster.produce(tp, 1)
+            self.truth.produce(tp, 1)
+        self.world.at(UNOWNED_EVERY_MS, self._go_on)
+
+    def at_rest(self) -> bool:
+        return self.truth.finished() and not self.operator.busy
+
+    def finish(self) -> None:
+        self.truth.finish()
+
+    def partitions(self) -> list[TopicPartition]:
+        return self.cluster.partitions()

@@ -1,0 +1,144 @@
+"""A whole group for a few simulated minutes: queries with the shipped driver, ordinary consumers, Kafka, misfortune.
+
+Runs in: tests. One seed is one history: :func:`run` raises :class:`Failed` with the story, and running the seed again
+tells the same story. First up to a minute and a half of faults (``faults``), then calm, in which everything must come
+to rest: each record processed, each offset committed. What is simulated is what ships: ``driver``, ``kafka``, ``group``
+and the decisions of ``delta.ledger`` and ``cli.reset``. Only Kafka, time, threads and Spark are models.
+
+Deliberately absent (not modelled): what agents read ahead, changed subscriptions, several groups, clocks that
+jump, and time inside the machine (an event takes none).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kit.agent_faults import AgentFaults
+from kit.books import Cause
+from kit.classic_group import ClassicGroup, CooperativeGroup
+from kit.cluster import Cluster
+from kit.consumer_group import ConsumerGroup
+from kit.faults import Faults
+from kit.invariants import Invariants, Violation
+from kit.kafka_group import Group
+from kit.scene import Scene
+from kit.world import World
+
+FAULTS_MS = (30_000, 90_000)
+"""How long faults go on, drawn by the seed."""
+CALM_MS_MAX = 120_000
+"""By then everything must have come to rest: sessions end, places are taken again, the backlog is read."""
+PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
+
+
+class Failed(AssertionError):
+    """A rule was broken. The message is the rule, the end of the story, and how to run it again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a history was made of, to see that the seeds are worth running."""
+
+    seed: int
+    protocol: str
+    processed: int
+    twice: int
+    causes: dict[Cause, int]
+    rebalances: int
+    faults: dict[str, int]
+    ends: dict[str, int]
+    overruns: int
+    holds: int
+    runs: int
+    longest_call_ms: int
+    steps: int
+    moves: int = 0
+    recalls: int = 0
+
+
+def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outcome:
+    """Play one history.
+
+    Args:
+        agents: the queries have executors, whose agents host members.
+
+    Raises:
+        Failed: a rule did not hold.
+    """
+    world = World(seed)
+    names = sorted(PROTOCOLS)
+    drawn = world.random.choice(names)
+    protocol = protocol or drawn
+    with quietly():
+        try:
+            return _play(world, seed, protocol, agents=agents)
+        except Violation as exc:
+            raise Failed(
+                f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}\n"
+                f"again: python -m tests.simulation {seed} {protocol}{' agents' if agents else ''}"
+            ) from exc
+        finally:
+            world.close()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the product's log: a story tells more."""
+    silent = logging.root.manager.disable
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(silent)
+
+
+def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
+    truth = Invariants(world)
+    cluster = Cluster(world, PROTOCOLS[protocol], truth)
+    scene = Scene(world, cluster, truth, protocol, agents=agents)
+    faults = AgentFaults(scene) if agents else Faults(scene)
+    scene.begin()
+    faults.begin()
+    world.run_until(world.between(*FAULTS_MS))
+    faults.end()
+    scene.calm()
+    # Some records after the last fault show that everything works again.
+    world.run_until(world.now_ms + 10_000)
+    scene.producing = False
+    world.run_until(world.now_ms + CALM_MS_MAX, stop=_every(scene.at_rest))
+    scene.finish()
+    runs = [run for query in scene.queries for run in query.runs]
+    watched = [run.watched for run in runs if run.watched is not None]
+    return Outcome(
+        seed=seed,
+        protocol=protocol,
+        processed=truth.processed,
+        twice=truth.twice,
+        causes=dict(truth.causes),
+        rebalances=scene.group.rebalances,
+        faults=faults.happened,
+        ends=dict(scene.ends),
+        overruns=sum(run.overruns for run in watched),
+        holds=sum(run.holds for run in watched),
+        runs=len(runs),
+        longest_call_ms=max((run.longest_call_ms for run in runs), default=0),
+        steps=world.steps,
+        moves=sum(run.machine.lending.moves for run in watched),
+        recalls=sum(run.machine.lending.recalls for run in watched),
+    )
+
+
+def _every(look: Callable[[], bool], calls: int = 20) -> Callable[[], bool]:
+    """Look now and then only: it costs more than a step."""
+    left = 0
+
+    def sometimes() -> bool:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            return False
+        left = calls
+        return look()
+
+    return sometimes

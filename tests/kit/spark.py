@@ -1,0 +1,355 @@
+"""Spark for one run of a query: calls the shipped driver as Spark does, from the checkpoint that its runs share.
+
+Runs in: tests. One simulated process stands for the driver JVM and the stream reader beside it: they live, freeze and
+die together. Its first thread is Spark's: it asks for the next offset, writes it down, has it read and written by the
+sink, and writes down that it was. Everything below those calls is what ships (``driver``, ``kafka``, ``group``).
+Deliberately absent: tasks and rows (a record is its offset), Spark's own retries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from greenlet import GreenletExit
+
+from kit.agents import Channel, Executors, Inbox
+from kit.books import Reader
+from kit.cluster import Cluster
+from kit.invariants import Invariants
+from kit.runtime import SimulatedRuntime
+from kit.watched import WatchedRun
+from kit.world import Process, Thread, World
+from spark_group_source.driver.coordinator import Coordinator
+from spark_group_source.driver.rules import rules_of
+from spark_group_source.errors import DataLoss, SourceError
+from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.host import runs
+from spark_group_source.members import messages as ms
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.options.table import Options
+
+GROUP = "etl"
+POLLING_DELAY_MS = 10
+"""Spark's pause between two questions when there was nothing to read."""
+UNREACHED_MS = 250
+"""How often a task looks whether the brokers can be reached again."""
+ON_ITS_WAY_MS_MAX = 5_000
+"""How long after its sender's end a request may reach a broker (``Misfortune.late_ms_max``)."""
+COMMIT_SAID_LATE = 0.2
+"""How often Spark's commit() comes so late that the next batch was planned meanwhile."""
+
+SHRINK_MS = 20_000
+"""How long agents must have stayed away before their slots leave."""
+
+Trigger = Literal["default", "available now", "once"]
+MemberHost = Literal["auto", "executor", "driver"]
+
+
+@dataclass
+class Checkpoint:
+    """What survives a run: Spark's offset log and commit log, under the id of the query."""
+
+    query_id: str
+    offsets: dict[int, str] = field(default_factory=dict)
+    commits: set[int] = field(default_factory=set)
+
+    def last(self) -> StreamOffset | None:
+        """The batch that was planned last."""
+        return parse(self.offsets[max(self.offsets)]) if self.offsets else None
+
+    def pending(self) -> StreamOffset | None:
+        """The batch that was planned and is not known to be done."""
+        return None if max(self.offsets, default=-1) in self.commits else self.last()
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a query is run. ``options``: as a user writes them."""
+
+    options: dict[str, str]
+    trigger: Trigger = "default"
+    sink_ms_max: int = 800
+    crash: float = 0.0  # chance to die at each step of a batch
+    member_host: MemberHost = "auto"
+    auto_slots: bool = False
+
+
+class Sink(Protocol):
+    """Where the rows of a query go."""
+
+    def write(self, run: "SparkRun", offset: StreamOffset, read: "Read") -> None:
+        """Write a batch, on Spark's thread. Raises SourceError where it refuses."""
+
+
+Read = Callable[[list[OffsetRange]], dict[TopicPartition, tuple[int, int]]]
+"""Reads ranges; returns what there was of each."""
+
+
+@dataclass
+class Query:
+    """One query over all of its runs."""
+
+    name: str
+    habits: Habits
+    sink: Sink
+    checkpoint: Checkpoint
+    runs: list["SparkRun"] = field(default_factory=list)
+    durable: dict[str, int] = field(default_factory=dict)  # what its sink says, by stream
+    threads_left: int | None = None  # how many the machine has for its next run
+    executors: Executors | None = None  # where its members may live besides
+
+
+class ConcurrentUpdate(Exception):
+    """Another run wrote to the offset log or the commit log: Spark ends the query."""
+
+
+class Publisher(runs.Publisher):
+    """Without files."""
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
+        self.drain = self.drained = False
+
+    @property
+    def drain_asked(self) -> bool:
+        return self.drain
+
+    def waiting_sibling(self) -> int | None:
+        return None
+
+    def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
+        del statistics
+        self.drained = drained
+
+    def durable_seq(self, stream: str) -> int:
+        return self._query.durable.get(stream, -1)
+
+    def close(self) -> None:
+        self._query.durable.clear()
+
+
+class SparkRun:
+    """One run of a query.
+
+    Args:
+        on_end: told when the process has ended, of what: None where the query ended by itself or was stopped.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        truth: Invariants,
+        query: Query,
+        *,
+        on_end: Callable[["SparkRun", BaseException | None], None],
+    ) -> None:
+        self.number = len(query.runs) + 1
+        self.process = Process(world, f"{query.name}.{self.number}")
+        self.query, self.cluster = query, cluster
+        self.options = Options.parse(query.habits.options)
+        self.trigger = query.habits.trigger
+        self.watched: WatchedRun | None = None
+        self.publisher = Publisher(query)
+        self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
+        self.calling_since_ms: int | None = None  # inside a call of Spark's
+        self.calling = ""
+        self.longest_call_ms = 0
+        self.ended_ms: int | None = None
+        self._world, self._truth, self._on_end = world, truth, on_end
+        self._runtime = SimulatedRuntime(self.process, cluster)
+        self._runtime.threads_left, query.threads_left = query.threads_left, None
+        self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
+        self.executors = query.executors
+        self._inbox: Inbox[tuple[Channel, ms.FromAgent | None]] | None = None
+        self._coordinator: Coordinator | None = None
+        self._thread: Thread | None = None
+        self._stopping = False
+        truth.reads_as(self.process.name, self.reader)
+
+    # --- from outside -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread = self.process.spawn("spark", self._main)
+
+    def kill(self, how: str = "killed") -> None:
+        """Nothing of it does another step: no close, no commit."""
+        if self.process.alive:
+            self._gone(None)
+            self.process.kill(how)
+
+    def stop(self) -> None:
+        """The query is stopped, wherever it is: its reader gets a signal and closes."""
+        if self.process.alive and self._thread is not None and not self._stopping:
+            self._world.note(f"{self.process.name}: Spark stops the query")
+            self._stopping = True
+            self._thread.interrupt(SystemExit())
+
+    def heard(self, channel: Channel, message: ms.FromAgent) -> None:
+        """An agent's message has come."""
+        if self._inbox is None:
+            self._inbox = Inbox(self.process, self._take)
+        self._inbox.put((channel, message))
+
+    def cut(self, channel: Channel) -> None:
+        """An agent's channel is cut."""
+        if self._inbox is not None:
+            self._inbox.put((channel, None))
+
+    def _take(self, item: tuple[Channel, ms.FromAgent | None]) -> None:
+        channel, message = item
+        assert self._coordinator is not None
+        if message is None:
+            self._coordinator.hosts.closed(channel)
+        else:
+            self._coordinator.hosts.take(channel, message)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether it has taken its transactional id over, so that older runs are shut out."""
+        worker = None if self._coordinator is None else self._coordinator._worker
+        return worker is not None and worker._prepared
+
+    @property
+    def lately_alive(self) -> bool:
+        """Whether it runs, or a request of its may still be on its way."""
+        return self.ended_ms is None or self._world.now_ms - self.ended_ms <= ON_ITS_WAY_MS_MAX
+
+    @property
+    def healthy(self) -> bool:
+        return self.process.alive and not self.process.frozen
+
+    def _counted(self) -> int:
+        return 0 if self.watched is None else self.watched.maybe_twice
+
+    # --- Spark's thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        error: BaseException | None = None
+        try:
+            self.pause(5, 200)
+            self._query()
+        except GreenletExit:
+            raise
+        except (SourceError, ConcurrentUpdate) as exc:
+            error = exc
+            self._world.note(f"{self.process.name}: the query ends: {str(exc).splitlines()[0]}")
+        except SystemExit:
+            pass
+        self._stopping = True
+        if self._coordinator is not None:
+            self._call("close()", self._coordinator.close)
+        self._gone(error)
+        self.process.kill("ends")
+
+    def _gone(self, error: BaseException | None) -> None:
+        self.ended_ms = self._world.now_ms
+        self._truth.ended(self.reader)
+        if self.executors is not None:
+            self.executors.ended(self)
+        self._on_end(self, error)
+
+    def _query(self) -> None:
+        self._coordinator = coordinator = Coordinator(self.options, runtime=self._runtime, publisher=self.publisher)
+        habits = self.query.habits
+        rules = replace(rules_of(self.options), member_host=habits.member_host)
+        if habits.auto_slots:
+            rules = replace(rules, slots=1, auto_slots=True, shrink_ms=SHRINK_MS)
+        self.watched = WatchedRun(rules, self.process, self.reader, self._truth)
+        coordinator._run = self.watched
+        if self.trigger == "available now":
+            self._call("prepareForTriggerAvailableNow()", coordinator.prepare_available_now)
+        log = self.query.checkpoint
+        start = StreamOffset.initial(self.options.group_id)
+        if log.offsets:
+            last = max(log.offsets)
+            start = parse(log.offsets[last])
+            if last not in log.commits:
+                self.reader.party = start.stream
+                self._truth.replaying(self.reader, start)
+                self._batch(last, start)
+        while (number := self._trigger(start)) is not None:
+            start = parse(log.offsets[number])
+            self._batch(number, start)
+            if self.trigger == "once":
+                return
+
+    def _trigger(self, start: StreamOffset) -> int | None:
+        """Ask until there is another batch, and write it down: its number. None: the query is at its end."""
+        coordinator, log = self._coordinator, self.query.checkpoint
+        assert coordinator is not None
+        while True:
+            end = self._call("latestOffset()", lambda: coordinator.latest(start, unlimited=self.trigger == "once"))
+            if end is not start and end.to_json() != start.to_json():
+                break
+            if self.trigger != "default":
+                return None
+            self.pause(POLLING_DELAY_MS, POLLING_DELAY_MS)
+        number = 1 + max(log.offsets, default=-1)
+        self._step(5, 60)
+        if number != start.seq + 1 or number in log.offsets:
+            raise ConcurrentUpdate(f"another run wrote batch {number}")
+        self._only_what_is_stable(end)
+        log.offsets[number] = end.to_json()
+        self._truth.planned(self.reader, end)
+        if not start.is_initial:
+            self._call("commit()", lambda: coordinator.commit(start))
+        return number
+
+    def _only_what_is_stable(self, planned: StreamOffset) -> None:
+        for tp, start, end in planned.batch():
+            log = self.cluster.log(tp)
+            if self.options.isolation_level == "read_committed" and log is not None and log.held is not None:
+                self._truth.require(end <= log.held, f"{self.process.name} plans {tp}[{start},{end}) beyond {log.held}")
+
+    def _batch(self, number: int, offset: StreamOffset) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        self._step(1, 30)
+        self._call("partitions()", lambda: coordinator.replay(offset))
+        if self.executors is not None:
+            self.executors.task(self)
+        self._step(5, self.query.habits.sink_ms_max)
+        self.query.sink.write(self, offset, self._read)
+        self._truth.durable(self.reader, offset.ranges)
+        self._step(5, 150)
+        if number in self.query.checkpoint.commits:
+            raise ConcurrentUpdate(f"another run finished batch {number}")
+        self.query.checkpoint.commits.add(number)
+        self._step(1, 30)
+
+    def _read(self, ranges: list[OffsetRange]) -> dict[TopicPartition, tuple[int, int]]:
+        """What tasks find: everything that is left of the ranges."""
+        while self.process.cut_off():
+            self._runtime.pause(UNREACHED_MS / 1000)
+        found = {}
+        for tp, start, end in ranges:
+            log = self.cluster.log(tp)
+            first, last = (end, end) if log is None else (max(start, log.first), min(end, log.end))
+            if (first, last) != (start, end) and self.options.fail_on_data_loss:
+                raise DataLoss(f"records of {tp}[{start},{end}) are gone")
+            if first < last:
+                found[tp] = (first, last)
+        return found
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, call: Callable[[], Any]) -> Any:
+        self.calling, self.calling_since_ms = name, self._world.now_ms
+        try:
+            return call()
+        finally:
+            if not self._world.inert:
+                self.longest_call_ms = max(self.longest_call_ms, self._world.now_ms - self.calling_since_ms)
+                self.calling_since_ms = None
+
+    def _step(self, low_ms: int, high_ms: int) -> None:
+        """Something that takes time; the process may die before it or behind it."""
+        self.pause(low_ms, high_ms)
+        if self._world.chance(self.query.habits.crash):
+            self._gone(None)
+            self.process.kill("crashed")
+
+    def pause(self, low_ms: int, high_ms: int) -> None:
+        self._runtime.pause(self._world.between(low_ms, max(low_ms, high_ms)) / 1000)

@@ -1,0 +1,140 @@
+"""A question of the application's to the brokers: on its way, answered, late, twice, never.
+
+Runs in: tests. Deliberately absent: what brokers answer (``cluster``), and what each client of the library makes of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from confluent_kafka import KafkaError
+
+from kit.misfortune import DENIALS, Ask, Luck, Misfortune
+from kit.world import REQUEST_TIMEOUT_MS, Process
+
+Reply = Callable[[Any], None]
+Serve = Callable[[Reply], None]
+
+RECONNECT_MS = 250
+"""While no broker is reached: how often that is tried."""
+
+
+class Partly:
+    """An answer of which parts are to be replaced by errors."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+
+class Question:
+    """One question. ``settle`` is called once, on the library's thread, with the answer or a KafkaError.
+
+    Args:
+        serve: runs at a broker, and calls what it is given, now or later.
+        timeout_ms: the library's own patience; then ``timed_out`` is the answer.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        thread: str,
+        misfortune: Misfortune,
+        ask: Ask,
+        serve: Serve,
+        settle: Callable[[Any], None],
+        *,
+        timeout_ms: int,
+        timed_out: Callable[[], KafkaError],
+    ) -> None:
+        self._process, self._thread, self._world = process, thread, process.world
+        self._misfortune, self._ask, self._serve, self._settle = misfortune, ask, serve, settle
+        self._timeout_ms, self._timed_out = timeout_ms, timed_out
+        self._settled = self._armed = self._answered = False
+        world = self._world
+        luck = misfortune.draw(world, ask)
+        if luck is not None:
+            world.note(lambda: f"{process.name}: {ask.value}: {luck.value}")
+        if luck is Luck.NEVER:
+            self._arm()
+            if world.chance(0.5):
+                world.at(self._latency(), self._served_in_vain)
+        elif luck is Luck.DENIED:
+            self._answer(KafkaError(DENIALS[ask]))
+        elif luck is Luck.REFUSED:
+            error = self._error(misfortune.refusal(world, ask))
+            patience_ms = min(timeout_ms, misfortune.late_ms_max)
+            self._answer(error, late_ms=world.between(0, patience_ms) if error.code() == KafkaError._TIMED_OUT else 0)
+        else:
+            self._send(luck)
+
+    def _send(self, luck: Luck | None) -> None:
+        if self._settled:
+            return
+        world = self._world
+        if self._process.cut_off() or world.chance(world.loss):
+            self._arm()
+            delay_ms = RECONNECT_MS if self._process.cut_off() else REQUEST_TIMEOUT_MS
+            self._process.later(self._thread, delay_ms, lambda: self._send(luck))
+            return
+        delay_ms = self._latency()
+        if luck is Luck.LATE and world.chance(0.5):
+            delay_ms += world.between(200, self._misfortune.late_ms_max)
+        world.at(delay_ms, lambda: self._arrived(luck))
+
+    def _arrived(self, luck: Luck | None) -> None:
+        """At the broker."""
+        world = self._world
+        if self._settled and self._ask is Ask.COMMIT:
+            return  # it was given up, and its connection with it: it does not arrive behind a newer one
+        if self._process.cut_off():
+            self._arm()
+            self._process.later(self._thread, RECONNECT_MS, lambda: self._send(luck))
+            return
+        if luck is Luck.TWICE:
+            self._arm()
+            self._serve(_drop)
+            self._process.later(self._thread, world.between(1, REQUEST_TIMEOUT_MS), lambda: self._send(None))
+            return
+
+        def reply(answer: Any) -> None:
+            if luck is Luck.LIED and not isinstance(answer, KafkaError):
+                answer = self._error(self._misfortune.lie(world, self._ask))
+            elif luck is Luck.PARTLY:
+                answer = Partly(answer)
+            elif luck is Luck.LATE:
+                self._answer(answer, late_ms=world.between(0, self._misfortune.late_ms_max))
+                return
+            self._answer(answer)
+
+        self._serve(reply)
+        if not self._answered:
+            self._arm()
+
+    def _answer(self, answer: Any, *, late_ms: int = 0) -> None:
+        self._answered = True
+        if late_ms:
+            self._arm()
+        self._process.later(self._thread, self._latency() + late_ms, lambda: self._end(answer))
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            self._process.later(self._thread, self._timeout_ms, lambda: self._end(self._timed_out()))
+
+    def _end(self, answer: Any) -> None:
+        if not self._settled:
+            self._settled = True
+            self._settle(answer)
+
+    def _served_in_vain(self) -> None:
+        if not self._process.cut_off():
+            self._serve(_drop)
+
+    def _error(self, code: int) -> KafkaError:
+        return self._timed_out() if code == KafkaError._TIMED_OUT else KafkaError(code)
+
+    def _latency(self) -> int:
+        return self._world.between(1, self._world.delay_ms_max)
+
+
+def _drop(_: Any) -> None:
+    """Nobody hears this answer."""
