@@ -263,8 +263,9 @@ class NativeClient:
             elif kind == _EVENT_LOG:
                 facility, line, level = c.c_char_p(), c.c_char_p(), c.c_int()
                 lib.event_log(event, c.byref(facility), c.byref(line), c.byref(level))
+                quiet = level.value > 4 or facility.value == b"CONFWARN"  # a setting that does not concern consumers
                 log.log(
-                    logging.INFO if level.value <= 4 else logging.DEBUG,
+                    logging.DEBUG if quiet else logging.INFO,
                     "%s: %s",
                     (facility.value or b"").decode(errors="replace"),
                     (line.value or b"").decode(errors="replace"),

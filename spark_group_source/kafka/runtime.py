@@ -114,12 +114,12 @@ class Runtime:
 
 
 class LibraryLog:
-    """librdkafka's log. What it means for a query is said by the query: in an outage each client would add twenty lines
-    a second, so that a lost connection is for DEBUG alone."""
+    """librdkafka's log. For DEBUG alone are lost connections, which the query itself reports: in an outage each client
+    would add twenty lines a second; and settings that do not concern the client, which each new client repeats."""
 
     def log(self, level: int, text: str, *parts: object) -> None:
-        lost = bool(parts) and parts[0] in ("FAIL", "ERROR")
-        log.log(logging.INFO if level >= logging.WARNING and not lost else logging.DEBUG, text, *parts)
+        quiet = bool(parts) and parts[0] in ("FAIL", "ERROR", "CONFWARN")
+        log.log(logging.INFO if level >= logging.WARNING and not quiet else logging.DEBUG, text, *parts)
 
 
 def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:

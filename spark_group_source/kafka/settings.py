@@ -12,6 +12,7 @@ from spark_group_source.errors import OptionError
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.options.callables import CALLABLES, imported
 from spark_group_source.options.client import without_secrets
+from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 
 COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
@@ -30,8 +31,17 @@ def check_settings(options: Options) -> None:
         runtime.consumer(_checkable(options.consumer_settings())).close()
         runtime.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
-        text = without_secrets(exc.args[0].str(), dict(options.settings))
-        raise OptionError(f"the Kafka client refuses an option: {text}") from None  # the cause may hold a secret
+        text = without_secrets(exc.args[0].str(), dict(options.settings)).strip()
+        # The cause may hold a secret.
+        raise OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}") from None
+
+
+def _hint(text: str) -> str:
+    """What to do about a refusal of the library's, which says only what it refuses."""
+    if text.startswith("No such configuration property"):
+        return ". Where the name is right and only Java clients know it, remove it: it has no equal here"
+    origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
+    return "" if origin is None else f" (kafka.{origin} is the same setting)"
 
 
 def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:

@@ -58,74 +58,13 @@ RECONNECT: Final[Mapping[str, str]] = {"reconnect.backoff.max.ms": "1000"}
 BROKER_SIDE: Final = frozenset({"session.timeout.ms", "heartbeat.interval.ms", "partition.assignment.strategy"})
 """With ``group.protocol=consumer`` the broker decides these."""
 
-CONSUMER_ONLY: Final = frozenset(
-    {
-        "group.id",
-        "group.instance.id",
-        "partition.assignment.strategy",
-        "session.timeout.ms",
-        "heartbeat.interval.ms",
-        "group.protocol.type",
-        "group.protocol",
-        "group.remote.assignor",
-        "coordinator.query.interval.ms",
-        "max.poll.interval.ms",
-        "enable.auto.commit",
-        "auto.commit.enable",
-        "auto.commit.interval.ms",
-        "enable.auto.offset.store",
-        "queued.min.messages",
-        "queued.max.messages.kbytes",
-        "fetch.wait.max.ms",
-        "fetch.queue.backoff.ms",
-        "fetch.message.max.bytes",
-        "max.partition.fetch.bytes",
-        "fetch.max.bytes",
-        "fetch.min.bytes",
-        "fetch.error.backoff.ms",
-        "offset.store.method",
-        "offset.store.path",
-        "offset.store.sync.interval.ms",
-        "isolation.level",
-        "enable.partition.eof",
-        "check.crcs",
-        "max.poll.records",
-        "share.acknowledgement.mode",
-        "auto.offset.reset",
-        "consume.callback.max.messages",
-    }
-)
-"""A producer or admin client that is given one of these warns in its log each time it is made."""
-
-PRODUCER_ONLY: Final = frozenset(
-    {
-        "transactional.id",
-        "transaction.timeout.ms",
-        "enable.idempotence",
-        "enable.gapless.guarantee",
-        "queue.buffering.max.messages",
-        "queue.buffering.max.kbytes",
-        "queue.buffering.max.ms",
-        "linger.ms",
-        "message.send.max.retries",
-        "retries",
-        "queue.buffering.backpressure.threshold",
-        "compression.codec",
-        "compression.type",
-        "compression.level",
-        "batch.num.messages",
-        "batch.size",
-        "delivery.report.only.error",
-        "sticky.partitioning.linger.ms",
-        "request.required.acks",
-        "acks",
-        "message.timeout.ms",
-        "delivery.timeout.ms",
-        "queuing.strategy",
-        "produce.offset.report",
-        "partitioner",
-    }
-)
+CONNECTION: Final = (
+    "api.", "broker.", "client.", "connections.", "debug", "enable.metrics.", "enable.sasl.", "enable.ssl.", "https.",
+    "log.", "metadata.", "oauth", "plugin.", "receive.", "reconnect.", "retry.", "sasl.", "security.", "socket.",
+    "ssl.", "statistics.", "topic.metadata.",
+)  # fmt: skip
+"""How the names of settings begin that every client gets: of the connection, and of who connects. Those of consumers
+go to consumers alone. A setting of producers reaches no producer, so it cannot change how offsets are committed."""
 
 _ASSIGNORS: Final[Mapping[str, str]] = {
     "range": "range",
@@ -177,8 +116,8 @@ def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str,
         group_protocol: "classic" or "consumer".
 
     Returns:
-        The settings, and one note for each that was dropped or read differently, for the log; neither holds a name
-        from :data:`REFUSED`, and no note holds a secret.
+        The settings, and a note for each that is read differently, for the log; neither holds a name from
+        :data:`REFUSED`, and no note holds a secret.
 
     Raises:
         OptionError: a setting is the source's own, cannot be translated, or contradicts another.
@@ -186,9 +125,6 @@ def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str,
     for name in given:
         _refuse_owned(name)
     settings, notes = translate(given)
-    for name in sorted(PRODUCER_ONLY & settings.keys()):
-        notes.append(f"kafka.{name} is for producers and has no effect on reading")
-        del settings[name]
     _check_token_callable(settings)
     if needs_python(settings):
         notes.append("a Python function gives the client its tokens: tasks read with the plain client, more slowly")
@@ -208,10 +144,9 @@ def number_ms(settings: Mapping[str, str], name: str, default: int) -> int:
     text = settings.get(name)
     if text is None:
         return default
-    digits = text.strip()
-    if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits) <= _INT32_MAX:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= _INT32_MAX:
         raise OptionError(f"option 'kafka.{name}' is {text!r}; it must be a whole number of milliseconds, 1 or more")
-    return int(digits)
+    return int(text)
 
 
 def _refuse_owned(name: str) -> None:

@@ -1,9 +1,8 @@
 """Kafka settings as Java clients write them, translated for the client library (librdkafka).
 
-Runs in: every process. Deliberately absent: reading or converting key stores (the errors give the commands) and
-checking settings that both sides call the same. Users bring what works with Spark's own connector: JAAS texts,
-``ssl.truststore.*``, Java's names. What has an equal is translated; what only tunes a Java client is dropped with a
-note; what would change who is trusted or who we are, and has no equal, is refused.
+Runs in: every process. Deliberately absent: reading or converting key stores (the errors give the commands), and names that only
+a Java client knows: librdkafka refuses them at ``load()`` (``kafka.settings``). Users bring what works with Spark's own
+connector: JAAS texts, ``ssl.truststore.*``, Java's names. What has an equal is translated.
 """
 
 import re
@@ -25,44 +24,6 @@ RENAMED: Final[Mapping[str, str]] = {
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
 }
-_AT_MOST: Final[Mapping[str, int]] = {"socket.timeout.ms": 300_000, "topic.metadata.refresh.interval.ms": 3_600_000}
-"""The library's upper bounds, where they are below what is usual in Java."""
-
-DROPPED: Final[Mapping[str, str]] = {
-    "max.poll.records": "batches are bounded by maxOffsetsPerTrigger",
-    "default.api.timeout.ms": "every call has a bound of its own",
-    "exclude.internal.topics": "a pattern never matches internal topics",
-    "socket.connection.setup.timeout.max.ms": "socket.connection.setup.timeout.ms is the bound",
-    "metric.reporters": "it loads Java classes",
-    "metrics.num.samples": "it tunes Java's metrics",
-    "metrics.recording.level": "it tunes Java's metrics",
-    "metrics.sample.window.ms": "it tunes Java's metrics",
-    "auto.include.jmx.reporter": "there is no JMX",
-    "share.acknowledgement.mode": "it is for share groups",
-    "ssl.protocol": "OpenSSL negotiates the newest version that both sides have",
-    "ssl.enabled.protocols": "OpenSSL negotiates the newest version that both sides have",
-    "ssl.provider": "TLS is OpenSSL's",
-    "ssl.keymanager.algorithm": "TLS is OpenSSL's",
-    "ssl.trustmanager.algorithm": "TLS is OpenSSL's",
-    "ssl.secure.random.implementation": "TLS is OpenSSL's",
-    "sasl.kerberos.ticket.renew.jitter": "sasl.kerberos.min.time.before.relogin decides",
-    "sasl.kerberos.ticket.renew.window.factor": "sasl.kerberos.min.time.before.relogin decides",
-    "sasl.login.connect.timeout.ms": "the library bounds its token requests itself",
-    "sasl.login.read.timeout.ms": "the library bounds its token requests itself",
-    "sasl.login.retry.backoff.ms": "the library bounds its token requests itself",
-    "sasl.login.retry.backoff.max.ms": "the library bounds its token requests itself",
-    "sasl.login.refresh.buffer.seconds": "the library refreshes tokens by their lifetime",
-    "sasl.login.refresh.min.period.seconds": "the library refreshes tokens by their lifetime",
-    "sasl.login.refresh.window.factor": "the library refreshes tokens by their lifetime",
-    "sasl.login.refresh.window.jitter": "the library refreshes tokens by their lifetime",
-}
-_JAVA_CLASSES: Final = (
-    "sasl.login.class",
-    "sasl.client.callback.handler.class",
-    "ssl.engine.factory.class",
-    "security.providers",
-    "config.providers",
-)
 _OAUTH_HANDLER: Final = "OAuthBearerLoginCallbackHandler"
 _MSK: Final = (
     "use OAUTHBEARER and a function that signs the token, kafka.oauth_cb=package.module:function (docs/security.md "
@@ -72,8 +33,6 @@ _PEM_ENDINGS: Final = frozenset({".pem", ".crt", ".cer", ".ca"})
 _PKCS12_ENDINGS: Final = frozenset({".p12", ".pfx"})
 _LOGIN_FLAGS: Final = frozenset({"required", "requisite", "sufficient", "optional"})
 _JAAS_TOKEN: Final = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([^\s=;"']+)|([=;]))""", re.DOTALL)
-
-_ESCAPES: Final[Mapping[str, str]] = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 
 
 class _Settings:
@@ -114,12 +73,6 @@ def translate(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
             Java key store it holds the command that converts it.
     """
     settings = _Settings(given)
-    for name in _JAVA_CLASSES:
-        if name in settings.left:
-            raise OptionError(
-                f"option 'kafka.{name}' names Java classes, which cannot run here", option=f"kafka.{name}"
-            )
-    _drop(settings)
     _rename(settings)
     _truststore(settings)
     _keystore(settings)
@@ -129,31 +82,13 @@ def translate(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     return settings.left | settings.done, settings.notes
 
 
-def _drop(settings: _Settings) -> None:
-    for name, why in DROPPED.items():
-        if settings.take(name) is not None:
-            settings.note(name, why)
-    for name in [
-        name for name in settings.left if name.startswith(("sasl.oauthbearer.jwks.", "sasl.oauthbearer.expected."))
-    ]:
-        settings.take(name)
-        settings.note(name, "brokers check tokens, clients do not")
-
-
 def _rename(settings: _Settings) -> None:
     # A library setting of the same name as Java's is meant as the library's once the other half stands beside it.
     native = {"metadata.max.age.ms"} if "topic.metadata.refresh.interval.ms" in settings.left else set()
     for java, name in RENAMED.items():
         if java in native or java not in settings.left:
             continue
-        value = settings.left.pop(java)
-        if name.endswith("buffer.bytes") and value.strip() == "-1":
-            value = "0"  # both mean the default of the operating system
-        bound = _AT_MOST.get(name)
-        if bound is not None and re.fullmatch(r"[0-9]{1,19}", value.strip()) and int(value) > bound:
-            value = str(bound)
-            settings.notes.append(f"kafka.{java} is {bound}, the most that the client allows")
-        settings.put(name, value, java)
+        settings.put(name, settings.left.pop(java), java)
 
 
 # ---- TLS
@@ -288,13 +223,11 @@ def parse_jaas(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _unescaped(quoted: str) -> str:
-    """What Java's tokenizer makes of backslashes: octal numbers, control letters, and any other character itself."""
-
-    def plain(match: re.Match[str]) -> str:
-        body = match[1]
-        return chr(int(body, 8)) if body[0] in "01234567" else _ESCAPES.get(body, body)
-
-    return re.sub(r"\\([0-3]?[0-7]{1,2}|.)", plain, quoted, flags=re.DOTALL)
+    """The text without the backslashes before quotes and backslashes. Java reads a backslash before a letter or a digit
+    as another character: such a text is refused rather than misread."""
+    if re.search(r"\\[a-zA-Z0-9]", quoted):
+        raise _jaas_error()
+    return re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
 
 
 def _jaas_error() -> OptionError:

@@ -5,7 +5,7 @@ decision *whether* a partition has a committed offset (``group``).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,28 +51,20 @@ class StartingPosition:
         if self.each is None:
             return dict.fromkeys(partitions, self.everywhere)
         named = dict(self.each)
-        _check_complete(named, partitions)
+        specified, assigned = sorted(named), sorted(set(partitions))
+        if specified != assigned:
+            raise OptionError(
+                "the starting options name other partitions than the subscribed topics have: "
+                f"specified {_listed(specified)}; assigned {_listed(assigned)}. "
+                "Name every partition (-2 is earliest, -1 is latest) and no other",
+                specified=[str(tp) for tp in specified],
+                assigned=[str(tp) for tp in assigned],
+            )
         return named
 
     def of(self, tp: TopicPartition) -> StartAt:
         """The start of one partition, with no check of the others; earliest where the JSON does not name it."""
         return self.everywhere if self.each is None else dict(self.each).get(tp, EARLIEST)
-
-
-def resolve_specific(
-    spec: Mapping[TopicPartition, int], partitions: Iterable[TopicPartition]
-) -> dict[TopicPartition, int]:
-    """Check that a per-partition JSON names each of ``partitions`` and no other, and return it as a dict.
-
-    Args:
-        spec: offsets (-2 earliest, -1 latest) or timestamps.
-        partitions: all partitions of the subscribed topics.
-
-    Raises:
-        OptionError: too few or too many are named; the message lists both sets; ``fields``: specified, assigned.
-    """
-    _check_complete(spec, partitions)
-    return dict(spec)
 
 
 def start_at(offset: int) -> StartAt:
@@ -118,8 +110,6 @@ def _parse_partition_json(text: str, *, at_least: int, meaning: str) -> Partitio
         doc = json.loads(text, object_pairs_hook=_no_twins)
     except json.JSONDecodeError as exc:
         raise ValueError(f"it is not JSON ({exc.msg} at character {exc.pos + 1})") from None
-    except RecursionError:
-        raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(doc, dict) or not doc:
         raise ValueError('it must be JSON such as {"topic":{"0":23,"1":-1}}')
     found: dict[TopicPartition, int] = {}
@@ -136,8 +126,7 @@ def _parse_partition_json(text: str, *, at_least: int, meaning: str) -> Partitio
 
 
 def _partition(topic: str, number: str) -> int:
-    canonical = number.isascii() and number.isdigit() and (number == "0" or not number.startswith("0"))
-    if not canonical or int(number) > PARTITION_MAX:
+    if not number.isdecimal() or str(int(number)) != number or int(number) > PARTITION_MAX:
         raise ValueError(f"topic {topic!r} names partition {number!r}; it must be a whole number such as 0")
     return int(number)
 
@@ -150,19 +139,6 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twin = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it names {twin!r} twice")
     return doc
-
-
-def _check_complete(spec: Iterable[TopicPartition], partitions: Iterable[TopicPartition]) -> None:
-    specified, assigned = sorted(set(spec)), sorted(set(partitions))
-    if specified == assigned:
-        return
-    raise OptionError(
-        "the starting options name other partitions than the subscribed topics have: "
-        f"specified {_listed(specified)}; assigned {_listed(assigned)}. "
-        "Name every partition (-2 is earliest, -1 is latest) and no other",
-        specified=[str(tp) for tp in specified],
-        assigned=[str(tp) for tp in assigned],
-    )
 
 
 def _listed(partitions: list[TopicPartition]) -> str:

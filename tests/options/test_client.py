@@ -11,8 +11,9 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 
 from spark_group_source.errors import OptionError
-from spark_group_source.options.client import CONSUMER_ONLY, PRODUCER_ONLY, REFUSED, is_secret, prepare
-from spark_group_source.options.java import DROPPED, RENAMED, parse_jaas, translate
+from spark_group_source.kafka.settings import check_settings
+from spark_group_source.options.client import CONNECTION, REFUSED, is_secret, prepare
+from spark_group_source.options.java import RENAMED, parse_jaas, translate
 from spark_group_source.options.table import Options
 
 ORDERS = {"kafka.bootstrap.servers": "127.0.0.1:1", "kafka.group.id": "etl", "subscribe": "orders"}
@@ -152,32 +153,54 @@ def test_other_assignors_and_mixed_kinds_are_refused(given: str, why: str) -> No
 # ---- which client gets which
 
 
-def test_the_lists_of_one_sided_settings_are_those_of_the_library() -> None:
+NOT_OF_A_CONNECTION = {
+    "allow.auto.create.topics", "background_event_cb", "bootstrap.servers", "builtin.features", "closesocket_cb",
+    "connect_cb", "default_topic_conf", "enable.random.seed", "enabled_events", "error_cb", "interceptors",
+    "internal.termination.signal", "log_cb", "log_level", "max.in.flight", "max.in.flight.requests.per.connection",
+    "message.copy.max.bytes", "message.max.bytes", "opaque", "open_cb", "resolve_cb", "socket_cb", "ssl_ca",
+    "ssl_certificate", "ssl_engine_callback_data", "ssl_key", "stats_cb", "throttle_cb", "topic.blacklist",
+}  # fmt: skip
+"""Settings of every client that admin clients and the producer of the commits do without."""
+
+
+def test_a_setting_of_every_client_reaches_every_client_and_those_of_one_kind_do_not() -> None:
     table = dict(library_table())
     both = {name for name, clients in table.items() if clients == "*"}
-    texts = {name for name in table if not name.endswith("_cb") and name not in ("msg_order_cmp",)}
-    consumers = {name for name, clients in table.items() if clients == "C"} & texts
-    producers = {name for name, clients in table.items() if clients == "P"} & texts
-    assert consumers == CONSUMER_ONLY
-    assert producers - {"request.timeout.ms"} == PRODUCER_ONLY  # Java's consumers have it too: it is translated
-    assert not both & (CONSUMER_ONLY | PRODUCER_ONLY)
-    targets = set(RENAMED.values())
-    assert targets <= table.keys()
+    assert {name for name in both if not name.startswith(CONNECTION)} == NOT_OF_A_CONNECTION
+    assert not [name for name, clients in table.items() if clients != "*" and name.startswith(CONNECTION)]
+    assert set(RENAMED.values()) <= table.keys()
 
 
-def test_clients_are_built_from_the_settings_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_producers_setting_does_not_reach_the_producer_of_the_commits(capfd: pytest.CaptureFixture[str]) -> None:
     made = options(
-        session_timeout_ms="6000", fetch_min_bytes="1", client_id="me", acks="all", max_poll_records="500",
-        request_timeout_ms="30000", reconnect_backoff_ms="10000", fetch_max_wait_ms="100", receive_buffer_bytes="-1",
+        session_timeout_ms="6000", fetch_min_bytes="1", client_id="me", acks="1", enable_idempotence="false",
+        request_timeout_ms="30000", reconnect_backoff_ms="10000", fetch_max_wait_ms="100", receive_buffer_bytes="0",
     )  # fmt: skip
-    Consumer(made.consumer_settings()).close()
+    check_settings(made)
     AdminClient({**made.admin_settings()})
     Producer(made.producer_settings() | {"transactional.id": "etl.1"})
     assert "CONFWARN" not in capfd.readouterr().err
-    assert "kafka.acks is for producers and has no effect on reading" in made.notes
     assert made.admin_settings()["client.id"] == "me"
-    assert not CONSUMER_ONLY & made.admin_settings().keys()
-    assert not CONSUMER_ONLY & made.producer_settings().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("default.api.timeout.ms", "5", "No such configuration property: .*only Java clients know it, remove it"),
+        ("security.providers", "a.B", "No such configuration property: .*only Java clients know it, remove it"),
+        ("fetch.min.byte", "5", 'No such configuration property: "fetch.min.byte"'),
+        ("request.timeout.ms", "600000", "outside allowed range 10..300000 .kafka.request.timeout.ms is the same"),
+        ("session.timeout.ms", "3600001", "outside allowed range"),
+    ],
+)
+def test_what_the_library_refuses_is_refused_at_load_with_a_hint(name: str, value: str, why: str) -> None:
+    given = (
+        {f"kafka.{name}": value, "kafka.max.poll.interval.ms": "3600001"}
+        if "session" in name
+        else {f"kafka.{name}": value}
+    )
+    with pytest.raises(OptionError, match=f"the Kafka client .librdkafka. refuses an option: .*{why}"):
+        check_settings(Options.parse(ORDERS | given))
 
 
 # ---- Java's names
@@ -196,13 +219,9 @@ def test_a_node_that_is_back_is_found_within_a_second_unless_the_user_says_other
     Consumer(made.consumer_settings()).close()
 
 
-def test_every_renamed_and_dropped_setting_is_translated() -> None:
+def test_every_renamed_setting_is_translated() -> None:
     for java, name in RENAMED.items():
         assert translate({java: "5"}) == ({name: "5"}, [])
-    for java in DROPPED:
-        settings, notes = translate({java: "5"})
-        assert settings == {}
-        assert notes[0].startswith(f"kafka.{java} has no effect: ")
 
 
 def test_settings_of_the_library_pass_unchanged() -> None:
@@ -210,14 +229,10 @@ def test_settings_of_the_library_pass_unchanged() -> None:
     assert translate(given) == (given, [])
 
 
-def test_values_that_the_library_writes_otherwise_are_rewritten() -> None:
+def test_no_check_of_host_names_is_written_as_the_library_writes_it() -> None:
     assert translate({"ssl.endpoint.identification.algorithm": ""})[0] == {
         "ssl.endpoint.identification.algorithm": "none"
     }
-    assert translate({"receive.buffer.bytes": "-1"})[0] == {"socket.receive.buffer.bytes": "0"}
-    settings, notes = translate({"request.timeout.ms": "600000"})
-    assert settings == {"socket.timeout.ms": "300000"}
-    assert notes == ["kafka.request.timeout.ms is 300000, the most that the client allows"]
 
 
 def test_the_librarys_own_metadata_settings_stay_when_both_are_given() -> None:
@@ -231,12 +246,6 @@ def test_a_java_name_and_its_equal_must_not_contradict() -> None:
     ):
         translate({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "2"})
     assert translate({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "1"})[0] == {"fetch.wait.max.ms": "1"}
-
-
-@pytest.mark.parametrize("name", ["ssl.engine.factory.class", "sasl.login.class", "config.providers"])
-def test_java_classes_are_refused(name: str) -> None:
-    with pytest.raises(OptionError, match=f"'kafka.{name}' names Java classes"):
-        translate({name: "com.example.Mine"})
 
 
 # ---- SASL
@@ -349,8 +358,11 @@ def test_an_unknown_login_module_is_named_and_that_of_msk_has_an_equal() -> None
         translate({"sasl.jaas.config": "software.amazon.msk.auth.iam.IAMLoginModule required;"})
 
 
-def test_jaas_escapes_are_those_of_java() -> None:
-    assert parse_jaas(r'a.B required x="\\ \" \t \101 \z" y="";') == ("B", {"x": '\\ " \t A z', "y": ""})
+def test_a_backslash_in_a_jaas_text_stands_before_the_character_it_protects() -> None:
+    assert parse_jaas(r'a.B required x="\\ \" \;" y="";') == ("B", {"x": '\\ " ;', "y": ""})
+    for other in (r"\t", r"\101"):  # to Java a tab and an A
+        with pytest.raises(OptionError, match="is not one login module"):
+            parse_jaas(f'a.B required x="{other}";')
 
 
 # ---- TLS
