@@ -1,8 +1,8 @@
 """Kafka settings as Java clients write them, translated for the client library (librdkafka).
 
-Runs in: every process. Deliberately absent: reading or converting key stores (the errors give the commands), and names that only
-a Java client knows: librdkafka refuses them at ``load()`` (``kafka.settings``). Users bring what works with Spark's own
-connector: JAAS texts, ``ssl.truststore.*``, Java's names. What has an equal is translated.
+Runs in: every process. Deliberately absent: reading or converting key stores (the errors give the commands), and names
+that only a Java client knows: librdkafka refuses them at ``load()`` (``kafka.settings``). Users bring what works with
+Spark's own connector: JAAS texts, ``ssl.truststore.*``, Java's names. What has an equal is translated.
 """
 
 import re

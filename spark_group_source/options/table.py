@@ -1,8 +1,8 @@
 """Every option of ``format("kafka-group")``: one table, read into one frozen :class:`Options`.
 
-Runs in: every process. Deliberately absent: anything that asks a broker (a missing topic, a setting that librdkafka does
-not know) and anything of Spark. The input is a mapping of texts. Option names are those of Spark's own Kafka connector
-wherever it has one, and case does not matter.
+Runs in: every process. Deliberately absent: anything that asks a broker (a missing topic, a setting that librdkafka
+does not know) and anything of Spark. The input is a mapping of texts. Option names are those of Spark's own Kafka
+connector wherever it has one, and case does not matter.
 
 A reader of one value raises ValueError with what would be right; :meth:`Options.parse` adds the option's name and,
 unless it is secret, the value.
