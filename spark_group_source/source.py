@@ -279,7 +279,7 @@ def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
 
     runtime = Runtime()
     serving = endpoint.Endpoint(
-        run.collector(lambda: publisher.last, now_ms=runtime.now_ms),
+        endpoint.Published(run.METRICS, lambda: publisher.last, now_ms=runtime.now_ms),
         host=options.metrics_host or "",
         port=options.metrics_port or 0,
         option="metricsPort",

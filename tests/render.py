@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from spark_group_source.group import states
 from spark_group_source.group.states import HostState, PartitionState, Phase, RunState, SlotState
 from spark_group_source.metrics import groups as group_metrics
 from spark_group_source.metrics import run as run_metrics
-from spark_group_source.metrics import table as metrics
-from spark_group_source.options import table as options
+from spark_group_source.metrics.endpoint import Metric
+from spark_group_source.options.table import OPTIONS as ALL_OPTIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import picture
@@ -64,17 +64,34 @@ BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
 def blocks() -> dict[Path, dict[str, str]]:
     """What stands between ``<!-- name -->`` and ``<!-- /name -->`` of each document."""
     return {
-        README: {"options": options.render_markdown(TEN)},
-        OPTIONS: {"options": options.render_markdown()},
+        README: {"options": options_table(TEN)},
+        OPTIONS: {"options": options_table()},
         ANSWERS: {"answers": answers.render_markdown()},
         CLI: {"exit codes": exit_codes(), "commands": commands()},
         METRICS: {
-            "run metrics": metrics.render_markdown(run_metrics.METRICS),
-            "group metrics": metrics.render_markdown(group_metrics.METRICS),
+            "run metrics": metrics_table(run_metrics.METRICS),
+            "group metrics": metrics_table(group_metrics.METRICS),
         },
         ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
         ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
+
+
+def options_table(names: Collection[str] | None = None) -> str:
+    """One row an option; ``names``: only these."""
+    lines = ["| option | value | default | meaning |", "|---|---|---|---|"]
+    rows = [row for row in ALL_OPTIONS if names is None or row.name in names]
+    lines += [f"| `{row.name}` | {row.unit} | {row.default} | {row.doc} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def metrics_table(metrics: Sequence[Metric[Any]]) -> str:
+    """One row a metric."""
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels) or '-'} | {m.doc} |" for m in metrics
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def exit_codes() -> str:

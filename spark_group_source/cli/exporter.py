@@ -32,7 +32,7 @@ def exporter(
 ) -> None:
     """Tell Prometheus of groups: offsets, lag in records and in seconds, members, rebalances. It joins none of them."""
     from spark_group_source.kafka import check_settings
-    from spark_group_source.metrics.exporter import Exporter
+    from spark_group_source.metrics.groups import Exporter
     from spark_group_source.metrics.sweep import Sweeps
 
     if bool(group) == all_groups:

@@ -1,8 +1,9 @@
-"""Where Prometheus asks: an HTTP server that answers ``GET /metrics`` with what a collector says at that moment.
+"""Metrics as rows of a table, and the HTTP server that answers ``GET /metrics`` with them.
 
-Runs in: the stream reader, the exporter; a thread that accepts, and one for each answer. Deliberately absent: TLS and
-passwords. What is told are names of groups, topics and hosts, and numbers: no records and no secrets. Whoever must not
-see them is kept away by a network's rules, or by listening on 127.0.0.1 behind a proxy that asks who they are.
+Runs in: the stream reader, the exporter; a thread that accepts, and one for each answer. Deliberately absent: which
+metrics there are (``run``, ``groups``), TLS and passwords. An answer holds names of groups, topics and hosts, and
+numbers: no records and no secrets. To keep it from others, use rules of the network, or listen on 127.0.0.1 behind a
+proxy that authenticates.
 """
 
 import contextlib
@@ -11,11 +12,13 @@ import logging
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spark_group_source.errors import OptionError
@@ -29,7 +32,55 @@ SCRAPES_MAX = 8
 """Answers at one time; more connections are closed."""
 ANY = "0.0.0.0"
 AGAIN_S = 0.25
-"""Between two tries to get a port that somebody has."""
+"""Between two tries to get a port that another process has."""
+
+Of = TypeVar("Of")
+Sample = tuple[tuple[str, ...], float]
+"""The values of the labels, and that of the metric."""
+
+
+class Metric(NamedTuple, Generic[Of]):
+    """One row of a table. ``samples`` reads it off what was published last, at a time of the publisher's clock (ms); a
+    value that is not known is left out, never 0."""
+
+    name: str
+    labels: tuple[str, ...]
+    samples: Callable[[Of, int], Iterable[Sample]]
+    doc: str
+
+    @property
+    def kind(self) -> Literal["gauge", "counter"]:
+        """By Prometheus' conventions what only grows ends in ``_total``."""
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+class Published(Collector, Generic[Of]):
+    """The metrics of a table, as ``prometheus_client`` asks for them at each scrape; has no state.
+
+    Args:
+        metrics: the table.
+        last: what was published last; None: nothing so far.
+        now_ms: the publisher's clock.
+    """
+
+    def __init__(
+        self, metrics: Sequence[Metric[Of]], last: Callable[[], Of | None], *, now_ms: Callable[[], int]
+    ) -> None:
+        self._metrics, self._last, self._now_ms = metrics, last, now_ms
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        of, now_ms = self._last(), self._now_ms()
+        for metric in self._metrics:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.doc, labels=metric.labels)
+            for labels, value in () if of is None else metric.samples(of, now_ms):
+                family.add_metric(labels, value)
+            yield family
+
+
+def since_s(then_ms: int | None, now_ms: int) -> float:
+    """Seconds from a time of the publisher's clock to now; 0 for "never" (None or 0)."""
+    return max(0, now_ms - then_ms) / 1000 if then_ms else 0.0
 
 
 class Endpoint:
@@ -39,7 +90,7 @@ class Endpoint:
         collector: asked at every scrape, on a thread of the server's.
         host: a name or address of this machine to listen at; "": all its IPv4 addresses.
         port: 0: any free one.
-        option: what the port is called where it is set, for what is said of it.
+        option: what the port is called where it is set, for errors.
         wait_s: how long a port is waited for that another process has: a run that ends keeps its own for seconds.
 
     Raises:
@@ -82,6 +133,9 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """What ``prometheus_client.start_http_server`` starts, with a bound on peers and their time, and without its
+    question for this machine's name, which may take as long as a name server does not answer."""
+
     daemon_threads = True
 
     def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily) -> None:
@@ -90,7 +144,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's asks for this machine's name, which may take long
+        TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 

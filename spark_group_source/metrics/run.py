@@ -7,112 +7,81 @@ tells it from Kafka, also when no run lives), and any state: every scrape reads 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from spark_group_source.group.states import RunState, SlotState
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.metrics.table import Metric, Moments, Sample, kind_of
+from spark_group_source.metrics.endpoint import Metric, Sample, since_s
 
 PREFIX = "kafka_group_source_"
 RUN = ("group", "stream")
 
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A run as it was published, and what the two clocks say at the scrape: the run's own, and that of the wall."""
-
-    of: Statistics
-    now_ms: int
-    wall_s: float
-
-    @property
-    def run(self) -> tuple[str, str]:
-        return self.of.group, self.of.stream
-
-    def since_s(self, then_ms: int) -> float:
-        """Seconds from a moment of the run's clock to now; 0 for "never"."""
-        return max(0, self.now_ms - then_ms) / 1000 if then_ms else 0.0
+_Row = Metric[Statistics]
 
 
-def collector(last: Callable[[], Statistics | None], *, now_ms: Callable[[], int]) -> Moments[Moment]:
-    """For an :class:`~spark_group_source.metrics.endpoint.Endpoint`.
+def _metric(name: str, read: Callable[[Statistics, int], float], doc: str) -> _Row:
+    """A value of the whole run."""
 
-    Args:
-        last: the statistics that the run published last; None before the first.
-        now_ms: the run's clock.
-    """
+    def samples(of: Statistics, now_ms: int) -> Iterator[Sample]:
+        yield (of.group, of.stream), read(of, now_ms)
 
-    def moments() -> Iterator[Moment]:
-        if (statistics := last()) is not None:
-            yield Moment(statistics, now_ms(), time.time())
-
-    return Moments(METRICS, moments)
+    return Metric(PREFIX + name, RUN, samples, doc)
 
 
-def _metric(name: str, read: Callable[[Moment], float], doc: str) -> Metric[Moment]:
-    """A value of the whole run; what ends in _total only grows."""
-
-    def samples(at: Moment) -> Iterator[Sample]:
-        yield at.run, read(at)
-
-    return Metric(PREFIX + name, kind_of(name), RUN, samples, doc)
+def _count(name: str, field: str, doc: str) -> _Row:
+    return _metric(name, lambda of, _: getattr(of, field), doc)
 
 
-def _count(name: str, field: str, doc: str) -> Metric[Moment]:
-    return _metric(name, lambda at: getattr(at.of, field), doc)
+def _seconds(name: str, field: str, doc: str) -> _Row:
+    return _metric(name, lambda of, _: getattr(of, field) / 1000, doc)
 
 
-def _seconds(name: str, field: str, doc: str) -> Metric[Moment]:
-    return _metric(name, lambda at: getattr(at.of, field) / 1000, doc)
+def _by_slot(name: str, read: Callable[[Statistics], Sequence[float]], doc: str) -> _Row:
+    def samples(of: Statistics, _now_ms: int) -> Iterator[Sample]:
+        for slot, value in enumerate(read(of)):
+            yield (of.group, of.stream, str(slot)), value
+
+    return Metric(PREFIX + name, (*RUN, "slot"), samples, doc)
 
 
-def _by_slot(name: str, read: Callable[[Statistics], Sequence[float]], doc: str) -> Metric[Moment]:
-    def samples(at: Moment) -> Iterator[Sample]:
-        for slot, value in enumerate(read(at.of)):
-            yield (*at.run, str(slot)), value
-
-    return Metric(PREFIX + name, kind_of(name), (*RUN, "slot"), samples, doc)
-
-
-def _states(at: Moment) -> Iterator[Sample]:
+def _states(of: Statistics, _now_ms: int) -> Iterator[Sample]:
     for state in RunState:
-        yield (*at.run, state.value), float(at.of.state == state.value)
+        yield (of.group, of.stream, state.value), float(of.state == state.value)
 
 
-def _slots(at: Moment) -> Iterator[Sample]:
-    counted = Counter(at.of.slots)
+def _slots(of: Statistics, _now_ms: int) -> Iterator[Sample]:
+    counted = Counter(of.slots)
     for state in SlotState:
-        yield (*at.run, state.value), counted[state.value]
+        yield (of.group, of.stream, state.value), counted[state.value]
 
 
-def _rows(at: Moment) -> Iterator[Sample]:
-    for source, by_slot in (("memory", at.of.rows_from_memory), ("brokers", at.of.rows_from_brokers)):
+def _rows(of: Statistics, _now_ms: int) -> Iterator[Sample]:
+    for source, by_slot in (("memory", of.rows_from_memory), ("brokers", of.rows_from_brokers)):
         for slot, rows in enumerate(by_slot):
-            yield (*at.run, str(slot), source), rows
+            yield (of.group, of.stream, str(slot), source), rows
 
 
-METRICS: tuple[Metric[Moment], ...] = (
-    Metric(PREFIX + "state", "gauge", (*RUN, "state"), _states,
+METRICS: tuple[_Row, ...] = (
+    Metric(PREFIX + "state", (*RUN, "state"), _states,
            "1 for what the run does for Spark now, 0 for every other state ([states](architecture.md#states))."),
     _count("durable_batch", "seq", "Number of the last batch that the sink has; -1 before the first."),
     _count("generation", "generation",
            "Group generation (classic) or member epoch (KIP-848) of the newest assignment; -1 before it."),
-    Metric(PREFIX + "slots", "gauge", (*RUN, "state"), _slots, "Slots, that is places in the group, in each state."),
+    Metric(PREFIX + "slots", (*RUN, "state"), _slots, "Slots, that is places in the group, in each state."),
     _by_slot("assigned_partitions", lambda of: of.assigned, "Partitions that each slot has."),
-    _metric("lent_slots", lambda at: sum(map(bool, at.of.hosts)), "Slots whose member lives beside an executor."),
+    _metric("lent_slots", lambda of, _: sum(map(bool, of.hosts)), "Slots whose member lives beside an executor."),
     _by_slot("buffered_bytes", lambda of: of.buffered_bytes, "What the slot's agent has read ahead."),
     _by_slot("buffered_rows", lambda of: of.buffered_rows, "The same in rows."),
-    Metric(PREFIX + "rows_read_total", "counter", (*RUN, "slot", "source"), _rows,
+    Metric(PREFIX + "rows_read_total", (*RUN, "slot", "source"), _rows,
            "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, tries that failed "
            "included. With `memberHost=driver` tasks cannot tell: 0."),
     _count("moves_total", "moves", "Slots that moved from one host to another."),
     _by_slot("recalls_total", lambda of: of.recalled,
              "How often the slot was called back from an agent that was gone, or could not join."),
-    _metric("unreachable_seconds", lambda at: at.since_s(at.of.unreachable_since_ms),
+    _metric("unreachable_seconds", lambda of, now_ms: since_s(of.unreachable_since_ms, now_ms),
             "How long the brokers have not answered; 0: they do."),
     _count("rebalances_total", "rebalances", "Assignments and revocations that changed something."),
     _metric("last_rebalance_timestamp_seconds",
-            lambda at: at.wall_s - at.since_s(at.of.rebalanced_at_ms) if at.of.rebalanced_at_ms else 0.0,
+            lambda of, now_ms: time.time() - since_s(of.rebalanced_at_ms, now_ms) if of.rebalanced_at_ms else 0.0,
             "When the last of them came, since the epoch; 0 before."),
     _count("holds_total", "holds", "Revocations that were held for the batch in flight or its commit."),
     _seconds("hold_last_seconds", "hold_last_ms", "How long the last revocation was held."),

@@ -10,7 +10,7 @@ unless it is secret, the value.
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, NamedTuple
 
@@ -452,14 +452,6 @@ class Options:
 OPTIONS: Final = tuple(f.metadata["row"]._replace(field=f.name) for f in fields(Options) if f.metadata)
 """All rows."""
 _BY_NAME: Final = {row.name.lower(): row for row in OPTIONS if row.name != "kafka.*"}
-
-
-def render_markdown(names: Collection[str] | None = None) -> str:
-    """The table of options as the documents show it, ending in a newline; ``names``: only these."""
-    lines = ["| option | value | default | meaning |", "|---|---|---|---|"]
-    rows = [row for row in OPTIONS if names is None or row.name in names]
-    lines += [f"| `{row.name}` | {row.unit} | {row.default} | {row.doc} |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def _unique(given: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from metrics.scrapes import Scrape, fires, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source.kafka import Runtime
-from spark_group_source.metrics.exporter import Exporter
+from spark_group_source.metrics.groups import Exporter
 from spark_group_source.metrics.sweep import Sweeps
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]

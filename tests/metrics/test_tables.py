@@ -13,8 +13,8 @@ from spark_group_source.group.states import RunState
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupMember
 from spark_group_source.metrics import groups, run
+from spark_group_source.metrics.endpoint import Metric, Published
 from spark_group_source.metrics.sweep import GroupSeen, PartitionSeen, Seen
-from spark_group_source.metrics.table import Metric
 from spark_group_source.model import TopicPartition
 
 NOW_MS = 1_000_000
@@ -63,18 +63,17 @@ def told(collector: Collector) -> Scrape:
 
 
 def of_run(statistics: Statistics | None) -> Scrape:
-    return told(run.collector(lambda: statistics, now_ms=lambda: NOW_MS))
+    return told(Published(run.METRICS, lambda: statistics, now_ms=lambda: NOW_MS))
 
 
 def of_groups(*seen: GroupSeen, silent_ms: int | None = None) -> Scrape:
     whole = Seen(groups=seen, unreachable_since_ms=silent_ms, took_s=0.5, ended_s=1.0, records_read=3)
-    return told(groups.collector(lambda: whole, now_ms=lambda: NOW_MS))
+    return told(Published(groups.METRICS, lambda: whole, now_ms=lambda: NOW_MS))
 
 
 @pytest.mark.parametrize("metric", [*run.METRICS, *groups.METRICS], ids=lambda metric: metric.name)
 def test_names_and_units_are_as_prometheus_wants_them(metric: Metric[Any]) -> None:
     assert re.fullmatch(r"kafka_group_[a-z_]+", metric.name)
-    assert (metric.kind == "counter") == metric.name.endswith("_total")
     assert not re.search(r"_(ms|millis|kb|mb|minutes)(_|$)", metric.name), "base units: seconds and bytes"
     assert metric.doc.endswith(".")
 

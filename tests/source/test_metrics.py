@@ -19,10 +19,9 @@ from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
 from spark_group_source.host import runs
 from spark_group_source.metrics import groups, run
-from spark_group_source.metrics.endpoint import Endpoint
-from spark_group_source.metrics.exporter import Exporter
+from spark_group_source.metrics.endpoint import Endpoint, Published
+from spark_group_source.metrics.groups import Exporter
 from spark_group_source.metrics.sweep import Sweeps
-from spark_group_source.metrics.table import Moments
 from spark_group_source.options.table import Options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -112,7 +111,7 @@ def test_the_dashboard_and_the_alerts_name_something_else_than_what_there_is_onl
 
 def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "METRICS_WAIT_S", 0.1)
-    taken = Endpoint(Moments((), tuple), host="127.0.0.1", port=0, option="--port")
+    taken = Endpoint(Published((), tuple, now_ms=int), host="127.0.0.1", port=0, option="--port")
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
     options = Options.parse({**given, "metricsPort": str(taken.port), "metricsHost": "127.0.0.1"})
     with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process has it"):
