@@ -181,17 +181,3 @@ def meaning(request: Request, code: int, text: str = "") -> Meaning:
     if lacks_token(code, text):
         return Meaning.AGAIN
     return EXCEPTIONS.get((request, code)) or ANSWERS.get(code, Meaning.AGAIN)
-
-
-def render_markdown() -> str:
-    """The table as the documents show it, ending in a newline."""
-    names = {code: name for name, code in CODES.items()}
-    lines = ["| meaning | codes |", "|---|---|"]
-    for what in Meaning:
-        meant = sorted(
-            (code for code, means in ANSWERS.items() if means is what), key=lambda code: (code < 0, abs(code))
-        )
-        lines.append(f"| {what.value} | {', '.join(f'`{names[code]}`' for code in meant)} |")
-    lines += ["", "| request | code | means here |", "|---|---|---|"]
-    lines += [f"| {request.value} | `{names[code]}` | {what.value} |" for (request, code), what in EXCEPTIONS.items()]
-    return "\n".join(lines) + "\n"

@@ -1,25 +1,35 @@
 """Agents of executors as tests see them: started, asked, looked at, ended.
 
-Runs in: tests, and the last classes in agents that tests start. Deliberately absent: fixtures
+Runs in: tests, and in the agents that they start: the shipped one, with a server that also takes the next plan's start
+and tells how the agent is, and members that a test chooses. Deliberately absent: fixtures
 (``executor/agent/conftest.py``).
 """
 
+import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kafka_words import await_until
 
-from spark_group_source.executor.agent import near, start
-from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.agent.messages import Ahead, Buffered, Nobody
+from spark_group_source.channel.messages import Ahead
+from spark_group_source.executor.agent import main as agent_main
+from spark_group_source.executor.agent import near, server, start, wire
+from spark_group_source.executor.agent.home import LOG_BYTES_MAX, Home
+from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.executor.agent.processes import Process
+from spark_group_source.members.hosted import Buffered
+from spark_group_source.model import TopicPartition
 
 READY_S = 20.0
 END_S = 10.0
 """An agent is gone so long after its reason to live."""
+BEGIN = start._BEGIN.replace("spark_group_source.executor.agent.main", "agents")
+"""What a process runs that is to be such an agent, in place of ``start._BEGIN``."""
 
 
 def living() -> list[int]:
@@ -40,12 +50,36 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
+def exchange(home: Home, request: wire.Frame) -> wire.Frame:
+    """One request and its answer. Raises OSError or WireError where there was none."""
+    until_s = near.time.monotonic() + near.ASK_S
+    with near.connected(home, until_s) as connection:
+        wire.send(connection, request, until_s)
+        return wire.receive(connection, until_s)
+
+
+def tell(home: Home, ahead: Ahead) -> None:
+    """Let the agent read on from there."""
+    told = {
+        "positions": wire.numbers_out(ahead.positions),
+        "keep": wire.numbers_out(ahead.keep),
+        "topic_ids": dict(ahead.topic_ids),
+        "leader_epochs": wire.numbers_out(ahead.leader_epochs),
+    }
+    exchange(home, {"ahead": told})
+
+
 def state(home: Home) -> dict[str, Any]:
     """What the agent says of itself; empty while it does not answer."""
     try:
-        return near.exchange(home, {"ask": "state"})
+        return exchange(home, {"ask": "state"})
     except OSError:
         return {}
+
+
+def bye(home: Home) -> None:
+    """Let the agent end."""
+    exchange(home, {"ask": "bye"})
 
 
 def await_ready(home: Home) -> None:
@@ -79,8 +113,76 @@ def await_read(home: Home, positions: Mapping[Any, int]) -> dict[str, Any]:
     return await_until(read, READY_S, what=f"an agent that has read up to {dict(positions)}; it is at {state(home)}")
 
 
+# --- in the agents that tests start ---------------------------------------------------------------------------------
+
+
+def main(given: Mapping[str, Any]) -> None:
+    members: Mapping[str, type[Nobody]] = {each.__name__: each for each in (Nobody, Noted, Hanging, Talkative)}
+    chosen = members[given["given"].get("members", "Nobody")]
+    agent_main.main(given, partial(agent_main.Agent, members=chosen, server=Server))
+
+
+class Server(server.Server):
+    """The shipped one, which answers tests besides."""
+
+    rows = 0
+
+    def _answer(self, connection: socket.socket, request: wire.Frame) -> None:
+        until_s = near.time.monotonic() + server.ANSWER_S
+        if "ahead" in request:
+            told = request["ahead"]
+            self._stock.follow(
+                Ahead(
+                    positions=wire.numbers_in(told["positions"]),
+                    keep=wire.numbers_in(told["keep"]),
+                    topic_ids=wire.texts_in(told["topic_ids"]),
+                    leader_epochs=wire.numbers_in(told["leader_epochs"]),
+                )
+            )
+            wire.send(connection, {}, until_s)
+        elif request.get("ask") == "state":
+            wire.send(connection, self._state(), until_s)
+        elif request.get("ask") == "bye":
+            wire.send(connection, {}, until_s)
+            os.kill(os.getpid(), 15)
+        else:
+            super()._answer(connection, request)
+
+    def _take(self, request: wire.Frame) -> list[server.Taken]:
+        taken = super()._take(request)
+        self.rows += sum(piece.last - piece.first for one in taken for piece in one.pieces)
+        return taken
+
+    def _state(self) -> wire.Frame:
+        with self._stock.locked() as buffers:
+            return {
+                "used": buffers.used,
+                "partitions": [
+                    [tp.topic, tp.partition, held.pieces[0].start if held.pieces else held.position, held.position]
+                    for tp, held in buffers.partitions.items()
+                ],
+                "rows": self.rows,
+            }
+
+
+class Nobody(Membership):
+    """No members, and no coordinator."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """``given``: what the test wants of it."""
+
+    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
+        """Nothing to begin."""
+
+    def ended(self) -> str:
+        return ""
+
+    def stop(self, timeout_s: float) -> None:
+        """Nothing to end."""
+
+
 class Noted(Nobody):
-    """A hosted object that leaves files where it is told, and ends when it finds one."""
+    """Leaves files where it is told, and ends when it finds one."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.folder = Path(given["folder"])
@@ -88,6 +190,8 @@ class Noted(Nobody):
 
     def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
         (self.folder / "started").touch()
+        held = buffered([TopicPartition("nothing", 0)])
+        assert held == (0, 0)
 
     def ended(self) -> str:
         return "the run is over" if (self.folder / "over").exists() else ""
@@ -103,23 +207,10 @@ class Hanging(Nobody):
         threading.Event().wait()
 
 
-class Impatient(Nobody):
-    """In an agent that waits for nobody."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        from spark_group_source.executor.agent import main
-
-        main.IDLE_S = 0.5
-
-
 class Talkative(Nobody):
     """One that says more than there is room for, also past the log."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        import logging
-
-        from spark_group_source.executor.agent.home import LOG_BYTES_MAX
-
         for _ in range(3 * LOG_BYTES_MAX // 1000):
             logging.getLogger(__name__).warning("%s", "x" * 1000)
         for _ in range(3 * LOG_BYTES_MAX // 1000):

@@ -66,7 +66,7 @@ def blocks() -> dict[Path, dict[str, str]]:
     return {
         README: {"options": options_table(TEN)},
         OPTIONS: {"options": options_table()},
-        ANSWERS: {"answers": answers.render_markdown()},
+        ANSWERS: {"answers": answer_rows()},
         CLI: {"exit codes": exit_codes(), "commands": commands()},
         METRICS: {
             "run metrics": metrics_table(run_metrics.METRICS),
@@ -90,6 +90,22 @@ def metrics_table(metrics: Sequence[Metric[Any]]) -> str:
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels) or '-'} | {m.doc} |" for m in metrics
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def answer_rows() -> str:
+    """What each answer of a broker means, and to which requests it means something else."""
+    names = {code: name for name, code in answers.CODES.items()}
+    lines = ["| meaning | codes |", "|---|---|"]
+    for what in answers.Meaning:
+        meant = sorted(
+            (code for code, means in answers.ANSWERS.items() if means is what), key=lambda code: (code < 0, abs(code))
+        )
+        lines.append(f"| {what.value} | {', '.join(f'`{names[code]}`' for code in meant)} |")
+    lines += ["", "| request | code | means here |", "|---|---|---|"]
+    lines += [
+        f"| {request.value} | `{names[code]}` | {what.value} |" for (request, code), what in answers.EXCEPTIONS.items()
     ]
     return "\n".join(lines) + "\n"
 

@@ -55,8 +55,6 @@ class TaskEnded:
 class Ahead:
     """From where to read ahead. It replaces what was told before: partitions that are not named are read no more."""
 
-    plan: int
-    """Of plans that were told out of order the one with the highest number counts."""
     positions: Mapping[TopicPartition, int]
     """Where the next plan will begin. Lower than before is a rewind: all that is held of the partition is dropped."""
     keep: Mapping[TopicPartition, int] = field(default_factory=dict)

@@ -178,7 +178,6 @@ def _send(peer: Peer, message: Any) -> None:
 def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:
     mine = [tp for tp in tps if tp in offset.ranges]
     return Ahead(
-        plan=offset.seq,
         positions={tp: offset.ranges[tp][1] for tp in mine},
         keep={tp: offset.ranges[tp][0] for tp in mine},
         topic_ids={topic: id_ for topic, id_ in offset.topic_ids.items() if topic in {tp.topic for tp in mine}},

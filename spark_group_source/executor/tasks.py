@@ -26,7 +26,7 @@ from spark_group_source.channel.messages import Claim, Given, NotGiven, TaskEnde
 from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.executor.agent import membership, near, start
+from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.processes import Process, executor
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.dialect import codec
@@ -125,7 +125,6 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
             settings=options.consumer_settings(),
             include_headers=options.include_headers,
             memory_bytes=options.agent_memory_bytes,
-            hosted=membership.NAME,
             given={
                 "addresses": call.addresses,
                 "secret": call.secret.reveal(),

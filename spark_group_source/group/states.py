@@ -212,29 +212,3 @@ HOSTS: Mapping[tuple[HostState, type], HostState] = {
 }
 
 S = TypeVar("S", bound=State)
-
-
-def render_markdown() -> str:
-    """The five tables as ``docs/architecture.md`` shows them: one row a state, what leads out of it and where."""
-    return "\n".join(
-        [
-            *_rows("run", RunState, RUN),
-            "",
-            *_rows("stream", Phase, PHASES),
-            "",
-            *_rows("slot", SlotState, SLOTS),
-            "",
-            *_rows("partition", PartitionState, PARTITIONS),
-            "",
-            *_rows("host", HostState, HOSTS),
-            "",
-        ]
-    )
-
-
-def _rows(name: str, states: type[S], table: Mapping[tuple[S, type], S]) -> list[str]:
-    lines = [f"| {name} | leaves by |", "|---|---|"]
-    for state in states:
-        exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
-        lines.append(f"| `{state.value}` | {', '.join(exits) or 'nothing'} |")
-    return lines

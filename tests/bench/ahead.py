@@ -27,10 +27,10 @@ from confluent_kafka import TopicPartition as ConfluentPartition
 from confluent_kafka.admin import AdminClient
 
 from bench.throughput import BROKER_JAVA, fill
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.agent.processes import Process
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.local.broker import Broker
@@ -98,7 +98,7 @@ class Topic(NamedTuple):
         and what each batch took to be handed over."""
         began_s, agent_s, task_s = time.perf_counter(), cpu_of_s(home.pid), 0.0
         at, rows, handed_s = dict.fromkeys(self.ends, 0), 0, []
-        near.tell(home, Ahead(plan, at, topic_ids=self.ids))
+        agents.tell(home, Ahead(at, topic_ids=self.ids))
         while at != self.ends:
             until = {tp: min(self.ends[tp], position + step) for tp, position in at.items()}
             agents.await_read(home, until)
@@ -111,7 +111,7 @@ class Topic(NamedTuple):
             handed_s.append(time.perf_counter() - asked_s)
             task_s += own_cpu_s() - cpu_s
             at = until
-            near.tell(home, Ahead(plan, at, topic_ids=self.ids))
+            agents.tell(home, Ahead(at, topic_ids=self.ids))
         agent_s = cpu_of_s(home.pid) - agent_s
         wall_s = time.perf_counter() - began_s
         return Cost(rows, agent_s + task_s, wall_s), Cost(rows, task_s, sum(handed_s)), handed_s
@@ -188,6 +188,7 @@ def compare(servers: str, name: str, told: argparse.Namespace) -> None:
     described = admin.describe_topics(TopicCollection([name]))[name].result(30)
     settings = {"bootstrap.servers": servers, "isolation.level": "read_committed"}
     ends = {TopicPartition(name, p): len(range(p, told.records, told.partitions)) for p in range(told.partitions)}
+    start._BEGIN = agents.BEGIN
     home = start.start(start.Order("bench", settings, memory_bytes=memory), Process.of(os.getpid()))
     if home is None:
         raise OSError("no agent can be started here")
@@ -196,5 +197,5 @@ def compare(servers: str, name: str, told: argparse.Namespace) -> None:
     try:
         measure(Topic(settings, ends, {name: str(described.topic_id)}), home, told.runs, step)
     finally:
-        near.exchange(home, {"ask": "bye"})
+        agents.bye(home)
         agents.await_ended(home.pid)

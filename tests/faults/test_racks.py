@@ -14,9 +14,9 @@ from kafka_words import await_until, create_topic, end_offsets_of
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction
 
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor import fetch
-from spark_group_source.executor.agent import near, start
-from spark_group_source.executor.agent.messages import Ahead
+from spark_group_source.executor.agent import start
 from spark_group_source.executor.agent.processes import Process
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
@@ -100,6 +100,7 @@ def test_an_executor_without_a_rack_or_in_none_of_theirs_reads_from_the_leader(
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(start, "_BEGIN", agents.BEGIN)
     yield
     for pid in agents.living():
         os.kill(pid, signal.SIGKILL)
@@ -115,6 +116,6 @@ def test_an_agent_reads_ahead_from_the_replica_in_its_executors_rack(
     home = start.start(order, Process.of(os.getpid()))
     assert home is not None
     agents.await_ready(home)
-    near.tell(home, Ahead(1, {tp: 0}))
+    agents.tell(home, Ahead({tp: 0}))
     agents.await_read(home, {tp: RECORDS})
     assert read_from(passed) == near_node

@@ -28,7 +28,6 @@ from spark_group_source.group.states import (
     Phase,
     RunState,
     SlotState,
-    render_markdown,
 )
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -579,23 +578,3 @@ def test_nothing_leads_out_of_the_ends() -> None:
 def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
     with pytest.raises(InvariantBroken, match="Born in phase open"):
         group.born()
-
-
-# --- as text --------------------------------------------------------------------------------------------------------
-
-
-def test_the_tables_are_rendered_for_the_documentation() -> None:
-    text = render_markdown()
-    for table in (RUN, PHASES, SLOTS, PARTITIONS, HOSTS):
-        for (state, cause), to in table.items():
-            (line,) = [
-                line
-                for line in text.splitlines()
-                if line.startswith(f"| `{state.value}` |") and f"{cause.__name__} → `{to.value}`" in line
-            ][:1]
-            assert line
-    assert "| `gone` | nothing |" in text
-    assert [line for line in text.splitlines() if line.endswith("leaves by |")] == [
-        f"| {name} | leaves by |" for name in ("run", "stream", "slot", "partition", "host")
-    ]
-    assert text == render_markdown()

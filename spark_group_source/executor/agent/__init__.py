@@ -1,5 +1,5 @@
 """The agent: one process beside an executor that reads ahead between batches and hands tasks what it has.
 
-Runs in: executor workers (they start it and ask it) and the agent itself. Deliberately absent: membership. What an
-agent hosts besides its reader is given to it (``messages.Hosted``).
+Runs in: executor workers (they start it and ask it) and the agent itself. Deliberately absent: what
+members do (``members``).
 """

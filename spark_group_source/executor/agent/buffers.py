@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.executor.agent.messages import Ahead
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor.records import Cut, Ints
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -123,15 +123,11 @@ class Buffers:
         self._owed = 0
         """What the partitions' shares still lack."""
         self._turns = 0
-        self._plan: int | None = None
 
     # --- what is told
 
     def follow(self, ahead: Ahead) -> None:
-        """Read on from there. Of plans out of order the latest counts."""
-        if self._plan is not None and ahead.plan < self._plan:
-            return
-        self._plan = ahead.plan
+        """Read on from there."""
         for tp in self.partitions.keys() - ahead.positions.keys():
             self._forget(tp)
         for tp, position in ahead.positions.items():

@@ -1,13 +1,12 @@
 """The agent process, from its start to its end.
 
-Runs in: agents. Deliberately absent: what it does meanwhile (``reader``, ``server``, and what is hosted).
+Runs in: agents. Deliberately absent: what it does meanwhile (``reader``, ``server``, ``membership``).
 
-It ends when its executor does, its folder is gone, its hosted object says so, somebody says bye, or nobody has needed
-it for a while. Whatever then hangs, the process is gone :data:`END_S` later.
+It ends when its executor does, its folder is gone, or its coordinator dismisses it or is gone. Whatever then hangs, the
+process is gone :data:`END_S` later.
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import resource
@@ -15,13 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from spark_group_source.executor.agent.confirm import Confirmer
 from spark_group_source.executor.agent.home import LOG_BYTES_MAX, Home
-from spark_group_source.executor.agent.messages import Hosted
+from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.executor.agent.processes import Process, Watch
 from spark_group_source.executor.agent.reader import Reader, Stock
 from spark_group_source.executor.agent.server import Server
@@ -34,10 +33,8 @@ LOOK_S = 1.0
 """Between two looks at what cannot wake the agent."""
 END_S = 5.0
 """From the reason to end to the end."""
-HOSTED_END_S = 3.0
-"""Of that, for what is hosted."""
-IDLE_S = 120.0
-"""Without a task that asks, and without a coordinator, for so long: it ends."""
+MEMBERS_END_S = 3.0
+"""Of that, for the members."""
 STAYED_S = 10.0
 """An agent that lived for so long may be started again at once."""
 QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", "8388608"
@@ -49,7 +46,13 @@ FETCH_WAIT_MS = "100"
 class Agent:
     """Everything that lives in the process."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        *,
+        members: Callable[[Mapping[str, Any]], Membership] = Membership,
+        server: type[Server] = Server,
+    ) -> None:
         self._home = Home(Path(given["home"]))
         self._executor = Process(*given["executor"])
         self._settings: Mapping[str, str] = given["settings"]
@@ -59,10 +62,8 @@ class Agent:
         headers = bool(given["include_headers"])
         self._reader = Reader(self._stock, self._reading_client, include_headers=headers)
         self._confirmer = Confirmer(self._stock, lambda: open_client(self._settings))
-        self._hosted = _hosted(given["hosted"], given["given"])
-        self._server = Server(
-            self._home, self._stock, self._confirmer, include_headers=headers, on_bye=lambda: self.end("bye")
-        )
+        self._members = members(given["given"])
+        self._server = server(self._home, self._stock, self._confirmer, include_headers=headers)
 
     def _reading_client(self) -> Client:
         return open_client(
@@ -83,7 +84,7 @@ class Agent:
         watch = Watch(self._executor)
         self._reader.start()
         self._server.start()
-        self._hosted.start(self._stock.follow, self._stock.held_of)
+        self._members.start(self._stock.follow, self._stock.held_of)
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
         began_s, folder = time.monotonic(), _identity(self._home.path)
         while not self._why:
@@ -91,17 +92,12 @@ class Agent:
                 self.end("its executor ended")
             elif _identity(self._home.path) != folder:
                 self.end("its folder is gone")
-            elif why := self._hosted.ended():
+            elif why := self._members.ended():
                 self.end(why)
-            elif self._is_idle():
-                self.end(f"nobody asked for {IDLE_S:.0f} s")
             elif began_s and time.monotonic() - began_s > STAYED_S:
                 began_s = 0.0
                 self._home.tries.unlink(missing_ok=True)
         self._close()
-
-    def _is_idle(self) -> bool:
-        return not self._hosted.has_coordinator() and time.monotonic() - self._server.asked_s > IDLE_S
 
     def _close(self) -> None:
         log.info("the agent ends: %s", self._why)
@@ -109,16 +105,17 @@ class Agent:
         overdue.daemon = True
         overdue.start()
         self._server.stop()
-        self._hosted.stop(HOSTED_END_S)
+        self._members.stop(MEMBERS_END_S)
         self._reader.stop(END_S)
         self._home.remove()
 
 
-def main(given: Mapping[str, Any]) -> None:
-    """What a started process runs.
+def main(given: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Agent] = Agent) -> None:
+    """Run the agent process.
 
     Args:
         given: JSON from its standard input: see ``start``.
+        make: makes the agent.
     """
     _take_over_files(int(given["lock"]))
     handler = BoundedHandler()
@@ -126,7 +123,7 @@ def main(given: Mapping[str, Any]) -> None:
     logging.basicConfig(level=os.environ.get("SPARK_GROUP_LOG_LEVEL", "INFO"), handlers=[handler])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent sees by itself
-    agent = Agent(given)
+    agent = make(given)
     signal.signal(signal.SIGTERM, lambda *_: agent.end("SIGTERM"))
     agent.run()
     logging.shutdown()
@@ -154,12 +151,6 @@ def _take_over_files(lock: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LOG_BYTES_MAX, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     logging.raiseExceptions = False
     sys.stdin.close()
-
-
-def _hosted(name: str, given: Mapping[str, Any]) -> Hosted:
-    module, _, made = name.partition(":")
-    found: Hosted = getattr(importlib.import_module(module), made)(given)
-    return found
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

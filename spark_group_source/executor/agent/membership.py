@@ -15,11 +15,10 @@ from spark_group_source.channel.messages import Ahead
 from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.executor.agent.messages import Buffered
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
 from spark_group_source.members.dialect import codec
-from spark_group_source.members.hosted import Hosted
+from spark_group_source.members.hosted import Buffered, Hosted
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +31,9 @@ LOOK_S = 1.0
 NOBODY_S = 5.0
 """When all addresses say for so long that nobody listens, the stream reader has ended: it listens all its life."""
 
-NAME = "spark_group_source.executor.agent.membership:Membership"
-"""As ``start.Order.hosted`` takes it."""
-
 
 class Membership:
-    """What an agent hosts: see ``agent.messages.Hosted``.
+    """The members of one agent, and its coordinator.
 
     Args:
         given: JSON: ``addresses``, ``secret`` (hex), ``executor``, ``name``, and ``settings`` of members.
@@ -64,17 +60,17 @@ class Membership:
         )
 
     def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
+        """Begin, on threads of its own, which may call both at any time."""
         self._read_ahead = read_ahead
         self._hosted.begin(buffered)
         threading.Thread(target=self._stay_connected, name="coordinator", daemon=True).start()
 
     def ended(self) -> str:
+        """Why the agent has to end: its run is over, or its coordinator is gone. Empty as long as neither is."""
         return self._why
 
-    def has_coordinator(self) -> bool:
-        return self._client is not None
-
     def stop(self, timeout_s: float) -> None:
+        """Close the members, which keep their places, and the channel."""
         self._hosted.close("the agent ends")
         self._over.wait(timeout_s)
         if (client := self._client) is not None:

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from spark_group_source.executor.agent import wire
 from spark_group_source.executor.agent.home import Home, is_ours
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
@@ -89,7 +88,7 @@ def ask(
     }
     until_s = time.monotonic() + ASK_S
     try:
-        with _connected(home, until_s) as connection:
+        with connected(home, until_s) as connection:
             wire.send(connection, request, until_s)
             answer = wire.receive(connection, until_s)
             served = {int(index): (int(until), int(rows)) for index, until, rows in answer["served"]}
@@ -105,29 +104,9 @@ def ask(
     return batches, rest
 
 
-def tell(home: Home, ahead: Ahead) -> None:
-    """Tell the agent from where to read on.
-
-    Raises:
-        OSError, WireError: it did not hear.
-    """
-    exchange(home, {"ask": "ahead", "ahead": wire.ahead_out(ahead)})
-
-
-def exchange(home: Home, request: wire.Frame) -> wire.Frame:
-    """One request and its answer.
-
-    Raises:
-        OSError, WireError: there was none.
-    """
-    until_s = time.monotonic() + ASK_S
-    with _connected(home, until_s) as connection:
-        wire.send(connection, request, until_s)
-        return wire.receive(connection, until_s)
-
-
 @contextlib.contextmanager
-def _connected(home: Home, until_s: float) -> Iterator[socket.socket]:
+def connected(home: Home, until_s: float) -> Iterator[socket.socket]:
+    """A connection to the agent, for one request. Raises OSError where none listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, home.address() as address:
         wire.limit(connection, until_s)
         connection.connect(address)

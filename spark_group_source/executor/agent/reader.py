@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.errors import SourceError
 from spark_group_source.executor.agent.buffers import UNKNOWN, Buffers, Piece, Reached
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.client import Client
 from spark_group_source.executor.histories import Histories
 from spark_group_source.executor.progress import RecordSize

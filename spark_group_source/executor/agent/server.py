@@ -2,13 +2,9 @@
 
 Runs in: agents. Deliberately absent: what is held (``buffers``), how it is asked (``near``).
 
-One connection is one request and one answer:
-
-- ``ranges``: what is held of the beginnings of these ranges. It is served once: a request that comes again (a retry,
-  speculation, a second action, a stage that is run anew) finds nothing, and its task reads directly.
-- ``ahead``: read on from there.
-- ``state``: how the agent is.
-- ``bye``: end.
+One connection is one request, ranges, and one answer: what is held of their beginnings. It is served once: a request
+that comes again (a retry, speculation, a second action, a stage that is run anew) finds nothing, and its task reads
+directly.
 """
 
 import contextlib
@@ -16,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -42,21 +38,12 @@ WRITE_BYTES = 64 << 10
 
 
 class Server:
-    """Serves one agent's stock.
+    """Serves one agent's stock."""
 
-    Args:
-        on_bye: called when somebody says that the agent is to end.
-    """
-
-    def __init__(
-        self, home: Home, stock: Stock, confirmer: Confirmer, *, include_headers: bool, on_bye: Callable[[], None]
-    ) -> None:
-        self._stock, self._confirmer, self._on_bye = stock, confirmer, on_bye
+    def __init__(self, home: Home, stock: Stock, confirmer: Confirmer, *, include_headers: bool) -> None:
+        self._stock, self._confirmer = stock, confirmer
         self._schema = arrow_schema(include_headers)
         self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self.asked_s = time.monotonic()
-        """When somebody asked last."""
-        self.rows = self.requests = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with home.address("socket.new") as new:
             self._listener.bind(new)
@@ -95,43 +82,10 @@ class Server:
 
     def _answer(self, connection: socket.socket, request: wire.Frame) -> None:
         until_s = time.monotonic() + ANSWER_S
-        match request.get("ask"):
-            case "ranges":
-                self.asked_s = time.monotonic()
-                self._hand_over(connection, request, until_s)
-            case "ahead":
-                self.asked_s = time.monotonic()
-                self._stock.follow(wire.ahead_in(request["ahead"]))
-                wire.send(connection, {}, until_s)
-            case "state":
-                wire.send(connection, self._state(), until_s)
-            case "bye":
-                wire.send(connection, {}, until_s)
-                self._on_bye()
-            case other:
-                raise wire.WireError(f"nobody knows the request {other!r:.40}")
-
-    def _state(self) -> wire.Frame:
-        with self._stock.locked() as buffers:
-            return {
-                "memory": buffers.memory_bytes,
-                "used": buffers.used,
-                "partitions": [
-                    [tp.topic, tp.partition, held.pieces[0].start if held.pieces else held.position, held.position]
-                    for tp, held in buffers.partitions.items()
-                ],
-                "rows": self.rows,
-                "requests": self.requests,
-            }
-
-    # --- ranges
-
-    def _hand_over(self, connection: socket.socket, request: wire.Frame, until_s: float) -> None:
         taken = self._take(request)
         left = [piece for one in taken for piece in one.pieces]
         try:
             rows = sum(piece.last - piece.first for piece in left)
-            self.requests, self.rows = self.requests + 1, self.rows + rows
             wire.send(connection, {"served": [_served(one) for one in taken], "rows": rows}, until_s)
             if not rows:
                 return

@@ -26,7 +26,6 @@ AGAIN_S_MAX = 60.0
 """The longest pause before an agent that does not stay is tried again; the first is 2 s."""
 MEMORY_BYTES = 64 << 20
 """What an agent holds, unless told otherwise."""
-NOBODY = "spark_group_source.executor.agent.messages:Nobody"
 _BEGIN = (
     "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
     "from spark_group_source.executor.agent.main import main; main(given)"
@@ -47,10 +46,8 @@ class Order:
     """librdkafka's, as tasks read with."""
     include_headers: bool = False
     memory_bytes: int = MEMORY_BYTES
-    hosted: str = NOBODY
-    """What lives in it besides its reader: ``module:class`` of a ``messages.Hosted``, made with ``given``."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """JSON, secrets included: it travels through a pipe."""
+    """What ``Membership`` is made with. JSON, secrets included: it travels through a pipe."""
 
 
 def start(order: Order, at: Process | None = None) -> Home | None:
@@ -107,7 +104,6 @@ def _spawn(order: Order, home: Home, at: Process, lock: int) -> None:
         "settings": dict(order.settings),
         "include_headers": order.include_headers,
         "memory_bytes": order.memory_bytes,
-        "hosted": order.hosted,
         "given": dict(order.given),
     }
     for left in (home.path / "socket", home.log):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.model import OffsetRange, TopicPartition
 
 FRAME_BYTES_MAX = 16 << 20
@@ -96,23 +95,3 @@ def numbers_in(told: Any) -> dict[TopicPartition, int]:
 
 def texts_in(told: Any) -> dict[str, str]:
     return {str(name): str(text) for name, text in told.items()}
-
-
-def ahead_out(ahead: Ahead) -> Frame:
-    return {
-        "plan": ahead.plan,
-        "positions": numbers_out(ahead.positions),
-        "keep": numbers_out(ahead.keep),
-        "topic_ids": dict(ahead.topic_ids),
-        "leader_epochs": numbers_out(ahead.leader_epochs),
-    }
-
-
-def ahead_in(told: Any) -> Ahead:
-    return Ahead(
-        int(told["plan"]),
-        numbers_in(told["positions"]),
-        numbers_in(told["keep"]),
-        texts_in(told["topic_ids"]),
-        numbers_in(told["leader_epochs"]),
-    )

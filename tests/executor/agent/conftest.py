@@ -24,6 +24,8 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """A temporary folder of the test's own, for its processes too; what lives there at its end is killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(agents.__file__).parent))  # for what stands in for executors
+    monkeypatch.setattr(start, "_BEGIN", agents.BEGIN)
     start._say_once.cache_clear()
     yield
     for pid in agents.living():

@@ -14,11 +14,11 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from kafka_words import await_markers
 
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.errors import TopicMissing
 from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near, wire
 from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
 from spark_group_source.local.broker import Broker
@@ -121,7 +121,7 @@ def test_rows_from_memory_are_those_of_a_direct_read(
     await_markers(admin, name)
     ends, ids = end_offsets(name), ids_of(admin, name)
     home = reader(include_headers=headers)
-    near.tell(home, Ahead(1, dict.fromkeys(ends, 0), topic_ids=ids))
+    agents.tell(home, Ahead(dict.fromkeys(ends, 0), topic_ids=ids))
     agents.await_read(home, ends)
     reading = fetch.read_ranges(settings, all_of(ends), topic_ids=ids, include_headers=headers)
     direct = rows_of(reading, include_headers=headers)
@@ -151,7 +151,7 @@ def test_a_compacted_log_is_covered_up_to_its_end(
 
     end = await_until(compacted, 90, what="compaction")
     home = reader()
-    near.tell(home, Ahead(1, {tp: 0}))
+    agents.tell(home, Ahead({tp: 0}))
     agents.await_read(home, {tp: end})
     batches, rest = near.ask(home, [OffsetRange(tp, 0, end)], {}, {}, include_headers=False)
     assert rest == []
@@ -167,7 +167,7 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
     for tp in tps:
         produce(name, [str(i) for i in range(1_000)], partition=tp.partition)
     home = reader()
-    near.tell(home, Ahead(1, {tps[0]: 100, tps[1]: 0}))
+    agents.tell(home, Ahead({tps[0]: 100, tps[1]: 0}))
     agents.await_read(home, dict.fromkeys(tps, 1_000))
     tasks = [
         [OffsetRange(tps[0], 500, 900), OffsetRange(tps[1], 10, 20)],
@@ -190,7 +190,7 @@ def test_a_range_is_served_once_and_read_directly_then(
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(1_000)], partition=0)
     home = reader()
-    near.tell(home, Ahead(1, {tp: 0}))
+    agents.tell(home, Ahead({tp: 0}))
     agents.await_read(home, {tp: 1_000})
     rows = [rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
     assert rows[0] == rows[1] == rows[2]
@@ -204,15 +204,15 @@ def test_a_stream_is_read_from_memory_batch_after_batch(
     tps = [TopicPartition(name, p) for p in range(3)]
     at = dict.fromkeys(tps, 0)
     home, seen = reader(), []
-    near.tell(home, Ahead(0, at))
+    agents.tell(home, Ahead(at))
     for plan in range(1, 12):
         produce(name, [Record(b"%d:%d" % (plan, i), partition=i % 3) for i in range(300)])
         until = {tp: position + 100 for tp, position in at.items()}
-        near.tell(home, Ahead(plan, until, keep=at))
+        agents.tell(home, Ahead(until, keep=at))
         seen += rows_of(near.read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
         at = until
     assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
-    near.tell(home, Ahead(99, at))
+    agents.tell(home, Ahead(at))
     assert agents.state(home)["used"] == 0, "nothing below the next plan is kept"
 
 
@@ -226,7 +226,7 @@ def many(topic: TopicFactory, produce: Produce, reader: StartAgent) -> tuple[Hom
     for tp in tps:
         produce(name, [b"%d" % i + os.urandom(1_000) for i in range(4_000)], partition=tp.partition)
     home = reader()
-    near.tell(home, Ahead(1, dict.fromkeys(tps, 0)))
+    agents.tell(home, Ahead(dict.fromkeys(tps, 0)))
     agents.await_read(home, dict.fromkeys(tps, 4_000))
     return home, [OffsetRange(tp, 0, 4_000) for tp in tps]
 
@@ -264,7 +264,7 @@ def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
 ) -> None:
     home, ranges = many(topic, produce, reader)
     request = {"ask": "ranges", "ranges": wire.ranges_out(ranges), "topic_ids": {}, "leader_epochs": []}
-    assert near.exchange(home, request)["rows"] == 8_000  # and its connection is closed, with the rows in it
+    assert agents.exchange(home, request)["rows"] == 8_000  # and its connection is closed, with the rows in it
     await_until(lambda: agents.state(home)["used"] == 0, agents.END_S, what="free memory")
     assert len(rows_of(near.read_near(home, settings, ranges))) == 8_000
 
@@ -280,7 +280,7 @@ def test_huge_records_stay_within_the_memory(
     for tp in ends:
         produce(name, [os.urandom(900_000) for _ in range(20)], partition=tp.partition)
     home = reader(memory_bytes=6_000_000)
-    near.tell(home, Ahead(1, dict.fromkeys(ends, 0)))
+    agents.tell(home, Ahead(dict.fromkeys(ends, 0)))
     looks: list[int] = []
 
     def full() -> bool:
@@ -290,11 +290,11 @@ def test_huge_records_stay_within_the_memory(
     await_until(full, agents.READY_S, what="as much as fits")
     at = dict.fromkeys(ends, 0)
     rows: list[Row] = []
-    for plan in range(2, 100):  # what was read makes room for more
+    for _ in range(100):  # what was read makes room for more
         until = {tp: min(20, position + 3) for tp, position in at.items()}
         rows += rows_of(near.read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
         at = until
-        near.tell(home, Ahead(plan, at))
+        agents.tell(home, Ahead(at))
         full()
         if at == ends:
             break
@@ -310,7 +310,7 @@ def test_a_partition_with_much_to_read_leaves_room_for_the_others(
     hog, others = TopicPartition(name, 0), [TopicPartition(name, p) for p in range(1, 10)]
     produce(name, [os.urandom(10_000) for _ in range(1_000)], partition=0)
     home = reader(memory_bytes=4_000_000)
-    near.tell(home, Ahead(1, dict.fromkeys([hog, *others], 0)))
+    agents.tell(home, Ahead(dict.fromkeys([hog, *others], 0)))
     await_until(lambda: agents.state(home)["used"] > 1_000_000, agents.READY_S, what="much of the first one")
     for tp in others:
         produce(name, [os.urandom(1_000) for _ in range(50)], partition=tp.partition)
@@ -325,7 +325,7 @@ def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: Start
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [os.urandom(10_000) for _ in range(1_000)], partition=0)
     home = reader(memory_bytes=2_000_000)
-    near.tell(home, Ahead(1, {tp: 0}))
+    agents.tell(home, Ahead({tp: 0}))
     await_until(lambda: agents.state(home)["used"] > 1_800_000, agents.READY_S, what="as much as fits")
 
     def ticks() -> int:
@@ -351,9 +351,9 @@ def test_partitions_that_are_not_ours_any_more_are_dropped(
     for tp in tps:
         produce(name, [str(i) for i in range(100)], partition=tp.partition)
     home = reader()
-    near.tell(home, Ahead(1, dict.fromkeys(tps, 0)))
+    agents.tell(home, Ahead(dict.fromkeys(tps, 0)))
     agents.await_read(home, dict.fromkeys(tps, 100))
-    near.tell(home, Ahead(2, {tps[0]: 50}))
+    agents.tell(home, Ahead({tps[0]: 50}))
     assert agents.state(home)["partitions"] == [[name, 0, 50, 100]]
     wanted = [OffsetRange(tps[1], 0, 100), OffsetRange(tps[0], 0, 50)]
     assert near.ask(home, wanted, {}, {}, include_headers=False) == ([], wanted)
@@ -365,9 +365,9 @@ def test_after_a_rewind_it_reads_again_from_there(
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(100)], partition=0)
     home = reader()
-    near.tell(home, Ahead(1, {tp: 60}))
+    agents.tell(home, Ahead({tp: 60}))
     agents.await_read(home, {tp: 100})
-    near.tell(home, Ahead(2, {tp: 10}))
+    agents.tell(home, Ahead({tp: 10}))
     agents.await_read(home, {tp: 100})
     batches, rest = near.ask(home, [OffsetRange(tp, 10, 100)], {}, {}, include_headers=False)
     assert (sum(batch.num_rows for batch in batches), rest) == (90, [])
@@ -381,7 +381,7 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     produce(name, [f"old {i}" for i in range(50)], partition=0)
     old = ids_of(admin, name)
     home = reader()
-    near.tell(home, Ahead(1, {tp: 0}, topic_ids=old))
+    agents.tell(home, Ahead({tp: 0}, topic_ids=old))
     agents.await_read(home, {tp: 50})
     admin.delete_topics([name])[name].result(30)
     await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
@@ -392,7 +392,7 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     for planned in (old, new):
         assert near.ask(home, wanted, planned, {}, include_headers=False) == ([], wanted)
     assert agents.state(home)["used"] == 0, "it is known to be another one now"
-    near.tell(home, Ahead(2, {tp: 0}, topic_ids=new))
+    agents.tell(home, Ahead({tp: 0}, topic_ids=new))
     agents.await_read(home, {tp: 80})
     rows = rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
@@ -406,7 +406,7 @@ def test_records_of_a_leader_after_the_plans_wait_for_the_next_plan(
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(10)], partition=0)
     home, wanted = reader(), [OffsetRange(tp, 0, 10)]
-    near.tell(home, Ahead(1, {tp: 0}, leader_epochs={tp: 0}))
+    agents.tell(home, Ahead({tp: 0}, leader_epochs={tp: 0}))
     agents.await_read(home, {tp: 10})
     assert near.ask(home, wanted, {}, {tp: 1}, include_headers=False) == ([], wanted)
     assert near.ask(home, wanted, {}, {tp: 0}, include_headers=False)[1] == []
@@ -419,11 +419,11 @@ def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(10)], partition=0)
     home = reader()
-    near.tell(home, Ahead(1, {tp: 50}))
+    agents.tell(home, Ahead({tp: 50}))
     await_until(lambda: "out of range" in home.log.read_text().lower(), agents.READY_S, what="trouble")
-    near.tell(home, Ahead(2, {tp: 5}))
+    agents.tell(home, Ahead({tp: 5}))
     agents.await_read(home, {tp: 10})
     gone = OffsetRange(TopicPartition(f"{tp.topic}-gone", 0), 0, 5)
-    near.tell(home, Ahead(3, {tp: 5, gone.tp: 0}))
+    agents.tell(home, Ahead({tp: 5, gone.tp: 0}))
     with pytest.raises(TopicMissing):
         rows_of(near.read_near(home, settings, [OffsetRange(tp, 5, 10), gone]))

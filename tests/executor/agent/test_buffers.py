@@ -1,7 +1,6 @@
 """What the buffers of an agent promise, against a model that remembers single offsets."""
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor.agent.buffers import BLOCK_BYTES, PIECE_BYTES, Buffers, Piece, Reached, Taken
-from spark_group_source.executor.agent.messages import Ahead
 from spark_group_source.executor.records import Cut
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -43,10 +42,6 @@ def offsets_of(pieces: list[Piece] | Any) -> list[int]:
     ]
 
 
-def ahead(plan: int, positions: Mapping[TopicPartition, int], **more: Any) -> Ahead:
-    return Ahead(plan, positions, **more)
-
-
 def fill(buffers: Buffers, tp: TopicPartition, *sizes: int) -> int:
     """Read one record of each size; returns how many there was room for."""
     held = buffers.partitions[tp]
@@ -67,7 +62,7 @@ def take(buffers: Buffers, *ranges: OffsetRange) -> list[Taken]:
 
 def test_each_record_is_served_once_and_its_memory_is_free_then() -> None:
     buffers = Buffers(MEMORY)
-    buffers.follow(ahead(1, {A: 0}))
+    buffers.follow(Ahead({A: 0}))
     fill(buffers, A, 10, 10, 10, 10)
     (first,) = buffers.take([OffsetRange(A, 1, 3)], {}, {}, {"a": FAR})
     assert (first.until, offsets_of(first.pieces)) == (3, [1, 2])
@@ -80,7 +75,7 @@ def test_each_record_is_served_once_and_its_memory_is_free_then() -> None:
 
 def test_a_full_partition_leaves_the_others_their_shares() -> None:
     buffers = Buffers(1 << 20)
-    buffers.follow(ahead(1, {A: 0, B: 0}))
+    buffers.follow(Ahead({A: 0, B: 0}))
     while fill(buffers, A, *[1000] * 10):
         pass
     assert buffers.is_full(A)
@@ -91,7 +86,7 @@ def test_a_full_partition_leaves_the_others_their_shares() -> None:
 
 def test_a_record_that_is_larger_than_any_share_is_held_when_there_is_nothing_else() -> None:
     buffers = Buffers(1 << 20)
-    buffers.follow(ahead(1, {A: 0, B: 0}))
+    buffers.follow(Ahead({A: 0, B: 0}))
     assert fill(buffers, B, 1000) == 1
     assert fill(buffers, A, 900_000, 900_000) == 0
     assert not buffers.has_room_again(A)
@@ -103,17 +98,17 @@ def test_a_record_that_is_larger_than_any_share_is_held_when_there_is_nothing_el
 
 def test_a_record_larger_than_all_memory_is_never_held() -> None:
     buffers = Buffers(1 << 20)
-    buffers.follow(ahead(1, {A: 0}))
+    buffers.follow(Ahead({A: 0}))
     assert fill(buffers, A, 2 << 20) == 0
     assert buffers.is_full(A)
     assert not buffers.has_room_again(A)
-    buffers.follow(ahead(2, {A: 1}))
+    buffers.follow(Ahead({A: 1}))
     assert buffers.has_room_again(A)
 
 
 def test_what_is_not_confirmed_is_not_served() -> None:
     buffers = Buffers(MEMORY)
-    buffers.follow(ahead(1, {A: 0}))
+    buffers.follow(Ahead({A: 0}))
     fill(buffers, A, 10, 10)
     known = buffers.number
     fill(buffers, A, 10)
@@ -127,18 +122,18 @@ def test_what_is_not_confirmed_is_not_served() -> None:
 def test_another_topic_or_leader_drops_what_is_held(told: dict[str, Any]) -> None:
     buffers = Buffers(MEMORY)
     same: dict[str, Any] = {"topic_ids": {"a": "id"}, "leader_epochs": {A: 7}}
-    buffers.follow(ahead(1, {A: 0}, **same))
+    buffers.follow(Ahead({A: 0}, **same))
     fill(buffers, A, 10, 10)
-    buffers.follow(ahead(2, {A: 1}, keep={A: 0}, **same))
+    buffers.follow(Ahead({A: 1}, keep={A: 0}, **same))
     assert buffers.used
-    buffers.follow(ahead(3, {A: 1}, keep={A: 0}, **(same | told)))
+    buffers.follow(Ahead({A: 1}, keep={A: 0}, **(same | told)))
     assert buffers.used == 0
     assert buffers.partitions[A].position == 1
 
 
 def test_a_request_for_another_topic_or_leader_is_not_served() -> None:
     buffers = Buffers(MEMORY)
-    buffers.follow(ahead(1, {A: 0}, topic_ids={"a": "id"}, leader_epochs={A: 7}))
+    buffers.follow(Ahead({A: 0}, topic_ids={"a": "id"}, leader_epochs={A: 7}))
     fill(buffers, A, 10)
     wanted, known = [OffsetRange(A, 0, 1)], {"a": FAR}
     assert not buffers.take(wanted, {"a": "other"}, {A: 7}, known)
@@ -146,17 +141,9 @@ def test_a_request_for_another_topic_or_leader_is_not_served() -> None:
     assert buffers.take(wanted, {"a": "id"}, {A: 7}, known)
 
 
-def test_a_plan_that_comes_late_changes_nothing() -> None:
-    buffers = Buffers(MEMORY)
-    buffers.follow(ahead(5, {A: 10}))
-    buffers.follow(ahead(4, {A: 3, B: 0}))
-    assert buffers.partitions.keys() == {A}
-    assert buffers.partitions[A].position == 10
-
-
 def test_offsets_without_a_record_are_held_without_memory_for_rows() -> None:
     buffers = Buffers(MEMORY)
-    buffers.follow(ahead(1, {A: 0}))
+    buffers.follow(Ahead({A: 0}))
     fill(buffers, A, 10)
     buffers.advance(A, buffers.partitions[A].turn, 5)
     assert [one.until for one in take(buffers, OffsetRange(A, 0, 2))] == [2]
@@ -167,9 +154,9 @@ def test_offsets_without_a_record_are_held_without_memory_for_rows() -> None:
 
 def test_what_was_left_out_is_not_held() -> None:
     buffers = Buffers(MEMORY)
-    buffers.follow(ahead(1, {A: 0}))
+    buffers.follow(Ahead({A: 0}))
     fill(buffers, A, 10)
-    buffers.follow(ahead(2, {A: 7}, keep={A: 0}))
+    buffers.follow(Ahead({A: 7}, keep={A: 0}))
     buffers.advance(A, buffers.partitions[A].turn, 9)
     assert [one.until for one in take(buffers, OffsetRange(A, 0, 9))] == [1]
     assert [one.until for one in take(buffers, OffsetRange(A, 7, 9))] == [9]
@@ -181,7 +168,6 @@ class Books(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.buffers = Buffers(MEMORY)
-        self.plan = 0
         self.ids = {"a": "1", "b": "1"}
         self.epochs = {A: 1, B: 1}
         self.covered: dict[TopicPartition, set[int]] = {}
@@ -208,10 +194,9 @@ class Books(RuleBasedStateMachine):
                 self.covered[tp] = set()
             else:
                 self.covered[tp] = {at for at in self.covered[tp] if at >= positions[tp] - keep}
-        self.plan += 1
         kept = {tp: position - keep for tp, position in positions.items()}
         ids, epochs = dict(self.ids), dict(self.epochs)
-        self.buffers.follow(Ahead(self.plan, positions, keep=kept, topic_ids=ids, leader_epochs=epochs))
+        self.buffers.follow(Ahead(positions, keep=kept, topic_ids=ids, leader_epochs=epochs))
         for tp, position in positions.items():
             self.covered.setdefault(tp, set())
             assert self.buffers.partitions[tp].position >= position

@@ -29,7 +29,9 @@ SECRET = "hush-hush-hush"
 
 WORKER = """
 import json, sys
+import agents
 from spark_group_source.executor.agent import start
+start._BEGIN = agents.BEGIN
 home = start.start(start.Order(**json.loads(sys.argv[1])))
 sys.stdout.write(f"{home.path if home else None}\\n")
 sys.stdout.flush()
@@ -147,7 +149,7 @@ def test_secrets_are_seen_nowhere(agent: Callable[..., Home]) -> None:
     home = agent(settings={"sasl.password": SECRET}, given={"secret": SECRET})
     for name in ("cmdline", "environ"):
         assert SECRET.encode() not in Path(f"/proc/{home.pid}/{name}").read_bytes()
-    near.exchange(home, {"ask": "state"})
+    agents.state(home)
     files = [path for path in directory().rglob("*") if path.is_file()]
     assert home.log in files
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
@@ -174,7 +176,7 @@ def test_the_agent_has_the_package_that_its_task_has(tmp_path: Path, kind: str) 
     else:
         shutil.copytree(package, place / package.name)
     (tmp_path / "agents.py").write_bytes(Path(agents.__file__).read_bytes())
-    told = order(hosted="agents:Noted", given={"folder": str(tmp_path)})
+    told = order(given={"members": "Noted", "folder": str(tmp_path)})
     # The tests' own folder comes behind: the hosted class needs words of it.
     places = os.pathsep.join([str(place), *map(str, (tmp_path, Path(agents.__file__).parent))])
     with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +191,7 @@ def test_the_agent_has_the_package_that_its_task_has(tmp_path: Path, kind: str) 
 
 def test_an_agent_that_cannot_start_is_said_once_and_not_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
     here = Process.of(os.getpid())
-    broken = Order("run", {}, hosted="nowhere:Nothing")
+    broken = Order("run", {}, given={"members": "Nothing"})
     home = start.start(broken, here)
     assert home is not None
     await_until(lambda: agents.has_let_go(home), STARTED_S, what="the end of the agent")
@@ -198,7 +200,7 @@ def test_an_agent_that_cannot_start_is_said_once_and_not_tried_at_once(caplog: p
     for _ in range(2):
         start.start(broken, here)
     assert home.log.read_text() == said, "none was started"
-    assert caplog.text.count("No module named 'nowhere'") == 1
+    assert caplog.text.count("KeyError: 'Nothing'") == 1
     assert "tasks read directly" in caplog.text
     home.tries.write_text(json.dumps([1, 0.0]))  # long ago
     start.start(Order("run", {}), here)
@@ -256,7 +258,7 @@ def test_an_agent_ends_when_it_is_not_wanted(agent: Callable[..., Home], how: st
     home = agent()
     pid = home.pid
     if how == "bye":
-        near.exchange(home, {"ask": "bye"})
+        agents.bye(home)
     elif how == "folder":
         home.remove()
     else:
@@ -266,7 +268,7 @@ def test_an_agent_ends_when_it_is_not_wanted(agent: Callable[..., Home], how: st
 
 
 def test_an_agent_ends_with_what_it_hosts(agent: Callable[..., Home], tmp_path: Path) -> None:
-    home = agent(hosted="agents:Noted", given={"folder": str(tmp_path)})
+    home = agent(given={"members": "Noted", "folder": str(tmp_path)})
     pid = home.pid
     await_until((tmp_path / "started").exists, STARTED_S, what="what it hosts: it serves a moment before")
     assert not (tmp_path / "stopped").exists()
@@ -276,22 +278,14 @@ def test_an_agent_ends_with_what_it_hosts(agent: Callable[..., Home], tmp_path: 
 
 
 def test_an_agent_whose_end_hangs_is_gone_all_the_same(agent: Callable[..., Home]) -> None:
-    home = agent(hosted="agents:Hanging")
+    home = agent(given={"members": "Hanging"})
     pid = home.pid
-    near.exchange(home, {"ask": "bye"})
+    agents.bye(home)
     agents.await_ended(pid)
-
-
-def test_an_agent_that_nobody_asks_and_nobody_leads_ends(agent: Callable[..., Home]) -> None:
-    home = start.start(Order("run", {}, hosted="agents:Impatient"), Process.of(os.getpid()))
-    assert home is not None
-    pid = await_until(lambda: home.pid, STARTED_S)
-    agents.await_ended(pid)
-    assert not home.path.exists()
 
 
 def test_what_an_agent_says_is_bounded(agent: Callable[..., Home]) -> None:
-    home = agent(hosted="agents:Talkative")
+    home = agent(given={"members": "Talkative"})
     assert home.log.stat().st_size <= LOG_BYTES_MAX
     await_until(lambda: "is ready" in home.log.read_text(), STARTED_S, what="the last that it said")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from spark_group_source.executor.agent.messages import Ahead
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor.agent.reader import Reader, Stock
 from spark_group_source.executor.plain import PlainChunk
 from spark_group_source.executor.progress import DAMAGED
@@ -75,8 +75,8 @@ class Scene:
         self.client = Scripted()
         self.reader = Reader(self.stock, lambda: self.client, include_headers=False)  # type: ignore[arg-type, return-value]  # only what is used
 
-    def tell(self, plan: int, position: int, **more: object) -> None:
-        self.stock.follow(Ahead(plan, {TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
+    def tell(self, position: int, **more: object) -> None:
+        self.stock.follow(Ahead({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
         self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
 
     def bring(self, *what: Message | Event) -> None:
@@ -99,7 +99,7 @@ def eof(at: int) -> Event:
 @pytest.fixture
 def scene() -> Scene:
     made = Scene()
-    made.tell(1, 0)
+    made.tell(0)
     assert made.client.reads == {TP: 0}
     return made
 
@@ -125,7 +125,7 @@ def test_nothing_is_taken_of_what_comes_with_trouble_or_behind_it(scene: Scene, 
     scene.bring(Message(4), eof(5))
     assert scene.client.reads == {}
     assert scene.until() == 1
-    scene.tell(2, 1)
+    scene.tell(1)
     assert scene.client.reads == {TP: 1}
 
 
@@ -137,7 +137,7 @@ def test_records_of_a_later_leader_wait_until_that_is_told(scene: Scene) -> None
 
 def test_what_there_is_no_room_for_is_fetched_again_and_not_skipped() -> None:
     scene = Scene(64 << 10)
-    scene.tell(1, 0)
+    scene.tell(0)
     scene.bring(*(Message(at, size=10_000) for at in range(9)), eof(9))
     until = scene.until()
     assert 0 < until < 9, "the log's end behind them proves nothing"
@@ -150,7 +150,7 @@ def test_what_there_is_no_room_for_is_fetched_again_and_not_skipped() -> None:
 
 
 def test_what_was_read_for_a_former_plan_is_not_taken(scene: Scene) -> None:
-    scene.stock.follow(Ahead(2, {TP: 50}, leader_epochs=EPOCH))  # and its client does not know yet
+    scene.stock.follow(Ahead({TP: 50}, leader_epochs=EPOCH))  # and its client does not know yet
     scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
     scene.client.next = PlainChunk.of([Message(60)], [eof(61)])
     scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
@@ -160,7 +160,7 @@ def test_what_was_read_for_a_former_plan_is_not_taken(scene: Scene) -> None:
 
 def test_a_full_partition_makes_way_for_others_and_comes_back() -> None:
     scene, other = Scene(64 << 10), TopicPartition("t", 1)
-    scene.stock.follow(Ahead(1, {TP: 0, other: 0}, leader_epochs=EPOCH))
+    scene.stock.follow(Ahead({TP: 0, other: 0}, leader_epochs=EPOCH))
     scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
     scene.bring(*(Message(at, size=8_000) for at in range(9)))
     assert scene.client.reads == {other: 0}
