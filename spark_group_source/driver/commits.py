@@ -120,12 +120,16 @@ class Commits:
         self._denials = 0
         return True
 
-    def probe(self, slot: int, partition: Callable[[], TopicPartition]) -> Probed:
+    def probe(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> Probed:
         """Whether a newer driver commits for this stream, on behalf of a slot.
 
         Args:
             partition: names any one of the group; nothing is committed for it.
+            seen: the broker said that another client has the slot's place. Where transactions are not allowed nobody
+                can tell who that is; a slot whose place may still be its own joins again there.
         """
+        if self.by_members and not seen:
+            return ev.NotReplaced(slot=slot)
         if self.by_members and not self._lent():
             return ev.ReplacedUnknown(slot=slot, reason="transactions are not allowed here", final=True)
         try:

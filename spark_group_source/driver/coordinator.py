@@ -4,8 +4,8 @@ Runs in: the stream reader, one for each run of a query. Deliberately absent: de
 Delta. Every thread brings its events through :meth:`Coordinator._handle`, which feeds the run under one lock and
 passes its commands on without waiting; what takes time is done by one worker thread and comes back as another event.
 
-Threads: Spark's (does the run's steps), one per slot (``member``), the worker (lookups and the echo). The life of a
-batch::
+Threads: Spark's (does the run's steps), one per slot (``member``), the worker (lookups and the echo), the clock (hands
+in what is due by time, and publishes). The life of a batch::
 
     latest(start)   start is durable -> echo, held revocations go, new assignments come in -> ranges of the next batch
     ...             Spark writes them down, tasks read them, the sink commits
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 CLOSE_S_MAX = 8.0
 """How long the members of an ending run may take to close."""
+TICK_S = 0.25
+"""How often the clock looks whether a deadline of the run has passed, and publishes what changed: the worker and
+Spark's thread may wait for brokers meanwhile."""
 WAIT_S = 0.5
 """While waiting for the group: how often to look whether Spark is still there."""
 
@@ -76,17 +79,15 @@ class Coordinator:
             member=self._members.get,
             handle=self._handle,
             slots=lambda: self._run.machine.slot_count,
-            until_deadline_s=self._until_deadline_s,
-            published=self._publish,
         )
+        self._clock = self._runtime.condition()
+        self._over = False
         self.hosts = Hosts(
             runtime=self._runtime,
             lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
             known_as=self._worker.known_as,
             handle=self._handle,
-            member=self._members.get,
-            ask_replaced=self._worker.ask_replaced,
         )
         """Where agents and their channels meet this run."""
         self._publisher = publisher or runs.Publisher(options.group_id)
@@ -142,7 +143,7 @@ class Coordinator:
 
     def died(self, exc: BaseException) -> None:
         """What this run needs has ended. Any thread."""
-        self._handle(ev.Broken(error=InvariantBroken(f"the control channel does not run: {exc!r}")))
+        self._handle(ev.Broken(error=InvariantBroken(f"a thread of the stream reader does not run: {exc!r}")))
 
     def close(self) -> None:
         """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
@@ -171,8 +172,6 @@ class Coordinator:
                 case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() | ev.LookForSiblings():
                     answer = self._ask(step)
                     self._handle(answer)
-                    if isinstance(answer, ev.NotAnswered):  # the worker may wait for the same brokers
-                        self._publish()
                 case _:
                     assert_never(step)
 
@@ -246,6 +245,7 @@ class Coordinator:
             stream, slots = self._run.machine.stream, self._run.machine.slot_count
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
+            self._runtime.spawn("clock", self._tick, died=self.died)
         self._retire(join.slot)
         self._worker.lent |= bool(join.host)
         member = self._members[join.slot] = self.hosts.make(join) if join.host else self._at_home(join)
@@ -258,7 +258,6 @@ class Coordinator:
             runtime=self._runtime,
             known_as=self._worker.known_as,
             report=self._report,
-            replaced=self._worker.replaced,
             before=self._worker.await_shut_out,
         )
 
@@ -276,6 +275,9 @@ class Coordinator:
         """Every thread ends now, whatever the run believes of it; one that does not ends with its session."""
         deadline_ms = self._runtime.now_ms() + int(CLOSE_S_MAX * 1000)
         self._worker.stop()
+        with self._clock:
+            self._over = True
+            self._clock.notify_all()
         members = [*self._members.values(), *self._ended]
         self._members.clear()
         self._ended.clear()
@@ -287,10 +289,19 @@ class Coordinator:
         self.hosts.end("the run has ended")
         self._publisher.close()
 
-    def _until_deadline_s(self) -> float | None:
-        with self._changed:
-            due_ms = self._run.next_deadline_ms()
-        return None if due_ms is None else (due_ms - self._runtime.now_ms()) / 1000
+    def _tick(self) -> None:
+        """The thread of the clock, from the first join to the end of the run."""
+        while True:
+            with self._clock:
+                if not self._over:
+                    self._clock.wait(TICK_S)
+                if self._over:
+                    return
+            with self._changed:
+                due_ms = self._run.next_deadline_ms()
+            if due_ms is not None and self._runtime.now_ms() >= due_ms:
+                self._handle(ev.Tick())
+            self._publish()
 
     def _publish(self) -> None:
         with self._publishing:

@@ -17,11 +17,7 @@ from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
 from spark_group_source.members.link import Link
 from spark_group_source.members.remote import RemoteMember
-from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
-
-TICK_MS = 250
-"""How often at most the machine is asked to look at its clock, however many agents there are."""
 
 
 class Lent(NamedTuple):
@@ -51,8 +47,6 @@ class Hosts:
         incremental: whether members keep what they have through a rebalance.
         known_as: takes each member id that the group gives a member of ours.
         handle: takes each event; never raises.
-        member: the present member of a slot.
-        ask_replaced: asks whether a newer driver runs this stream; the answer is handed on.
     """
 
     def __init__(
@@ -63,11 +57,9 @@ class Hosts:
         incremental: bool,
         known_as: deque[str],
         handle: Callable[[ev.Event], None],
-        member: Callable[[int], SlotMember | None],
-        ask_replaced: Callable[[Callable[[bool | None], None]], None],
     ) -> None:
         self._runtime, self._lease_ms, self._incremental = runtime, lease_ms, incremental
-        self._known_as, self._handle, self._member, self._ask_replaced = known_as, handle, member, ask_replaced
+        self._known_as, self._handle = known_as, handle
         self._lock = runtime.condition()
         self._peers: dict[str, Peer] = {}  # by host: its newest channel
         self._hosts: dict[Peer, str] = {}
@@ -75,7 +67,6 @@ class Hosts:
         self._links: dict[str, Link] = {}  # of hosts that were admitted
         self._members: dict[tuple[int, int], RemoteMember] = {}
         self._closed: str | None = None
-        self._ticked_ms = 0
 
     # --- from the channel -------------------------------------------------------------------------------------------
 
@@ -99,20 +90,12 @@ class Hosts:
                 self._handle(broken if link.broken else ev.HostHeard(host=host))
                 if message.stock:
                     self._handle(ev.HostStocked(host=host, stock=message.stock))
-                self._tick()
             case ms.Told():
                 report = link.take(message)
                 if report is not None:
                     self._report(host, report)
             case ms.Bye():
                 self._handle(ev.HostGone(host=host, reason=message.reason))
-
-    def _tick(self) -> None:
-        """The worker may wait for brokers, and holds and leases have their bounds."""
-        now_ms = self._runtime.now_ms()
-        if now_ms - self._ticked_ms >= TICK_MS:
-            self._ticked_ms = now_ms
-            self._handle(ev.Tick())
 
     def closed(self, peer: Peer) -> None:
         """A channel is cut."""
@@ -139,32 +122,12 @@ class Hosts:
 
     def _report(self, host: str, report: ms.Report | ms.Order) -> None:
         match report:
-            case ms.Doubt():
-                self._doubt(host, report)
             case ms.Reported(event=event):
                 if (member := self._of(host, event.slot, event.client)) is not None:
                     member.take(report)
             case ms.Known() | ms.Committed():
                 if (member := self._of(host, report.slot, report.client)) is not None:
                     member.take(report)
-
-    def _doubt(self, host: str, doubt: ms.Doubt) -> None:
-        """Somebody else has the place also where that is another member of this run."""
-        answer = partial(self._answer, host, doubt)
-        if self._is_present(doubt):
-            self._ask_replaced(answer)
-        else:
-            answer(True)
-
-    def _answer(self, host: str, doubt: ms.Doubt, replaced: bool | None) -> None:
-        with self._lock:
-            link = self._links.get(host)
-        if link is not None:
-            link.tell(ms.Answered(ask=doubt.ask, replaced=replaced if self._is_present(doubt) else True))
-
-    def _is_present(self, doubt: ms.Doubt) -> bool:
-        member = self._member(doubt.slot)
-        return member is not None and member.client == doubt.client
 
     def _of(self, host: str, slot: int, client: int) -> RemoteMember | None:
         with self._lock:

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from spark_group_source.driver import commits
 from spark_group_source.errors import (
@@ -33,8 +32,8 @@ from spark_group_source.options.table import Options
 log = logging.getLogger(__name__)
 
 WAKE_S = 0.5
-"""The longest the worker sleeps: publishes statistics and looks for changed topics at least this often. Also its pause
-after a failure that nothing explains, so that one that comes at once does not keep a processor busy."""
+"""The longest the worker sleeps: it looks for changed topics at least this often. Also its pause after a failure that
+nothing explains, so that one that comes at once does not keep a processor busy."""
 PREPARE_EVERY_S = 5.0
 """How often the transactional id is asked for while the brokers do not give it. The first commit asks as well."""
 WORK_MAX = 10_000
@@ -47,17 +46,9 @@ because the coordinator may be another broker by then."""
 SHUT_OUT_S_MAX = 2.0
 """How long members wait for the transactional id before they join; it takes milliseconds. Beyond it their places are
 worth more: a session may end meanwhile."""
-PROBE_S_MAX = 10.0
-"""How long a member that lost its place waits for the word that this run was not replaced."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    done: Callable[[bool | None], None]
-
 
 Order = ev.FetchCommitted | ev.ResolveStarts | ev.Echo | ev.AskReplaced
-_Work = ev.FetchCommitted | ev.ResolveStarts | ev.AskReplaced | commits.Order | _Probe
+_Work = ev.FetchCommitted | ev.ResolveStarts | ev.AskReplaced | commits.Order
 
 
 class Worker:
@@ -71,8 +62,6 @@ class Worker:
             member of the same name.
         handle: takes each event; never raises.
         slots: how many there are.
-        until_deadline_s: seconds to the core's next deadline, or None.
-        published: called after each piece of work.
     """
 
     def __init__(
@@ -85,12 +74,9 @@ class Worker:
         member: Callable[[int], SlotMember | None],
         handle: Callable[[ev.Event], None],
         slots: Callable[[], int],
-        until_deadline_s: Callable[[], float | None],
-        published: Callable[[], None],
     ) -> None:
         self._options, self._admin, self._runtime = options, admin, runtime
         self._topics, self._member, self._handle, self._slots = topics, member, handle, slots
-        self._until_deadline_s, self._published = until_deadline_s, published
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
         self._commits: commits.Commits | None = None
         self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
@@ -135,27 +121,6 @@ class Worker:
         """Put an order in the queue; never waits."""
         self._work.put_nowait(commits.in_whose_name(order, self._member) if isinstance(order, ev.Echo) else order)
 
-    def replaced(self) -> bool | None:
-        """Whether a newer driver of this stream has taken over; None: not known within :data:`PROBE_S_MAX`.
-
-        Where transactions are not allowed nobody can tell, and nobody is waited for: False.
-        """
-        done: Future[bool | None] = self._runtime.future()
-        self.ask_replaced(done.set_result)
-        try:
-            return done.result(timeout=PROBE_S_MAX)
-        except TimeoutError:
-            return None
-
-    def ask_replaced(self, done: Callable[[bool | None], None]) -> None:
-        """The same without waiting: ``done`` is given the answer, on this thread or the worker's."""
-        if self._commits is not None and self._commits.by_members:
-            done(False)
-        elif self._stopped:
-            done(None)
-        else:
-            self._work.put_nowait(_Probe(done))
-
     def stop(self) -> None:
         """End after the order in hand; what is still waiting is dropped. Nobody asks anything of the run's after it."""
         self._stopped = True
@@ -187,9 +152,8 @@ class Worker:
         self._handle(ev.Broken(error=InvariantBroken(f"the worker does not run: {exc!r}")))
 
     def _turn(self) -> None:
-        due_s = self._until_deadline_s()
         try:
-            work = self._work.get(timeout=WAKE_S if due_s is None else min(WAKE_S, max(due_s, 0.001)))
+            work = self._work.get(timeout=WAKE_S)
         except Empty:
             pass
         else:
@@ -199,19 +163,13 @@ class Worker:
                 self._do(work)
             except SourceError as exc:
                 self._on_failure(work, exc)
-        self._on_time(due_s)  # also when there is always something to do
+        self._on_time()  # also when there is always something to do
 
     def _end(self) -> None:
-        while not self._work.empty():
-            work = self._work.get_nowait()
-            if isinstance(work, _Probe):
-                work.done(None)
         self._offsets.close()
         self._admin.close()
 
-    def _on_time(self, due_s: float | None) -> None:
-        if due_s is not None and due_s <= WAKE_S:
-            self._handle(ev.Tick())
+    def _on_time(self) -> None:
         if not self._prepared and self._runtime.now_ms() >= self._prepare_at_ms:
             self._prepare()
         if self._runtime.now_ms() >= self._retention_at_ms:
@@ -222,7 +180,6 @@ class Worker:
                 self._handle(ev.TopicsSeen(topics=tuple(self._topics())))
             except GroupError as exc:
                 log.warning("the topics could not be listed: %s", exc)
-        self._published()
 
     def _do(self, work: _Work) -> None:
         assert self._commits is not None
@@ -235,9 +192,7 @@ class Worker:
                 starts = self._admin.starts(work.starts, committed=committed)
                 self._handle(ev.StartsResolved(offsets=starts, asked=tuple(work.starts)))
             case ev.AskReplaced():
-                self._handle(self._commits.probe(work.slot, self._any_partition))
-            case _Probe():
-                work.done(_is_replaced(self._commits.probe(-1, self._any_partition)))
+                self._handle(self._commits.probe(work.slot, self._any_partition, seen=work.seen))
             case commits.Order():
                 self._handle(self._commits.echo(work))
 
@@ -306,9 +261,3 @@ def _committed(at: CommittedOffset | None, began_ms: int) -> ev.Committed | None
     wall_ms = names.committed_ms(at.metadata)
     at_ms = None if wall_ms is None else wall_ms - began_ms
     return ev.Committed(offset=at.offset, **names.parse_note(at.metadata)._asdict(), at_ms=at_ms)
-
-
-def _is_replaced(probed: commits.Probed) -> bool | None:
-    if isinstance(probed, ev.ReplacedUnknown) and not probed.final:
-        return None
-    return isinstance(probed, ev.Replaced)

@@ -61,9 +61,14 @@ class MemberFailed(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFenced(MemberEvent):
-    """Another client holds the slot's instance id: of a newer driver, or of an older process that came back."""
+    """Another client holds the slot's instance id, of a newer driver or of an older process that came back; or it may
+    do so, because the member lost its membership or its thread stood still.
+
+    ``seen``: the broker said so. False: it is only possible, so where nobody can tell, the slot joins again.
+    """
 
     reason: str
+    seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,9 +575,10 @@ class Echo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskReplaced:
     """Ask the broker whether a newer driver has taken this stream over. Answered by :class:`NotReplaced`,
-    :class:`Replaced` or :class:`ReplacedUnknown`."""
+    :class:`Replaced` or :class:`ReplacedUnknown`. ``seen``: the broker said that another client has the place."""
 
     slot: int
+    seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ class Slot:
     held: set[TopicPartition] = field(default_factory=set)
     revoking: set[TopicPartition] = field(default_factory=set)
     eager: bool = False
+    fenced: bool = False
+    """In ASKING: whether the broker said that another client has its place; else that is only possible."""
     hold_since_ms: int = 0
     failing_since_ms: int | None = None
     failures: int = 0

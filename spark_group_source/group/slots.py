@@ -96,19 +96,26 @@ class Slots:
                 self._move(slot, ev.MemberFenced)
                 if slot.failing_since_ms is None:
                     slot.failing_since_ms = self._out.now_ms
-                self._out.say(f"slot {slot.number}'s place was taken ({event.reason}): asking who did", warn=True)
-                self._out.order(ev.AskReplaced(slot=slot.number))
+                slot.fenced = event.seen
+                self._out.say(
+                    f"slot {slot.number}'s place {'was' if event.seen else 'may have been'} taken ({event.reason}): "
+                    "asking the broker whether a newer driver runs this stream",
+                    warn=True,
+                )
+                self._out.order(ev.AskReplaced(slot=slot.number, seen=slot.fenced))
             case _:
                 assert_never(event)
         return None
 
     def not_replaced(self, event: ev.NotReplaced) -> SourceError | None:
-        """An older process of this stream took the place, maybe one that was frozen: the slot takes it back."""
+        """No newer driver runs this stream: the slot joins again. If an older process took its place, maybe one that
+        was frozen, it takes the place back."""
         slot = self.get(event.slot)
         if slot is None or slot.state is not SlotState.ASKING:
             return None
         self._move(slot, ev.NotReplaced)
-        return self._joins_again(slot, "an older process of this stream had taken its place")
+        older = "an older process of this stream had taken its place"
+        return self._joins_again(slot, older if slot.fenced else "it may have been out of the group for a while")
 
     def replaced_unknown(self, event: ev.ReplacedUnknown) -> SourceError | None:
         """Nobody could say who took the place: asked again, for as long as brokers are waited for."""
@@ -154,7 +161,7 @@ class Slots:
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
             if self.all[number].state is SlotState.ASKING:
-                self._out.order(ev.AskReplaced(slot=number))
+                self._out.order(ev.AskReplaced(slot=number, seen=self.all[number].fenced))
             else:
                 self.join(self.all[number])
         for slot in list(self._holds()):

@@ -9,9 +9,7 @@ which keep their places in the group, and ends: by then they are someone else's.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
-from itertools import count
 from typing import assert_never
 
 from spark_group_source.errors import AccessDenied, GroupError
@@ -31,10 +29,6 @@ PINGS_A_LEASE = 6
 DEAF_SHARE = 1 / 3
 """Of a lease: an agent that hears nothing for so long, two pings, takes its channel for one that swallows what is sent,
 and asks for another while the lease lasts."""
-HOLD_PING_MS = 1_000
-"""How often it does while a member of it holds a revocation."""
-DOUBT_S_MAX = 10.0
-"""How long a member waits for the word whether its place is still its own."""
 CLOSE_S_MAX = 8.0
 """How long the members of an agent that ends may take to close; then their places end with their sessions."""
 KNOWN_AS_MAX = 2_000
@@ -81,11 +75,8 @@ class Hosted:
         self._changed = runtime.condition()
         self._members: dict[int, Member] = {}
         self._former: list[Member] = []
-        self._doubts: dict[int, Future[bool | None]] = {}
-        self._asks = count(1)
         self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._heard_ms = self._listens_ms = runtime.now_ms()
-        self._pinged_ms = 0
         self._fresh = True
         self._welcome = False  # on this channel
         self._why_end: str | None = None
@@ -175,9 +166,6 @@ class Hosted:
         with self._changed:
             members = [*self._members.values(), *self._former]
             self._members.clear()
-            doubts, self._doubts = list(self._doubts.values()), {}
-        for doubt in doubts:
-            doubt.set_result(None)
         deadline_ms = self._runtime.now_ms() + int(CLOSE_S_MAX * 1000)
         for member in members:
             member.order(ev.Leave(slot=member.slot, leave=False))
@@ -198,11 +186,6 @@ class Hosted:
                     member.order(order.order)
             case ms.Commit():
                 self._commit(order)
-            case ms.Answered():
-                with self._changed:
-                    doubt = self._doubts.pop(order.ask, None)
-                if doubt is not None:
-                    doubt.set_result(order.replaced)
             case _:
                 log.warning("the stream reader sent what only agents send: %s", type(order).__name__)
 
@@ -213,7 +196,6 @@ class Hosted:
             runtime=self._runtime,
             known_as=deque(maxlen=KNOWN_AS_MAX),
             report=partial(self._report, join),
-            replaced=partial(self._replaced, join),
             renamed=partial(self._renamed, join),
         )
         with self._changed:
@@ -269,20 +251,8 @@ class Hosted:
             case ev.Broken():  # what cannot work here may work elsewhere
                 failed = ev.MemberFailed(slot=join.slot, client=join.client, reason=str(event.error))
                 self._link.tell(ms.Reported(event=failed))
-            case ev.Tick():
-                self._holds()
             case _:
                 log.warning("a member says what no member says: %s", type(event).__name__)
-
-    def _holds(self) -> None:
-        """A member holds a revocation, which the coordinator bounds by its clock: it is to look at that."""
-        with self._changed:
-            now_ms = self._runtime.now_ms()
-            due = self._welcome and now_ms - self._pinged_ms >= HOLD_PING_MS
-            if due:
-                self._pinged_ms = now_ms
-        if due:
-            self._ping()
 
     def _ping(self) -> None:
         with self._changed:
@@ -296,19 +266,3 @@ class Hosted:
         self._link.tell(
             ms.Known(slot=join.slot, client=join.client, generation=generation, member=member, metadata=metadata)
         )
-
-    def _replaced(self, join: ev.Join) -> bool | None:
-        answer: Future[bool | None] = self._runtime.future()
-        with self._changed:
-            if self._why_end is not None:
-                return None
-            ask = next(self._asks)
-            self._doubts[ask] = answer
-        self._link.tell(ms.Doubt(ask=ask, slot=join.slot, client=join.client))
-        try:
-            return answer.result(timeout=DOUBT_S_MAX)
-        except TimeoutError:
-            return None
-        finally:
-            with self._changed:
-                self._doubts.pop(ask, None)

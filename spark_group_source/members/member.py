@@ -24,11 +24,15 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """How long a poll may take before orders are looked at: the longest wait of a subscription change or a close."""
 HOLD_CHECK_S = 0.25
-"""While a revocation is held: how often the machine is asked whether its budget has run out."""
+"""While a revocation is held: how often the thread looks whether the member is still in the group."""
 ORDERS_MAX = 100
 """Orders waiting for the thread. The machine gives a slot one order at a time; more than this is a bug."""
 STOOD_STILL_SHARE = 0.5
 """Of the session timeout: a thread that did nothing for longer has stood still, and its place may be another's."""
+
+
+class _PlaceInDoubt(Fenced):
+    """The member's place in the group may be another process's by now; the broker did not say that it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,6 @@ class Member(OfSlot):
         report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
         before: waits for whatever must be so before it joins. On its thread.
         renamed: told who it is in the group now, whenever that changes. On its thread.
-        replaced: asks whether a newer driver has this run's place, and waits for the answer; None: not known. Only a
-            static member asks: a dynamic one has no place that could be another's.
     """
 
     def __init__(
@@ -64,7 +66,6 @@ class Member(OfSlot):
         runtime: Runtime,
         known_as: deque[str],
         report: Callable[[ev.Event], None],
-        replaced: Callable[[], bool | None],
         before: Callable[[], None] = lambda: None,
         renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
@@ -75,7 +76,7 @@ class Member(OfSlot):
         self._runtime = runtime
         self._known_as = known_as
         self._report = report
-        self._replaced, self._before, self._renamed = replaced, before, renamed
+        self._before, self._renamed = before, renamed
         self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
@@ -134,6 +135,8 @@ class Member(OfSlot):
         try:
             self._before()
             self._serve_or_take()
+        except _PlaceInDoubt as exc:
+            self._report(ev.MemberFenced(**self._me(), reason=str(exc), seen=False))
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
         except (OptionError, AccessDenied) as exc:  # joining again cannot help; a refusal was told twice
@@ -258,24 +261,27 @@ class Member(OfSlot):
         eager = self._consumer is not None and not self._consumer.incremental
         self._assigned = not eager
         self._report(ev.Revoking(**self._me(), partitions=partitions, eager=eager))
-        why: GroupError | None = self._stood_still()
-        while why is None and self._leaving is None:
+        why = self._hold()
+        self._gave_back(partitions)
+        return why
+
+    def _hold(self) -> GroupError | None:
+        """Wait for the release, which the machine bounds. Returns why the member must not go on, if so."""
+        while self._leaving is None:
+            if (why := self._stood_still()) is not None:
+                return why
             try:
                 order = self._orders.get(timeout=HOLD_CHECK_S)
             except Empty:
                 order = None
-            why = self._stood_still()
             if isinstance(order, ev.Release):
-                break
+                return self._stood_still()
             if order is not None:
                 self._obey(order)
             elif self._is_out():
                 # Nobody commits in its name any more, so there is nothing to hold for. The library does not say so.
-                why = GroupError("thrown out of the group while it held a revocation")
-            else:
-                self._report(ev.Tick())  # the machine bounds the hold: it releases when the budget is used up
-        self._gave_back(partitions)
-        return why
+                return self._stood_still() or GroupError("thrown out of the group while it held a revocation")
+        return None
 
     def _is_out(self) -> bool:
         """Whether the holder of a revocation is no member any more (classic): its session ended."""
@@ -289,7 +295,7 @@ class Member(OfSlot):
         eager = self._consumer is None or not self._consumer.incremental
         self._gave_back(self.held if eager else partitions)  # of a cooperative one's, maybe a deleted topic's alone
         self._report(ev.Lost(**self._me(), partitions=partitions))
-        return self._why_not_again()
+        return None if self.held else self._why_not_again("lost its membership")
 
     def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
         gone = set(partitions)
@@ -304,18 +310,16 @@ class Member(OfSlot):
         library joins again by itself, under the name that may be another process's by now.
         """
         since_ms, self._ran_ms = self._ran_ms, self._runtime.now_ms()
-        return self._why_not_again() if self._ran_ms - since_ms > self._still_ms_max else None
+        still_ms = self._ran_ms - since_ms
+        return self._why_not_again(f"did not run for {still_ms} ms") if still_ms > self._still_ms_max else None
 
-    def _why_not_again(self) -> Fenced | None:
-        """Why this member must not join again: a process that was frozen past its session would take the place back
-        from the driver that was started instead (classic static members, KIP-345)."""
+    def _why_not_again(self, what: str) -> Fenced | None:
+        """Why this member must not join again by itself: a process that was frozen past its session would take the
+        place back from the driver that was started instead (classic static members, KIP-345). It ends, and the next
+        member of its slot joins when the broker says that no newer driver runs this stream."""
         if self._join.instance_id is None or self._leaving is not None:
             return None
-        replaced = self._replaced()
-        self._ran_ms = self._runtime.now_ms()
-        if replaced is None:
-            return Fenced("whether a newer driver of this stream has the place is not known")
-        return Fenced("a newer driver of this stream took the place while this one stood still") if replaced else None
+        return _PlaceInDoubt(f"the member {what}")
 
     def _me(self) -> dict[str, int]:
         return {"slot": self.slot, "client": self.client}

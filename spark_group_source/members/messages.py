@@ -41,7 +41,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """It lives; more often while a member of it holds a revocation. ``heard``: the last order that it has. ``stock``:
+    """It lives. ``heard``: the last order that it has. ``stock``:
     what it has read ahead for each member that lives there."""
 
     heard: int
@@ -85,16 +85,7 @@ class Committed:
     thrown_out: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """A member asks whether its place is still its own; answered by :class:`Answered`."""
-
-    ask: int
-    slot: int
-    client: int
-
-
-Report = Reported | Known | Committed | Doubt
+Report = Reported | Known | Committed
 
 # --- the stream reader to an agent ----------------------------------------------------------------------------------
 
@@ -151,22 +142,14 @@ class Commit:
     notes: Mapping[TopicPartition, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """The answer to :class:`Doubt`: whether somebody else has the place; None: not known."""
-
-    ask: int
-    replaced: bool | None
-
-
-Order = Start | Give | Commit | Answered
+Order = Start | Give | Commit
 
 FromAgent = Hello | Ping | Bye | Told
 ToAgent = Welcome | Dismissed | Pong | Told
 
 TYPES: tuple[type, ...] = (
-    *(Told, Hello, Ping, Bye, Reported, Known, Committed, Doubt, ev.Buffered),
-    *(Welcome, Dismissed, Pong, Start, Give, Commit, Answered),
+    *(Told, Hello, Ping, Bye, Reported, Known, Committed, ev.Buffered),
+    *(Welcome, Dismissed, Pong, Start, Give, Commit),
     *(ev.Assigned, ev.Revoking, ev.Lost, ev.MemberFailed, ev.MemberFenced, ev.MemberEnded),
     *(ev.Join, ev.Release, ev.ReleaseAll, ev.Subscribe, ev.Leave),
 )

@@ -19,7 +19,6 @@ from spark_group_source.errors import (
     BrokerUnavailable,
     CommitFailed,
     InvariantBroken,
-    SourceError,
 )
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Admin, Identity, MemberStale
@@ -66,8 +65,7 @@ class Scene:
     def __init__(self, **options: str) -> None:
         self.runtime = HandRuntime()
         self.handled: list[ev.Event] = []
-        self.topics: list[Mapping[str, int] | SourceError] = []
-        self.due_s: list[float | Exception | None] = []
+        self.topics: list[Mapping[str, int] | Exception] = []
         self.members = {slot: HandMember(slot, self.runtime) for slot in range(3)}
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
         if "subscribePattern" in given:
@@ -81,25 +79,17 @@ class Scene:
             member=self._member,
             handle=self.handled.append,
             slots=lambda: rules_of(parsed).slots,
-            until_deadline_s=self._until_deadline_s,
-            published=lambda: None,
         )
 
     def _topics(self) -> Mapping[str, int]:
         found = self.topics.pop(0)
-        if isinstance(found, SourceError):
+        if isinstance(found, Exception):
             raise found
         return found
 
     def _member(self, slot: int) -> Member | None:
         found: Any = self.members.get(slot)
         return found  # type: ignore[no-any-return]
-
-    def _until_deadline_s(self) -> float | None:
-        due_s = self.due_s.pop(0) if self.due_s else None
-        if isinstance(due_s, Exception):
-            raise due_s
-        return due_s
 
     def run(self, *script: Callable[[], object]) -> None:
         self.worker.start("s")
@@ -197,10 +187,11 @@ def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_ru
 # --- nothing ends it ------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_on_time_ends_the_run_but_not_the_worker(scene: Scene) -> None:
-    scene.due_s = [ValueError("odd"), None]
-    scene.run(scene.order(ev.AskReplaced(slot=1)))
-    broken, answer = scene.handled
+def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
+    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
+    scene.topics = [ValueError("odd"), *[{"a": 1}] * 9]
+    scene.run(lambda: None, lambda: None, scene.order(ev.AskReplaced(slot=1)))
+    broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsSeen))
     assert isinstance(broken, ev.Broken) and isinstance(broken.error, InvariantBroken) and "odd" in str(broken.error)
     assert answer == ev.NotReplaced(slot=1)
 
@@ -215,13 +206,6 @@ def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
     scene.worker._died(MemoryError())
     (broken,) = scene.handled
     assert isinstance(broken, ev.Broken)
-    assert scene.worker.replaced() is None
-
-
-def test_a_deadline_that_has_come_is_handled(scene: Scene) -> None:
-    scene.due_s = [0.0]
-    scene.run(lambda: None)
-    assert scene.handled == [ev.Tick()]
 
 
 def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
@@ -278,12 +262,13 @@ def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> Non
     scene.runtime.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
     question = ev.AskReplaced(slot=1)
-    scene.run(scene.order(question), scene.order(echo()), scene.order(question))
-    before, done, after = scene.handled
+    only_possible = ev.AskReplaced(slot=2, seen=False)
+    scene.run(*(scene.order(order) for order in (question, echo(), question, only_possible)))
+    before, done, after, joins_again = scene.handled
     assert isinstance(before, ev.ReplacedUnknown) and not before.final
     assert isinstance(done, ev.EchoDone)
     assert isinstance(after, ev.ReplacedUnknown) and after.final
-    assert scene.worker.replaced() is False
+    assert joins_again == ev.NotReplaced(slot=2), "nobody was seen in its place"
 
 
 def member_at(instance: str, member: str) -> Any:
@@ -401,28 +386,6 @@ def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
     scene.run(scene.order(question), scene.order(question))
     assert [type(event) for event in scene.handled] == [ev.ReplacedUnknown, ev.NotReplaced]
     assert scene.runtime.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"), [(None, False), (FENCED, True), (refusal(KafkaError._TIMED_OUT, abort=True), None)]
-)
-def test_a_member_waits_for_the_answer(scene: Scene, answer: Any, expected: bool | None) -> None:
-    scene.runtime.will("send_offsets", answer)
-    said: list[bool | None] = []
-
-    def a_member_asks() -> None:
-        said.append(scene.worker.replaced())
-
-    scene.runtime.script.append(lambda: scene.run(lambda: None))  # the worker runs while the member waits
-    a_member_asks()
-    assert said == [expected]
-
-
-def test_a_worker_that_does_not_answer_in_time_leaves_it_open(scene: Scene) -> None:
-    scene.runtime.script.append(lambda: None)
-    assert scene.worker.replaced() is None
-    scene.run()
-    assert scene.worker.replaced() is None  # it has ended: nobody waits
 
 
 # --- the echo -------------------------------------------------------------------------------------------------------

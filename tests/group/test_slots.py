@@ -80,6 +80,16 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
     assert group.tick(ms=100) == [group.join(client=3)]
 
 
+def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_again(group: GroupHarness) -> None:
+    group.settled(A)
+    doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", seen=False)
+    assert group.feed(doubt) == [ev.AskReplaced(slot=0, seen=False)]
+    group.feed(ev.ReplacedUnknown(slot=0, reason="brokers are away"))
+    assert group.tick(ms=100) == [ev.AskReplaced(slot=0, seen=False)], "still only possible"
+    assert group.feed(ev.NotReplaced(slot=0)) == []
+    assert group.tick(ms=200) == [group.join(client=2)]
+
+
 def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: GroupHarness) -> None:
     pair.settled(A, slot=0)
     pair.settled(B, slot=1)
@@ -87,7 +97,8 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     assert pair.fenced() == [ev.AskReplaced(slot=0)]
     assert pair.machine.statistics().slots == ("asking", "assigned")
     assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
-    assert "slot 0's place was taken (FENCED_INSTANCE_ID): asking who did" in pair.warned()
+    asking = "asking the broker whether a newer driver runs this stream"
+    assert f"slot 0's place was taken (FENCED_INSTANCE_ID): {asking}" in pair.warned()
     assert only(ev.Echo, pair.durable())[0].offsets == {B: 110}
     assert pair.tick(ms=60_000) == []  # it does not join before it knows
 

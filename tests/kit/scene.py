@@ -18,7 +18,6 @@ from kit.sinks import Idempotent, Plain, Table
 from kit.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
 from kit.world import World
 from spark_group_source.driver.commits import MEMBER_COMMIT_S_MAX
-from spark_group_source.driver.worker import PROBE_S_MAX
 from spark_group_source.errors import (
     CommitFailed,
     DataLoss,
@@ -263,9 +262,8 @@ class Scene:
                 if since_ms is not None and now - max(since_ms, trouble_ms) > longest_ms:
                     raise self._violation(f"{run.process.name}: {run.calling} takes longer than {longest_ms} ms")
                 held_ms = run.watched.longest_hold_ms(now)
-                # Its thread may wait meanwhile: for the word whether it was replaced, or for a commit as a member.
-                stood_still = now - trouble_ms <= HOLD_SLACK_MS + int(PROBE_S_MAX * 1000)
-                slack_ms = HOLD_SLACK_MS
+                stood_still = now - trouble_ms <= HOLD_SLACK_MS
+                slack_ms = HOLD_SLACK_MS  # and its thread may be busy with a commit as a member
                 if not self.cluster.transactions_allowed:
                     slack_ms += int(MEMBER_COMMIT_S_MAX * 1000)
                 if held_ms > run.watched.rules.hold_budget_ms + slack_ms and not stood_still:

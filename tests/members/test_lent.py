@@ -1,7 +1,6 @@
 """A member at an agent and its face in the stream reader, joined by a channel that a test cuts, repeats and loses."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,8 +45,6 @@ class Pair:
         self.here, self.there = HandRuntime(), HandRuntime()
         self.events: list[ev.Event] = []
         self.ended: list[str] = []
-        self.doubts: list[Callable[[bool | None], None]] = []
-        self.present: dict[int, Any] = {}
         self.known_as: deque[str] = deque()
         self.hosts = Hosts(
             runtime=self.here,
@@ -55,8 +52,6 @@ class Pair:
             incremental=True,
             known_as=self.known_as,
             handle=self._handle,
-            member=self.present.get,
-            ask_replaced=self.doubts.append,
         )
         self.wire = Wire(self)
         self.agent = Hosted(
@@ -102,7 +97,6 @@ class Pair:
 
     def lend(self) -> RemoteMember:
         member = self.hosts.make(JOIN)
-        self.present[3] = member
         member.start()
         self.carry()
         return member
@@ -112,7 +106,7 @@ class Pair:
         self.carry()
 
     def told(self) -> list[ev.Event]:
-        return [event for event in self.events if not isinstance(event, ev.HostCame | ev.HostHeard | ev.Tick)]
+        return [event for event in self.events if not isinstance(event, ev.HostCame | ev.HostHeard)]
 
 
 @pytest.fixture
@@ -135,7 +129,7 @@ def test_what_is_told_arrives_once_and_in_order_however_often_it_is_sent() -> No
     one, other = Link(runtime), Link(runtime)
     one.connect(sent.append)
     for ask in range(3):
-        one.tell(ms.Answered(ask=ask, replaced=None))
+        one.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
     first, second, third = sent
     assert other.take(second) is None
     assert [other.take(told) for told in (first, first, second, third, second)] == [
@@ -151,7 +145,7 @@ def test_a_new_channel_brings_what_was_not_heard_and_nothing_else() -> None:
     sent: list[ms.Told] = []
     link = Link(HandRuntime())
     for ask in range(3):
-        link.tell(ms.Answered(ask=ask, replaced=None))
+        link.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
     link.connect(sent.append, heard=2)
     assert [told.number for told in sent] == [3]
 
@@ -160,7 +154,7 @@ def test_what_was_swallowed_is_sent_again_when_it_should_have_been_heard() -> No
     sent: list[ms.Told] = []
     link = Link(HandRuntime())
     link.connect(sent.append)
-    link.tell(ms.Answered(ask=1, replaced=None))
+    link.tell(ms.Known(slot=1, client=1, generation=1, member="", metadata=""))
     link.other_heard(0)
     assert len(sent) == 1  # it may be under way
     link.other_heard(0)
@@ -173,7 +167,7 @@ def test_what_was_swallowed_is_sent_again_when_it_should_have_been_heard() -> No
 def test_what_is_kept_for_a_silent_end_is_bounded() -> None:
     link = Link(HandRuntime())
     for ask in range(UNHEARD_MAX + 1):
-        link.tell(ms.Answered(ask=ask, replaced=None))
+        link.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
     assert link.broken
 
 
@@ -341,33 +335,3 @@ def test_a_commit_as_a_member_that_is_gone_fails(pair: Pair) -> None:
         done.result(0)
     with pytest.raises(GroupError, match="has ended"):
         member.commit(Share(member, WHO, {A0: 7}), {A0: ""}).result(0)
-
-
-@pytest.mark.parametrize("answer", [True, False, None])
-def test_a_member_that_doubts_its_place_is_told_what_the_brokers_say(pair: Pair, answer: bool | None) -> None:
-    pair.lend()
-    pair.agent._link.tell(ms.Doubt(ask=9, slot=3, client=2))
-    pair.carry()
-    (asked,) = pair.doubts
-    asked(answer)
-    assert pair.wire.to_agent[0].body == ms.Answered(ask=9, replaced=answer)  # type: ignore[union-attr]
-
-
-def test_a_member_whose_place_another_one_of_this_run_has_is_told_that_it_was_replaced(pair: Pair) -> None:
-    pair.lend()
-    pair.agent._link.tell(ms.Doubt(ask=9, slot=3, client=2))
-    pair.carry()
-    del pair.present[3]  # while the brokers are asked
-    pair.doubts[0](False)
-    pair.agent._link.tell(ms.Doubt(ask=10, slot=3, client=2))
-    pair.hosts.take(pair.wire, pair.wire.to_run.popleft())
-    assert [told.body.replaced for told in pair.wire.to_agent] == [True, True]  # type: ignore[union-attr]
-    assert len(pair.doubts) == 1
-
-
-def test_a_hold_makes_the_coordinator_look_at_its_clock(pair: Pair) -> None:
-    pair.lend()
-    pair.there.clock_ms += 1_000
-    pair.says(ev.Tick())
-    pair.says(ev.Tick())
-    assert [type(event) for event in pair.events[1:]] == [ev.HostHeard, ev.HostStocked, ev.Tick]
