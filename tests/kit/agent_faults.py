@@ -37,7 +37,7 @@ class AgentFaults(Faults):
         if run is None or run.executors is None:
             return None
         living = [agent for agent in run.executors.of(run) if agent.healthy]
-        return (run, self.world.random.choice(living)) if living else None
+        return (run, self.draws.choice(living)) if living else None
 
     def _kill_agent(self) -> bool:
         if (found := self._agent()) is None:
@@ -51,7 +51,7 @@ class AgentFaults(Faults):
             return False
         process = found[1].process
         process.freeze()
-        delay_ms = self.world.random.choice(FROZEN_MS) + self.world.between(0, 2_000)
+        delay_ms = self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000)
         self.world.at(delay_ms, lambda: process.thaw() if process.alive and process.frozen else None)
         return True
 
@@ -65,7 +65,7 @@ class AgentFaults(Faults):
         """Whatever is sent is swallowed, both ways, and nobody hears of that."""
         if (found := self._agent()) is None:
             return False
-        found[1].silent_until_ms = self.world.now_ms + self.world.random.choice(SILENT_MS)
+        found[1].silent_until_ms = self.world.now_ms + self.draws.choice(SILENT_MS)
         self.world.note(f"{found[1].process.name}: not heard until {found[1].silent_until_ms}")
         return True
 
@@ -90,7 +90,7 @@ class AgentFaults(Faults):
         if (found := self._agent()) is None:
             return False
         process = found[1].process
-        process.cut_off_until_ms = self.world.now_ms + self.world.random.choice(OUTAGES_MS)
+        process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
         self.world.note(f"{process.name}: cut off until {process.cut_off_until_ms}")
         return True
 
@@ -99,7 +99,7 @@ class AgentFaults(Faults):
         if (found := self._agent()) is None:
             return False
         consumers = list(self.scene.cluster.consumers.get(found[1].process.name, ()))
-        self.world.random.shuffle(consumers)
+        self.draws.shuffle(consumers)
         return any(consumer.breaks() for consumer in consumers)
 
     def _change_executors(self) -> bool:
@@ -107,9 +107,9 @@ class AgentFaults(Faults):
         run = self._run()
         if run is None or run.executors is None:
             return False
-        wanted = self.world.random.randint(0, EXECUTORS_MAX)
+        wanted = self.draws.randint(0, EXECUTORS_MAX)
         for agent in run.executors.of(run):
             if int(agent.executor.removeprefix("x")) >= wanted:
-                agent.kill() if self.world.chance(0.5) else agent.bye()
+                agent.kill() if self.draws.chance(0.5) else agent.bye()
         run.executors.wanted = wanted
         return True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from kit.cluster import Cluster
 from kit.invariants import Invariants
 from kit.runtime import SimulatedRuntime
-from kit.world import Process, Thread, World, the_thread
+from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.group.lending import CLOSE_MS_MAX
 from spark_group_source.group.slot import HOME
 from spark_group_source.group.states import Phase, SlotState
@@ -81,6 +81,7 @@ class Channel:
         self.world, self.agent, self.run, self.luck = world, agent, run, luck
         self.open = True
         self._arrived_ms = {"agent": 0, "run": 0}
+        self._draws = {to: agent.process.draws(f"channel to {to}") for to in self._arrived_ms}
 
     # --- the run's end ----------------------------------------------------------------------------------------------
 
@@ -101,22 +102,22 @@ class Channel:
         if self.open:
             self.open = False
             self.world.note(f"{self.agent.process.name}: its channel is cut")
-            self.world.at(self.world.between(*HEARD_CUT_MS), lambda: self.run.cut(self))
-            self.world.at(self.world.between(*HEARD_CUT_MS), lambda: self.agent.cut(self))
+            self.world.at(self._draws["run"].between(*HEARD_CUT_MS), lambda: self.run.cut(self))
+            self.world.at(self._draws["agent"].between(*HEARD_CUT_MS), lambda: self.agent.cut(self))
 
     def carry(self, to: str, deliver: Callable[[], None]) -> None:
-        world = self.world
+        world, draws = self.world, self._draws[to]
         if not self.open or world.inert:
             return
-        if world.chance(self.luck.cut):
+        if draws.chance(self.luck.cut):
             self.cut()
             return
         silent = world.now_ms < self.agent.silent_until_ms
-        if silent or world.chance(self.luck.swallowed):
+        if silent or draws.chance(self.luck.swallowed):
             return
-        times = 2 if world.chance(self.luck.repeated) else 1
+        times = 2 if draws.chance(self.luck.repeated) else 1
         for _ in range(times):
-            at_ms = max(self._arrived_ms[to], world.now_ms + world.between(1, self.luck.delay_ms_max))
+            at_ms = max(self._arrived_ms[to], world.now_ms + draws.between(1, self.luck.delay_ms_max))
             self._arrived_ms[to] = at_ms
             world.at(at_ms - world.now_ms, partial(self._arrive, deliver))
 
@@ -151,6 +152,7 @@ class Agent:
         self.former = False  # another run had admitted it
         self.channel: Channel | None = None
         self._world = world
+        self._draws = self.process.draws("agent")
         truth.reads_for(self.process.name, run.reader)
         runtime = SimulatedRuntime(self.process, cluster)
         self.hosted = WatchedHosted(
@@ -176,7 +178,7 @@ class Agent:
         if self.process.alive:
             self.process.kill()
             self.gone_ms = self._world.now_ms
-            if self.channel is not None and self._world.chance(0.7):
+            if self.channel is not None and self._draws.chance(0.7):
                 self.channel.cut()  # else the whole machine is gone, and nobody says so
 
     def bye(self) -> None:
@@ -190,14 +192,14 @@ class Agent:
     def cut(self, channel: Channel) -> None:
         if channel is self.channel and self.process.alive and not self.ended:
             self.channel = None
-            self.process.later("connects", self._world.between(*CONNECT_MS), self.connect)
+            self.process.later("connects", self._draws.between(*CONNECT_MS), self.connect)
 
     def connect(self) -> None:
         """Once more, as long as the run's process is there."""
         if self.ended or self.channel is not None:
             return
         if not self.run.process.alive or self._inbox is None:
-            self.process.later("connects", self._world.between(*CONNECT_MS), self.connect)
+            self.process.later("connects", self._draws.between(*CONNECT_MS), self.connect)
             return
         self.channel = Channel(self._world, self, self.run, self.luck)
         self._inbox.put((self.channel, None))
@@ -235,24 +237,25 @@ class Executors:
 
     Args:
         luck: of the channels.
+        draws: of this query's executors.
     """
 
-    def __init__(self, world: World, cluster: Cluster, truth: Invariants, luck: Luck) -> None:
-        self.wanted = world.random.randint(1, EXECUTORS_MAX)
+    def __init__(self, world: World, cluster: Cluster, truth: Invariants, luck: Luck, draws: Draws) -> None:
+        self.wanted = draws.randint(1, EXECUTORS_MAX)
         self.agents: list[Agent] = []
         self.luck = luck
         self._double_since_ms: dict[tuple[SparkRun, str], int] = {}
-        self._world, self._cluster, self._truth = world, cluster, truth
+        self._world, self._cluster, self._truth, self._draws = world, cluster, truth, draws
 
     def task(self, run: "SparkRun") -> None:
         """A batch of this run is read on all executors there are."""
         for number in range(self.wanted):
             executor = f"x{number}"
-            if not any(agent.executor == executor for agent in self.of(run)) and self._world.chance(0.9):
+            if not any(agent.executor == executor for agent in self.of(run)) and self._draws.chance(0.9):
                 self.start(run, executor)
         for agent in self.agents:
             over = agent.run is not run and agent.healthy and agent.channel is None
-            if over and not agent.run.process.alive and self._world.chance(0.3):
+            if over and not agent.run.process.alive and self._draws.chance(0.3):
                 agent.former |= not agent.hosted._fresh
                 agent.run = run  # one of a run that is over finds this one
 
@@ -323,8 +326,8 @@ class Executors:
         for agent in self.of(run):
             if agent.channel is not None:
                 agent.channel.cut()
-            how = self._world.random.choice(["killed", "told", "nobody"])
+            how = self._draws.choice(["killed", "told", "nobody"])
             if how == "killed":
-                self._world.at(self._world.between(0, 100), agent.kill)
+                self._world.at(self._draws.between(0, 100), agent.kill)
             elif how == "told":
-                agent.process.later("executor", self._world.between(*OUTLIVES_MS), agent.bye)
+                agent.process.later("executor", self._draws.between(*OUTLIVES_MS), agent.bye)

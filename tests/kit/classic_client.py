@@ -111,7 +111,7 @@ class ClassicClient(Client):
             code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION) and not (self._group.incremental and self.owned)
         ):
             self._forget(code)
-            self._later(self.process.world.between(*JOIN_AGAIN_MS), self._join)
+            self._later(self.process.draws(f"{self.thread} joins again").between(*JOIN_AGAIN_MS), self._join)
         else:
             self._failed(code)
 

@@ -75,7 +75,7 @@ class Cluster:
         self.producers: Counter[str] = Counter()  # how many each process made
         self.consumers: dict[str, list[Any]] = {}  # that each process made
         self._created = 0
-        self._clients = 0
+        self._clients: Counter[tuple[str, str]] = Counter()
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,8 @@ class Cluster:
             if self.world.now_ms == 0:
                 group.set_topics(self.counts())
             else:
-                self.world.at(self.world.between(*HEARD_MS), lambda group=group: group.set_topics(self.counts()))  # type: ignore[misc]
+                heard_ms = self.world.draws("topics are heard of").between(*HEARD_MS)
+                self.world.at(heard_ms, lambda group=group: group.set_topics(self.counts()))  # type: ignore[misc]
 
     def counts(self) -> dict[str, int]:
         return {name: len(topic.logs) for name, topic in self.topics.items()}
@@ -157,10 +158,10 @@ class Cluster:
         self.world.note(f"no broker can be reached for {ms} ms")
         self.world.down_until_ms = max(self.world.down_until_ms, self.world.now_ms + ms)
 
-    def client_number(self) -> int:
-        """Tells one client of the library from all others."""
-        self._clients += 1
-        return self._clients
+    def client_number(self, process: Process, kind: str) -> int:
+        """Tells one client of the library from all others of its kind in its process."""
+        self._clients[process.name, kind] += 1
+        return self._clients[process.name, kind]
 
     # --- clients of the library -------------------------------------------------------------------------------------
 

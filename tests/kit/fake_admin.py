@@ -38,6 +38,7 @@ class FakeAdmin:
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "admin")
         self._cluster, self._world = cluster, process.world
+        self._draws = process.draws(self._library.thread)
 
     def poll(self, timeout: float = -1.0) -> int:
         me = the_thread(self._world)
@@ -89,7 +90,7 @@ class FakeAdmin:
         def serve(reply: Reply) -> None:
             reply({p: self._offset(p, value, committed) for p, value in specs.items()})
 
-        if self._library.process.cut_off() and self._world.chance(0.7):
+        if self._library.process.cut_off() and self._draws.chance(0.7):
             error = KafkaError(KafkaError._NOENT, "Failed to query partition leaders: No leaders found")
             return {p: self._failed(error) for p in specs}
         return self._futures(Ask.OFFSETS, list(specs), serve, lambda p, found: found[p], request_timeout, "")
@@ -148,7 +149,7 @@ class FakeAdmin:
             return refusal(KafkaError._UNKNOWN_PARTITION)
         if log.serves_from_ms > self._world.now_ms:
             codes = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION)
-            return refusal(self._world.random.choice(codes))
+            return refusal(self._draws.choice(codes))
         return SimpleNamespace(offset=_offset_of(log, value, committed), timestamp=-1, leader_epoch=None)
 
     def _group(self, name: str) -> Any:
@@ -213,7 +214,7 @@ class FakeAdmin:
 
     def _out_of_time(self, error: KafkaError) -> Any:
         """A client that knew the leader says nothing of it: the future succeeds."""
-        knew = self._world.chance(0.5)
+        knew = self._draws.chance(0.5)
         return SimpleNamespace(offset=NO_OFFSET, timestamp=-1, leader_epoch=None) if knew else error
 
     def _failed(self, error: KafkaError) -> Future:

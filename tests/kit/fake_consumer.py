@@ -51,6 +51,7 @@ class FakeConsumer:
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any]) -> None:
         self._library = Library(process, cluster, settings, "consumer")
         self._world = process.world
+        self._draws = process.draws(self._library.thread)
         self._instance: str | None = settings.get("group.instance.id")
         self._new_protocol = settings.get("group.protocol") == "consumer"
         self._incremental = self._new_protocol or "coop" in settings.get("partition.assignment.strategy", "")
@@ -135,7 +136,7 @@ class FakeConsumer:
 
     def _nothing(self) -> FakeMessage | None:
         """Now and then the library speaks of its connections."""
-        if self._library.process.cut_off() and self._world.chance(0.2):
+        if self._library.process.cut_off() and self._draws.chance(0.2):
             return FakeMessage(refusal(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
         return None
 
@@ -167,7 +168,7 @@ class FakeConsumer:
                     self._call(next_)
                 client.give_all_back()
             client.close(leave=False)
-            me.block(self._world.between(1, CLOSE_MS_MAX))
+            me.block(self._draws.between(1, CLOSE_MS_MAX))
         self._closed = True
 
     # --- inside callbacks -------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Library:
     def __init__(self, process: Process, cluster: "Cluster", settings: Mapping[str, Any], kind: str) -> None:
         self.process, self.cluster, self.world = process, cluster, process.world
         self.settings = settings
-        self.number = cluster.client_number()
+        self.number = cluster.client_number(process, kind)
         self.thread = f"{kind}{self.number}"
 
     def question(
@@ -82,7 +82,7 @@ class Library:
         return answer
 
     def partial_error(self, ask: Ask) -> KafkaError | None:
-        code = self.cluster.misfortune.partial(self.world, ask)
+        code = self.cluster.misfortune.partial(self.process.draws(f"{self.thread}/{ask.value}/parts"), ask)
         return KafkaError(code) if code else None
 
     def entries(self, partitions: Iterable[KafkaPartition]) -> dict[TopicPartition, Entry]:

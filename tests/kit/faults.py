@@ -6,12 +6,14 @@ one (``misfortune``).
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from kit.cluster import Log
 from kit.operators import Targets
 from kit.ordinary_member import OrdinaryMember
 from kit.scene import SLOW_MS, TRIGGERS, Scene
 from kit.spark import Checkpoint, Query, SparkRun
+from kit.world import Draws
 from spark_group_source.model import TopicPartition
 
 PAUSE_MS = (500, 9_000)
@@ -30,6 +32,9 @@ class Faults:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.world = scene, scene.world
         self.happened: dict[str, int] = {}
+        self.draws = self.world.draws("fault 0")  # those of the fault that begins
+        self._begun = 0
+        self.pause_ms = PAUSE_MS
         self._kinds: list[Callable[[], bool]] = [
             self._kill_driver,
             self._freeze_driver,
@@ -61,11 +66,14 @@ class Faults:
     def begin(self) -> None:
         if self.scene.is_calm:
             return
-        fault = self.world.random.choice(self._kinds)
+        pace = self.world.draws("faults")
+        fault = pace.choice(self._kinds)
+        self._begun += 1
+        self.draws = self.world.draws(f"fault {self._begun}")
         if fault():
             name = fault.__name__.strip("_")
             self.happened[name] = self.happened.get(name, 0) + 1
-        self.world.at(self.world.between(*PAUSE_MS), self.begin)
+        self.world.at(pace.between(*self.pause_ms), self.begin)
 
     def end(self) -> None:
         """No new ones; what has its own end takes it."""
@@ -73,7 +81,7 @@ class Faults:
     # --- queries ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> SparkRun | None:
-        run = self.world.random.choice(self.scene.queries).runs[-1]
+        run = self.draws.choice(self.scene.queries).runs[-1]
         return run if run.healthy else None
 
     def _kill_driver(self) -> bool:
@@ -101,16 +109,16 @@ class Faults:
         query: Query = run.query
         self._freeze(run.process.freeze, run.process.thaw)
         start: Callable[[], None] = lambda: self.scene.start(query) if query.runs[-1] is run else None  # noqa: E731
-        self.world.at(self.world.between(10, 4_000), start)
+        self.world.at(self.draws.between(10, 4_000), start)
         return True
 
     def _freeze(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
         freeze()
-        self.world.at(self.world.random.choice(FROZEN_MS) + self.world.between(0, 2_000), thaw)
+        self.world.at(self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000), thaw)
 
     def _slow_sink(self) -> bool:
         """The sink takes longer than a revocation may be held, for a while."""
-        query = self.world.random.choice(self.scene.queries)
+        query = self.draws.choice(self.scene.queries)
         usual = query.habits
         query.habits = replace(usual, sink_ms_max=20_000)
 
@@ -125,7 +133,7 @@ class Faults:
         """One driver reaches no broker, while all others do."""
         if (run := self._run()) is None:
             return False
-        run.process.cut_off_until_ms = self.world.now_ms + self.world.random.choice(OUTAGES_MS)
+        run.process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
         self.world.note(f"{run.process.name}: cut off until {run.process.cut_off_until_ms}")
         return True
 
@@ -135,7 +143,7 @@ class Faults:
             return False
         run.publisher.drain = True
         self.world.note(f"{run.process.name}: asked to drain")
-        self.world.at(self.world.between(3_000, 15_000), run.stop)
+        self.world.at(self.draws.between(3_000, 15_000), run.stop)
         return True
 
     def _break_member(self) -> bool:
@@ -143,20 +151,20 @@ class Faults:
         if (run := self._run()) is None:
             return False
         consumers = list(self.scene.cluster.consumers.get(run.process.name, ()))
-        self.world.random.shuffle(consumers)
+        self.draws.shuffle(consumers)
         broken = next((consumer for consumer in consumers if consumer.breaks()), None)
         self.world.note(f"{run.process.name}: {'no' if broken is None else 'a'} member breaks")
         return broken is not None
 
     def _spare_threads(self) -> bool:
         """The machine has few threads to give when the query is started the next time."""
-        query = self.world.random.choice(self.scene.queries)
-        query.threads_left = self.world.between(0, 5)
+        query = self.draws.choice(self.scene.queries)
+        query.threads_left = self.draws.between(0, 5)
         return True
 
     def _lose_checkpoint(self) -> bool:
         """Somebody deletes it, and starts the query again."""
-        query = self.world.random.choice(self.scene.queries)
+        query = self.draws.choice(self.scene.queries)
         if not query.checkpoint.offsets or self.scene.operator.busy:
             return False
         query.checkpoint = Checkpoint(f"{query.checkpoint.query_id}+")
@@ -167,15 +175,15 @@ class Faults:
 
     def _change_trigger(self) -> bool:
         """From its next start the query is run in another way."""
-        query = self.world.random.choice(self.scene.queries)
-        query.habits = replace(query.habits, trigger=self.world.random.choice(TRIGGERS))
+        query = self.draws.choice(self.scene.queries)
+        query.habits = replace(query.habits, trigger=self.draws.choice(TRIGGERS))
         return True
 
     # --- ordinary consumers -----------------------------------------------------------------------------------------
 
     def _other(self) -> OrdinaryMember | None:
         living = [other for other in self.scene.others if other.process.alive and not other.process.frozen]
-        return self.world.random.choice(living) if living else None
+        return self.draws.choice(living) if living else None
 
     def _add_other(self) -> bool:
         if sum(other.process.alive for other in self.scene.others) >= OTHERS_MAX:
@@ -205,28 +213,29 @@ class Faults:
 
     def _rewind(self) -> bool:
         """By Kafka's own tool."""
-        operator = self.scene.operator
-        return operator.begin(lambda: operator.by_kafkas_tool(self._targets))
+        operator, targets = self.scene.operator, partial(self._targets, self.draws)
+        return operator.begin(lambda: operator.by_kafkas_tool(targets))
 
     def _reset(self) -> bool:
         """By spark-group reset, with all tables."""
-        operator, halfway = self.scene.operator, self.world.chance(0.15)
+        operator, draws = self.scene.operator, self.draws
+        targets, halfway = partial(self._targets, draws), draws.chance(0.15)
 
         def act() -> None:
-            operator.by_reset(self._targets, self.scene.tables, halfway=halfway)
-            if self.world.chance(0.3):
-                operator.by_reset(self._targets, self.scene.tables)
+            operator.by_reset(targets, self.scene.tables, halfway=halfway)
+            if draws.chance(0.3):
+                operator.by_reset(targets, self.scene.tables)
 
         return operator.begin(act)
 
-    def _targets(self, committed: Targets) -> Targets:
+    def _targets(self, draws: Draws, committed: Targets) -> Targets:
         """Some partitions, mostly a little back."""
         targets = {}
         for tp, at in sorted(committed.items()):
             log = self.scene.cluster.log(tp)
-            if log is None or self.world.chance(0.4):
+            if log is None or draws.chance(0.4):
                 continue
-            to = at - self.world.between(0, 30) if self.world.chance(0.8) else at + self.world.between(0, 5)
+            to = at - draws.between(0, 30) if draws.chance(0.8) else at + draws.between(0, 5)
             targets[tp] = min(max(to, log.first), log.end)
         return targets
 
@@ -234,15 +243,15 @@ class Faults:
 
     def _lose_broker(self) -> bool:
         """No broker for a while; the next coordinator starts every session anew."""
-        self.scene.cluster.unreachable(self.world.random.choice(OUTAGES_MS))
+        self.scene.cluster.unreachable(self.draws.choice(OUTAGES_MS))
         return True
 
     def _grow_topic(self) -> bool:
         scene = self.scene
         if len(scene.partitions()) >= PARTITIONS_MAX or not scene.cluster.topics:
             return False
-        topic = self.world.random.choice(sorted(scene.cluster.topics))
-        for tp in scene.cluster.grow(topic, slow_ms=self.world.random.choice(SLOW_MS)):
+        topic = self.draws.choice(sorted(scene.cluster.topics))
+        for tp in scene.cluster.grow(topic, slow_ms=self.draws.choice(SLOW_MS)):
             scene.truth.add_partition(tp, 0)
         return True
 
@@ -252,19 +261,19 @@ class Faults:
         tps = scene.partitions()
         if not tps:
             return False
-        tp = self.world.random.choice(tps)
+        tp = self.draws.choice(tps)
         log = scene.cluster.log(tp)
         if log is None or log.held is not None:
             return False
         log.held = log.end
-        self.world.at(self.world.between(500, 20_000), lambda: scene.release(tp))
+        self.world.at(self.draws.between(500, 20_000), lambda: scene.release(tp))
         return True
 
     def _log(self) -> tuple[TopicPartition, Log] | None:
         tps = self.scene.partitions()
         if not tps:
             return None
-        tp = self.world.random.choice(tps)
+        tp = self.draws.choice(tps)
         log = self.scene.cluster.log(tp)
         return None if log is None or log.first == log.end else (tp, log)
 
@@ -273,7 +282,7 @@ class Faults:
         if (found := self._log()) is None:
             return False
         tp, log = found
-        self.scene.cluster.age(tp, self.world.between(log.first, log.end))
+        self.scene.cluster.age(tp, self.draws.between(log.first, log.end))
         self.world.note(f"{tp} begins at {log.first} now")
         self.scene.truth.gone(tp, log.first)
         return True
@@ -283,7 +292,7 @@ class Faults:
         if (found := self._log()) is None:
             return False
         tp, log = found
-        self.scene.cluster.shrink(tp, log.end - self.world.between(1, 8))
+        self.scene.cluster.shrink(tp, log.end - self.draws.between(1, 8))
         self.world.note(f"{tp} ends at {log.end} now")
         self.scene.truth.shrunk(tp, log.end)
         return True
@@ -291,11 +300,11 @@ class Faults:
     def _delete_topic(self) -> bool:
         """Deleted, and after a while made again."""
         scene = self.scene
-        if scene.deleted or self.world.chance(0.5):
+        if scene.deleted or self.draws.chance(0.5):
             return False
-        topic = self.world.random.choice(sorted(scene.cluster.topics))
+        topic = self.draws.choice(sorted(scene.cluster.topics))
         scene.delete(topic)
-        self.world.at(self.world.random.choice([10, 1_500, 8_000]), lambda: scene.make_again(topic))
+        self.world.at(self.draws.choice([10, 1_500, 8_000]), lambda: scene.make_again(topic))
         return True
 
     def _new_topic(self) -> bool:
@@ -305,7 +314,7 @@ class Faults:
         if not patterns or len(scene.partitions()) >= PARTITIONS_MAX:
             return False
         name = f"new{self.happened.get('new_topic', 0)}"
-        scene.cluster.create(name, self.world.random.randint(1, 2), slow_ms=self.world.random.choice(SLOW_MS))
+        scene.cluster.create(name, self.draws.randint(1, 2), slow_ms=self.draws.choice(SLOW_MS))
         for tp in scene.partitions():
             if tp.topic == name:
                 scene.truth.add_partition(tp, 0)

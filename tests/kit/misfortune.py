@@ -12,7 +12,7 @@ from typing import Final
 
 from confluent_kafka import KafkaError
 
-from kit.world import World
+from kit.world import Draws
 
 
 class Ask(Enum):
@@ -121,24 +121,24 @@ class Misfortune:
     denied: float = 0.0
     late_ms_max: int = 4_000
 
-    def draw(self, world: World, ask: Ask) -> Luck | None:
+    def draw(self, draws: Draws, ask: Ask) -> Luck | None:
         """What happens to this one."""
         shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly, self.denied)
         if not any(shares):
             return None
-        at = world.random.random()
+        at = draws.random()
         for luck, share in zip(Luck, shares, strict=True):
             if at < share:
                 return None if ask not in _ONLY.get(luck, Ask) else luck
             at -= share
         return None
 
-    def refusal(self, world: World, ask: Ask) -> int:
-        return world.random.choice(REFUSALS[ask])
+    def refusal(self, draws: Draws, ask: Ask) -> int:
+        return draws.choice(REFUSALS[ask])
 
-    def lie(self, world: World, ask: Ask) -> int:
-        return world.random.choice(LIES[ask])
+    def lie(self, draws: Draws, ask: Ask) -> int:
+        return draws.choice(LIES[ask])
 
-    def partial(self, world: World, ask: Ask) -> int:
+    def partial(self, draws: Draws, ask: Ask) -> int:
         """The error of one part of an answer; 0 for a part that is good."""
-        return world.random.choice(PARTIAL[ask]) if world.random.random() < 0.5 else 0
+        return draws.choice(PARTIAL[ask]) if draws.chance(0.5) else 0

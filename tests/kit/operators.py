@@ -136,7 +136,7 @@ class Operator:
                 self._admin, reset.partitions_of(self._admin, self._group, scope), StartAt("earliest")
             )
             self.by_reset(lambda _: first, tables)
-        elif self._world.chance(0.5):
+        elif self._process.draws("settles").chance(0.5):
             self.by_reset(lambda committed: {tp: at for tp, at in held.items() if tp in committed}, tables)
         else:
             self.by_reset(lambda committed: committed, tables)

@@ -20,6 +20,7 @@ class OrdinaryMember:
     def __init__(self, world: World, cluster: Cluster, group: Group, truth: Invariants, *, name: str) -> None:
         self.process = Process(world, name)
         self.reader = Reader(name, name)
+        self._draws = self.process.draws("processing")
         self._world, self._cluster, self._group, self._truth = world, cluster, group, truth
         truth.reads_as(name, self.reader)
         self._client = make_client(self.process, "main", f"{name}/0.1", group, self, truth, instance=None)
@@ -95,7 +96,7 @@ class OrdinaryMember:
         self.end()
 
     def _loop(self) -> None:
-        self._later(self._world.between(50, 400), self._loop)
+        self._later(self._draws.between(50, 400), self._loop)
         if self._busy or self._client.holding:
             return
         ranges = {}
@@ -106,7 +107,7 @@ class OrdinaryMember:
             id_ = self._cluster.topics[tp.topic].id
             known, self._ids[tp] = self._ids.get(tp, id_), id_
             at = self._at[tp] = max(log.first, before) if known == id_ else log.first
-            end = min(log.end, at + self._world.between(1, 10))
+            end = min(log.end, at + self._draws.between(1, 10))
             if end > at:
                 ranges[tp] = (at, end)
         if ranges:

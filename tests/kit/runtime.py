@@ -75,7 +75,7 @@ class SimulatedRuntime(Runtime):
         return self.process.orphaned
 
     def new_id(self) -> str:
-        return f"{self._world.random.getrandbits(48):012x}"
+        return f"{self.process.draws('ids').getrandbits(48):012x}"
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
         return self._kafka().consumer(self.process, settings)

@@ -62,7 +62,7 @@ class Scene:
         self, world: World, cluster: Cluster, truth: Invariants, protocol: str, *, agents: bool = False
     ) -> None:
         self.world, self.cluster, self.truth, self.protocol = world, cluster, truth, protocol
-        random = world.random
+        random = world.draws("topics")
         self.producing = True
         self.is_calm = False
         self.ends: Counter[str] = Counter()
@@ -74,6 +74,7 @@ class Scene:
             log.first = log.end = random.choice([0, 0, 7])
             truth.add_partition(tp, log.first)
         self.group: Group = cluster.group(GROUP)
+        random = world.draws("cluster")
         cluster.transactions_allowed = random.random() < 0.7
         world.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         world.delay_ms_max = random.choice([5, 15, 80])
@@ -84,6 +85,7 @@ class Scene:
         if random.random() < 0.6:
             late, twice, never, refused, lied, partly = (random.choice(SHARES) for _ in range(6))
             cluster.misfortune = Misfortune(late, twice, never, refused, lied, partly)
+        random = world.draws("cast")
         self._unanswered = bool(cluster.misfortune.never or cluster.misfortune.late)
         self.tables: list[Table] = []
         self.queries = [self._query(name) for name in ("a", "b")[: random.choice([1, 1, 2])]]
@@ -103,18 +105,19 @@ class Scene:
 
     def _with_agents(self) -> None:
         """The queries have executors, with agents that host members."""
-        random = self.world.random
+        random = self.world.draws("channels")
         swallowed, repeated, cut = (random.choice(CHANNEL_SHARES) for _ in range(3))
         for query in self.queries:
+            random = self.world.draws(f"agents/{query.name}")
             luck = Luck(swallowed, repeated, cut, random.choice(CHANNEL_MS))
-            query.executors = Executors(self.world, self.cluster, self.truth, luck)
+            query.executors = Executors(self.world, self.cluster, self.truth, luck, random)
             member_host = random.choice(MEMBER_HOSTS)
             options = query.habits.options | {"groupMembers": str(random.randint(1, 4))}
             auto_slots = random.random() < 0.3
             query.habits = replace(query.habits, options=options, member_host=member_host, auto_slots=auto_slots)
 
     def _query(self, name: str) -> Query:
-        random = self.world.random
+        random = self.world.draws(f"query/{name}")
         options = {
             "kafka.bootstrap.servers": "kafka:9092",
             "kafka.group.id": GROUP,
@@ -146,19 +149,20 @@ class Scene:
         return Query(name, habits, self._sink(name), Checkpoint(f"query-{name}"))
 
     def _sink(self, name: str) -> Sink:
-        kind = self.world.random.choice(["table", "table", "idempotent", "plain"])
+        random = self.world.draws(f"sink/{name}")
+        kind = random.choice(["table", "table", "idempotent", "plain"])
         if kind == "plain":
             return Plain(self.truth)
         if kind == "idempotent":
             return Idempotent(self.truth)
-        if not self.tables or self.world.random.random() < 0.5:
+        if not self.tables or random.random() < 0.5:
             self.tables.append(Table(self.world, self.truth, f"table-{name}", GROUP))
         return self.tables[-1]
 
     def begin(self) -> None:
         for query in self.queries:
             self.start(query)
-        for _ in range(self.world.random.choice([0, 1, 1, 2])):
+        for _ in range(self.world.draws("others").choice([0, 1, 1, 2])):
             self.start_other()
         self._produce()
         self._watch()
@@ -174,7 +178,7 @@ class Scene:
         self.closed = True
         for query in self.queries:
             for run in query.runs:
-                if run.process.frozen or self.world.chance(0.5):
+                if run.process.frozen or run.process.draws("stopped by an operator").chance(0.5):
                     run.stop()
                 else:
                     run.kill()
@@ -211,7 +215,7 @@ class Scene:
             table = query.sink
             assert isinstance(table, Table)
             self.operator.begin(lambda: self.operator.settle(table, self.tables))
-        delay_ms = self.world.random.choice(START_AGAIN_MS)
+        delay_ms = self.world.draws(f"restarts of {query.name}").choice(START_AGAIN_MS)
         self.world.at(delay_ms, lambda: self.start(query) if query.runs[-1] is run else None)
 
     def _judge_fenced(self, run: SparkRun, error: SourceError) -> None:
@@ -239,13 +243,13 @@ class Scene:
     def _produce(self) -> None:
         if not self.producing:
             return
-        random = self.world.random
+        draws = self.world.draws("producer")
         if tps := self.cluster.partitions():
-            tp = random.choice(tps)
-            count = random.randint(1, 6)
+            tp = draws.choice(tps)
+            count = draws.randint(1, 6)
             self.cluster.produce(tp, count)
             self.truth.produce(tp, count)
-        self.world.at(self.world.between(1, PRODUCE_EVERY_MS), self._produce)
+        self.world.at(draws.between(1, PRODUCE_EVERY_MS), self._produce)
 
     def _watch(self) -> None:
         """Nothing waits for longer than it may."""
@@ -290,8 +294,9 @@ class Scene:
             return
         self.world.note(f"topic {topic} is made again")
         self.deleted.discard(topic)
-        slow_ms = 0 if self.is_calm else self.world.random.choice(SLOW_MS)
-        self.cluster.create(topic, self.world.random.randint(1, 4), slow_ms=slow_ms)
+        draws = self.world.draws("topics made again")
+        slow_ms = 0 if self.is_calm else draws.choice(SLOW_MS)
+        self.cluster.create(topic, draws.randint(1, 4), slow_ms=slow_ms)
         for tp in self.partitions():
             if tp.topic == topic:
                 self.truth.made_again(tp)

@@ -68,7 +68,7 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
     """
     world = World(seed)
     names = sorted(PROTOCOLS)
-    drawn = world.random.choice(names)
+    drawn = world.draws("protocol").choice(names)
     protocol = protocol or drawn
     with quietly():
         try:
@@ -100,7 +100,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     faults = AgentFaults(scene) if agents else Faults(scene)
     scene.begin()
     faults.begin()
-    world.run_until(world.between(*FAULTS_MS))
+    world.run_until(world.draws("faults").between(*FAULTS_MS))
     faults.end()
     scene.calm()
     # Some records after the last fault show that everything works again.

@@ -158,6 +158,7 @@ class SparkRun:
         self.longest_call_ms = 0
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
+        self._draws = self.process.draws("spark")
         self._runtime = SimulatedRuntime(self.process, cluster)
         self._runtime.threads_left, query.threads_left = query.threads_left, None
         self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
@@ -347,9 +348,9 @@ class SparkRun:
     def _step(self, low_ms: int, high_ms: int) -> None:
         """Something that takes time; the process may die before it or behind it."""
         self.pause(low_ms, high_ms)
-        if self._world.chance(self.query.habits.crash):
+        if self._draws.chance(self.query.habits.crash):
             self._gone(None)
             self.process.kill("crashed")
 
     def pause(self, low_ms: int, high_ms: int) -> None:
-        self._runtime.pause(self._world.between(low_ms, max(low_ms, high_ms)) / 1000)
+        self._runtime.pause(self._draws.between(low_ms, max(low_ms, high_ms)) / 1000)

@@ -132,4 +132,4 @@ class Transactions:
                 group.finish(id_, commit=commit)
             found.groups, found.ending = {}, False
 
-        self._world.at(self._world.between(0, MARKER_MS_MAX), marked)
+        self._world.at(self._world.draws(f"transactions/{id_}").between(0, MARKER_MS_MAX), marked)

@@ -49,20 +49,21 @@ class Question:
         self._misfortune, self._ask, self._serve, self._settle = misfortune, ask, serve, settle
         self._timeout_ms, self._timed_out = timeout_ms, timed_out
         self._settled = self._armed = self._answered = False
-        world = self._world
-        luck = misfortune.draw(world, ask)
+        self._draws = process.draws(f"{thread}/{ask.value}")
+        world, draws = self._world, self._draws
+        luck = misfortune.draw(draws, ask)
         if luck is not None:
             world.note(lambda: f"{process.name}: {ask.value}: {luck.value}")
         if luck is Luck.NEVER:
             self._arm()
-            if world.chance(0.5):
+            if draws.chance(0.5):
                 world.at(self._latency(), self._served_in_vain)
         elif luck is Luck.DENIED:
             self._answer(KafkaError(DENIALS[ask]))
         elif luck is Luck.REFUSED:
-            error = self._error(misfortune.refusal(world, ask))
+            error = self._error(misfortune.refusal(draws, ask))
             patience_ms = min(timeout_ms, misfortune.late_ms_max)
-            self._answer(error, late_ms=world.between(0, patience_ms) if error.code() == KafkaError._TIMED_OUT else 0)
+            self._answer(error, late_ms=draws.between(0, patience_ms) if error.code() == KafkaError._TIMED_OUT else 0)
         else:
             self._send(luck)
 
@@ -70,19 +71,19 @@ class Question:
         if self._settled:
             return
         world = self._world
-        if self._process.cut_off() or world.chance(world.loss):
+        if self._process.cut_off() or self._draws.chance(world.loss):
             self._arm()
             delay_ms = RECONNECT_MS if self._process.cut_off() else REQUEST_TIMEOUT_MS
             self._process.later(self._thread, delay_ms, lambda: self._send(luck))
             return
         delay_ms = self._latency()
-        if luck is Luck.LATE and world.chance(0.5):
-            delay_ms += world.between(200, self._misfortune.late_ms_max)
+        if luck is Luck.LATE and self._draws.chance(0.5):
+            delay_ms += self._draws.between(200, self._misfortune.late_ms_max)
         world.at(delay_ms, lambda: self._arrived(luck))
 
     def _arrived(self, luck: Luck | None) -> None:
         """At the broker."""
-        world = self._world
+        draws = self._draws
         if self._settled and self._ask is Ask.COMMIT:
             return  # it was given up, and its connection with it: it does not arrive behind a newer one
         if self._process.cut_off():
@@ -92,16 +93,16 @@ class Question:
         if luck is Luck.TWICE:
             self._arm()
             self._serve(_drop)
-            self._process.later(self._thread, world.between(1, REQUEST_TIMEOUT_MS), lambda: self._send(None))
+            self._process.later(self._thread, draws.between(1, REQUEST_TIMEOUT_MS), lambda: self._send(None))
             return
 
         def reply(answer: Any) -> None:
             if luck is Luck.LIED and not isinstance(answer, KafkaError):
-                answer = self._error(self._misfortune.lie(world, self._ask))
+                answer = self._error(self._misfortune.lie(draws, self._ask))
             elif luck is Luck.PARTLY:
                 answer = Partly(answer)
             elif luck is Luck.LATE:
-                self._answer(answer, late_ms=world.between(0, self._misfortune.late_ms_max))
+                self._answer(answer, late_ms=draws.between(0, self._misfortune.late_ms_max))
                 return
             self._answer(answer)
 
@@ -133,7 +134,7 @@ class Question:
         return self._timed_out() if code == KafkaError._TIMED_OUT else KafkaError(code)
 
     def _latency(self) -> int:
-        return self._world.between(1, self._world.delay_ms_max)
+        return self._draws.between(1, self._world.delay_ms_max)
 
 
 def _drop(_: Any) -> None:

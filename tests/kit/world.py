@@ -2,8 +2,10 @@
 
 Runs in: tests. A simulated thread is a greenlet: what it runs is ordinary blocking code, and whatever blocks switches
 to the one loop of the :class:`World`, which goes on with whoever is due next. So there is one order of all that
-happens, decided by the seed alone, and a failure can be run again. Deliberately absent: real threads, clocks and
-randomness other than the seed's; Kafka (``cluster``), and the primitives that threads wait on (``runtime``).
+happens, decided by the seed alone, and a failure can be run again. Each concern (a thread, a connection, the faults)
+draws from a random stream of its own: code that draws once more in one of them leaves what the others draw as it was.
+Deliberately absent: real threads, clocks and randomness other than the seed's; Kafka (``cluster``), and the primitives
+that threads wait on (``runtime``).
 """
 
 import heapq
@@ -27,11 +29,22 @@ R = TypeVar("R")
 Do = Callable[[], None]
 
 
+class Draws(Random):
+    """The random stream of one concern."""
+
+    def between(self, low_ms: int, high_ms: int) -> int:
+        return low_ms + int(self.random() * (high_ms + 1 - low_ms))
+
+    def chance(self, share: float) -> bool:
+        return share > 0 and self.random() < share
+
+
 class World:
-    """The scheduler: one heap of things to do, one source of randomness, one story. Used from one real thread."""
+    """The scheduler: one heap of things to do, one story, one seed. Used from one real thread."""
 
     def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
+        self._seed = seed
+        self._draws: dict[str, Draws] = {}
         self.now_ms = 0
         self.loss = 0.0  # share of requests or answers that get lost
         self.delay_ms_max = 15
@@ -76,11 +89,12 @@ class World:
         """Whether anything else is due at this very instant."""
         return bool(self._heap) and self._heap[0][0] <= self.now_ms
 
-    def between(self, low_ms: int, high_ms: int) -> int:
-        return low_ms + int(self.random.random() * (high_ms + 1 - low_ms))
-
-    def chance(self, share: float) -> bool:
-        return share > 0 and self.random.random() < share
+    def draws(self, topic: str) -> Draws:
+        """The random stream of one concern; always the same object for one topic."""
+        found = self._draws.get(topic)
+        if found is None:
+            found = self._draws[topic] = Draws(f"{self._seed}/{topic}")
+        return found
 
     def note(self, text: str | Callable[[], str]) -> None:
         """A line of the story; a function makes its text only if the story is told."""
@@ -167,6 +181,10 @@ class Process:
         else:
             do()
 
+    def draws(self, topic: str) -> Draws:
+        """The random stream of one concern of this process."""
+        return self.world.draws(f"{self.name}/{topic}")
+
     def cut_off(self) -> bool:
         """Whether no broker is reached at the moment."""
         return self.world.now_ms < max(self.world.down_until_ms, self.cut_off_until_ms)
@@ -190,7 +208,7 @@ class Process:
         self.world.note(f"{self.name}: goes on")
         self.frozen, self.thawed_at_ms = False, self.world.now_ms
         for thread in list(self._due):
-            self.world.at(self.world.between(0, 40), partial(self._catch_up, thread))
+            self.world.at(self.draws("thaw").between(0, 40), partial(self._catch_up, thread))
 
     def _catch_up(self, thread: str) -> None:
         if self.frozen or not self.alive:
@@ -216,13 +234,13 @@ class Process:
             ask: runs at the broker and calls what it is given, now or later.
             repeat: whether a lost answer makes the broker do it again.
         """
-        world = self.world
+        world, draws = self.world, self.draws(f"network/{thread}")
 
         def attempt() -> None:
-            if world.chance(world.loss):
+            if draws.chance(world.loss):
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
-                world.at(world.between(1, world.delay_ms_max), serve)
+                world.at(draws.between(1, world.delay_ms_max), serve)
 
         def serve() -> None:
             if self.cut_off():
@@ -231,10 +249,10 @@ class Process:
                 ask(reply)
 
         def reply(result: R) -> None:
-            if repeat and world.chance(world.loss):
+            if repeat and draws.chance(world.loss):
                 self.later(thread, REQUEST_TIMEOUT_MS, attempt)
             else:
-                self.later(thread, world.between(1, world.delay_ms_max), partial(answer, result))
+                self.later(thread, draws.between(1, world.delay_ms_max), partial(answer, result))
 
         attempt()
 
@@ -246,6 +264,7 @@ class Thread:
         self.process, self.name = process, name
         self.ended = False
         self._world = process.world
+        self._draws = process.draws(f"preempted/{name}")
         self._run = run
         self._greenlet = greenlet(self._main, parent=self._world.hub)
         self._turn = 0  # counts what it waited for, so that what comes late wakes nobody
@@ -303,9 +322,9 @@ class Thread:
 
     def may_be_preempted(self) -> None:
         """Others run first, now and then: those that are due at this instant, or even those due a little later."""
-        world = self._world
-        if world.preempt and world.random.random() < world.preempt:
-            delay_ms = 0 if world.random.random() < 0.7 else world.between(1, PREEMPTED_MS_MAX)
+        world, draws = self._world, self._draws
+        if world.preempt and draws.chance(world.preempt):
+            delay_ms = 0 if draws.chance(0.7) else draws.between(1, PREEMPTED_MS_MAX)
             if delay_ms or world.others_due():
                 self.block(delay_ms)
 

@@ -77,6 +77,14 @@ def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> Non
     assert log == ["out", True, False, 3_500]
 
 
+def test_draws_of_one_concern_do_not_shift_those_of_another() -> None:
+    plain, more = World(3), World(3)
+    more.draws("network").between(0, 100)
+    assert more.draws("faults").random() == plain.draws("faults").random() != World(4).draws("faults").random()
+    assert plain.draws("network") is plain.draws("network")
+    assert plain.draws("network").random() != more.draws("network").random()  # one draw further
+
+
 def test_seeds_decide_how_threads_interleave() -> None:
     def order(seed: int) -> str:
         world = World(seed)
