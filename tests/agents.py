@@ -7,18 +7,24 @@ and tells how the agent is, and members that a test chooses. Deliberately absent
 
 import logging
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kafka_words import await_until
 
-from spark_group_source.channel.messages import Ahead
+from spark_group_source.channel.codec import Codec, WireError
+from spark_group_source.channel.frames import framed, receive
+from spark_group_source.channel.messages import Ahead, Given, Served
 from spark_group_source.executor.agent import main as agent_main
-from spark_group_source.executor.agent import near, server, start, wire
+from spark_group_source.executor.agent import near, server, start
+from spark_group_source.executor.agent.buffers import Taken
 from spark_group_source.executor.agent.home import LOG_BYTES_MAX, Home
 from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.executor.agent.processes import Process
@@ -50,36 +56,63 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def exchange(home: Home, request: wire.Frame) -> wire.Frame:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A question to an agent: how it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The answer. ``first``, ``next``: of each partition the first offset in memory, and the next one to be read."""
+
+    used: int
+    rows: int
+    first: Mapping[TopicPartition, int]
+    next: Mapping[TopicPartition, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The agent is to end."""
+
+
+CODEC = Codec((Given, Served, Ahead, Look, Looked, Bye), bytes_max=near.CODEC.bytes_max)
+"""What agents of tests understand."""
+
+
+def exchange(home: Home, message: object) -> object:
     """One request and its answer. Raises OSError or WireError where there was none."""
-    until_s = near.time.monotonic() + near.ASK_S
+    until_s = time.monotonic() + near.ASK_S
     with near.connected(home, until_s) as connection:
-        wire.send(connection, request, until_s)
-        return wire.receive(connection, until_s)
+        connection.sendall(framed(CODEC.encode(message)))
+        return CODEC.decode(receive(connection, CODEC.bytes_max, until_s)).message
 
 
 def tell(home: Home, ahead: Ahead) -> None:
     """Let the agent read on from there."""
-    told = {
-        "positions": wire.numbers_out(ahead.positions),
-        "keep": wire.numbers_out(ahead.keep),
-        "topic_ids": dict(ahead.topic_ids),
-        "leader_epochs": wire.numbers_out(ahead.leader_epochs),
-    }
-    exchange(home, {"ahead": told})
+    assert exchange(home, ahead) == Bye()
 
 
-def state(home: Home) -> dict[str, Any]:
-    """What the agent says of itself; empty while it does not answer."""
+def state(home: Home) -> Looked | None:
+    """How the agent is; None while it does not answer."""
     try:
-        return exchange(home, {"ask": "state"})
+        found = exchange(home, Look())
     except OSError:
-        return {}
+        return None
+    assert isinstance(found, Looked)
+    return found
+
+
+def looked(home: Home) -> Looked:
+    """How an agent is that answers."""
+    found = state(home)
+    assert found is not None
+    return found
 
 
 def bye(home: Home) -> None:
     """Let the agent end."""
-    exchange(home, {"ask": "bye"})
+    exchange(home, Bye())
 
 
 def await_ready(home: Home) -> None:
@@ -102,15 +135,17 @@ def has_let_go(home: Home) -> bool:
     return lock is not None
 
 
-def await_read(home: Home, positions: Mapping[Any, int]) -> dict[str, Any]:
+def await_read(home: Home, positions: Mapping[TopicPartition, int]) -> Looked:
     """Until the agent has read up to these positions; its state then."""
 
-    def read() -> dict[str, Any]:
-        told = state(home)
-        at = {(topic, partition): position for topic, partition, _, position in told.get("partitions", ())}
-        return told if all(at.get(tuple(tp), -1) >= position for tp, position in positions.items()) else {}
+    def read() -> Looked | None:
+        found = state(home)
+        there = found is not None and all(found.next.get(tp, -1) >= position for tp, position in positions.items())
+        return found if there else None
 
-    return await_until(read, READY_S, what=f"an agent that has read up to {dict(positions)}; it is at {state(home)}")
+    found = await_until(read, READY_S, what=f"an agent that has read up to {dict(positions)}; it is at {state(home)}")
+    assert found is not None
+    return found
 
 
 # --- in the agents that tests start ---------------------------------------------------------------------------------
@@ -127,42 +162,38 @@ class Server(server.Server):
 
     rows = 0
 
-    def _answer(self, connection: socket.socket, request: wire.Frame) -> None:
-        until_s = near.time.monotonic() + server.ANSWER_S
-        if "ahead" in request:
-            told = request["ahead"]
-            self._stock.follow(
-                Ahead(
-                    positions=wire.numbers_in(told["positions"]),
-                    keep=wire.numbers_in(told["keep"]),
-                    topic_ids=wire.texts_in(told["topic_ids"]),
-                    leader_epochs=wire.numbers_in(told["leader_epochs"]),
-                )
-            )
-            wire.send(connection, {}, until_s)
-        elif request.get("ask") == "state":
-            wire.send(connection, self._state(), until_s)
-        elif request.get("ask") == "bye":
-            wire.send(connection, {}, until_s)
-            os.kill(os.getpid(), 15)
-        else:
-            super()._answer(connection, request)
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                until_s = time.monotonic() + server.REQUEST_S
+                message = CODEC.decode(receive(connection, CODEC.bytes_max, until_s)).message
+                match message:
+                    case Given():
+                        self._answer(connection, message)
+                    case Ahead():
+                        self._stock.follow(message)
+                        connection.sendall(framed(CODEC.encode(Bye())))
+                    case Look():
+                        connection.sendall(framed(CODEC.encode(self._state())))
+                    case Bye():
+                        connection.sendall(framed(CODEC.encode(message)))
+                        os.kill(os.getpid(), signal.SIGTERM)
+        except (OSError, WireError) as exc:
+            logging.getLogger(__name__).info("a connection ended: %s", exc)
+        finally:
+            self._places.release()
 
-    def _take(self, request: wire.Frame) -> list[server.Taken]:
-        taken = super()._take(request)
+    def _take(self, wanted: Given) -> list[Taken]:
+        taken = super()._take(wanted)
         self.rows += sum(piece.last - piece.first for one in taken for piece in one.pieces)
         return taken
 
-    def _state(self) -> wire.Frame:
+    def _state(self) -> Looked:
         with self._stock.locked() as buffers:
-            return {
-                "used": buffers.used,
-                "partitions": [
-                    [tp.topic, tp.partition, held.pieces[0].start if held.pieces else held.position, held.position]
-                    for tp, held in buffers.partitions.items()
-                ],
-                "rows": self.rows,
-            }
+            held = buffers.partitions
+            first = {tp: one.pieces[0].start if one.pieces else one.position for tp, one in held.items()}
+            at = {tp: one.position for tp, one in held.items()}
+            return Looked(buffers.used, self.rows, first, at)
 
 
 class Nobody(Membership):

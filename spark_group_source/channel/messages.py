@@ -1,4 +1,4 @@
-"""What tasks and the stream reader say about the pieces of a plan, and agents are told of the next one.
+"""What tasks say to the stream reader and to their agent about the pieces of a plan; where an agent reads on.
 
 Runs in: the stream reader, executor processes, tasks. Deliberately absent: what members say, and rules (what a claim is
 answered is decided in ``group.claims``).
@@ -65,6 +65,23 @@ class Ahead:
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
     """Of the leaders that told the ends of the last plans (KIP-320). With another epoch all that is held of the
     partition is dropped: its log may have been cut. A partition that is missing keeps the former one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What an agent serves of one range: all of it below ``until``, which are so many rows."""
+
+    place: int
+    until: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An agent's answer to the task that showed it its :class:`Given`. ``rows`` in all follow as Arrow's stream."""
+
+    parts: tuple[Part, ...]
+    rows: int
 
 
 CLAIM_MESSAGES = (Claim, Given, NotGiven, TaskEnded, Ahead)

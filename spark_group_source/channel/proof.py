@@ -1,12 +1,12 @@
-"""How two ends of a connection show each other that they know the run's secret, and how every message shows it again.
+"""How two ends of a connection prove that they know the run's secret, and how every message proves it again.
 
-Runs in: the stream reader, executor processes, tasks. Deliberately absent: sockets, and chance: challenges are given.
+Runs in: the stream reader, agents, tasks. Deliberately absent: sockets, and chance: challenges are arguments.
 
-::
+All fields have 32 bytes::
 
-    server  →  version, dialect, its challenge
-    client  →  its challenge, HMAC(secret, "client", all of the above)
-    server  →  HMAC(secret, "server", all of the above)            or why it refuses
+    server  →  GREETING (with the version), its challenge
+    client  →  its challenge, HMAC(secret, GREETING, "client", both challenges)
+    server  →  HMAC(secret, GREETING, "server", both challenges)            or REFUSED
 
 Both challenges are in every proof, so an old proof is worth nothing; the role is, so a proof sent back is none. The
 secret is 32 random bytes: nobody finds it from proofs. The same values make a key for each direction, and each message
@@ -14,21 +14,18 @@ carries a MAC over itself and its number: nothing can be put in, left out, repea
 """
 
 import hmac
-import json
 import secrets
 from typing import Any, Final
 
+from spark_group_source.channel.codec import WireError
 from spark_group_source.channel.frames import framed
-from spark_group_source.channel.wire import Codec, WireError, parse_json
 
+FIELD_BYTES: Final = 32
 VERSION: Final = 1
-"""Of greeting, proof and frames. What the messages are is the codec's dialect."""
-HANDSHAKE_BYTES_MAX: Final = 512
-"""All that a stranger may send."""
-CHALLENGE_BYTES: Final = 32
+"""Of the handshake, the frames and the messages. Two ends of different versions do not talk."""
+GREETING: Final = f"spark-group-source channel {VERSION}".encode().ljust(FIELD_BYTES)
+REFUSED: Final = b"refused: another run".ljust(FIELD_BYTES)
 MAC_BYTES: Final = 16
-REFUSAL_MAX: Final = 200
-"""Characters of a refusal that are believed enough to be shown."""
 
 
 class Refused(Exception):
@@ -46,7 +43,7 @@ class Secret:
     @classmethod
     def new(cls) -> "Secret":
         """One that nobody knows."""
-        return cls(secrets.token_bytes(32))
+        return cls(secrets.token_bytes(FIELD_BYTES))
 
     def reveal(self) -> str:
         """For a pipe to another process of the run, and nothing else."""
@@ -57,9 +54,9 @@ class Secret:
         """The inverse."""
         return cls(bytes.fromhex(text))
 
-    def sign(self, *parts: bytes) -> bytes:
-        """A MAC over the parts, each behind its length, so that no other parts have the same."""
-        return hmac.digest(self._value, b"".join(framed(part) for part in parts), "sha256")
+    def sign(self, data: bytes) -> bytes:
+        """A MAC over the data, of :data:`FIELD_BYTES`."""
+        return hmac.digest(self._value, data, "sha256")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
@@ -76,7 +73,7 @@ class Secret:
 
 def challenge() -> bytes:
     """A new one."""
-    return secrets.token_bytes(CHALLENGE_BYTES)
+    return secrets.token_bytes(FIELD_BYTES)
 
 
 class Seal:
@@ -97,7 +94,7 @@ class Seal:
         """
         data = body[MAC_BYTES:]
         if not hmac.compare_digest(body[:MAC_BYTES], self._mac(data)):
-            raise WireError("a frame whose proof is wrong")
+            raise WireError("the MAC of a message is wrong")
         return data
 
     def _mac(self, data: bytes) -> bytes:
@@ -105,98 +102,53 @@ class Seal:
         return hmac.digest(self._key, self._count.to_bytes(8, "big") + data, "sha256")[:MAC_BYTES]
 
 
-class _Talk:
-    """What both ends have said, as both ends sign it.
+class Handshake:
+    """The proofs and keys that follow from a secret and the challenges of both ends."""
 
-    Args:
-        secret, codec: the run's.
-        challenge: 32 bytes that were never used.
-    """
+    def __init__(self, secret: Secret, *, server: bytes, client: bytes) -> None:
+        self._secret, self._challenges = secret, server + client
 
-    def __init__(self, secret: Secret, codec: Codec, challenge: bytes) -> None:
-        self._secret, self._challenge, self._dialect = secret, challenge, codec.dialect
-        self._about = (b"spark-group", str(VERSION).encode(), codec.dialect.encode())
-        self._challenges: tuple[bytes, bytes] = (b"", b"")
-
-    def sign(self, role: str) -> bytes:
-        return self._secret.sign(role.encode(), *self._about, *self._challenges)
+    def proof(self, role: str) -> bytes:
+        """That this end, ``client`` or ``server``, knows the secret."""
+        return self._secret.sign(GREETING + role.encode().ljust(FIELD_BYTES) + self._challenges)
 
     def seal(self, role: str) -> Seal:
-        """For what that side sends."""
-        return Seal(self.sign(f"key of the {role}"))
+        """For what that end sends."""
+        return Seal(self.proof(f"key of the {role}"))
 
 
-class ServerSide(_Talk):
-    """The stream reader's part."""
+def greeted(secret: Secret, greeting: bytes, mine: bytes) -> Handshake:
+    """The client's side, from the first two fields that the server sent.
 
-    def greeting(self) -> bytes:
-        """What is said to whoever connects."""
-        return _said(version=VERSION, dialect=self._dialect, challenge=self._challenge.hex())
-
-    def welcome(self, answer: bytes) -> bytes:
-        """The last word, when the answer to the greeting was right.
-
-        Raises:
-            Refused: it was not.
-        """
-        heard = _heard(answer, "challenge", "proof")
-        self._challenges = (self._challenge, _bytes(heard["challenge"]))
-        if not hmac.compare_digest(_bytes(heard["proof"]), self.sign("client")):
-            raise Refused("the proof is wrong: it belongs to another run")
-        return _said(proof=self.sign("server").hex())
-
-
-def refusal(reason: str) -> bytes:
-    """What a client is told instead of a welcome."""
-    return _said(refused=reason[:REFUSAL_MAX])
-
-
-class ClientSide(_Talk):
-    """The part of whoever connects."""
-
-    def answer(self, greeting: bytes) -> bytes:
-        """What is said to the greeting.
-
-        Raises:
-            Refused: it is no greeting of this package, or of another release of it.
-        """
-        heard = _heard(greeting, "version", "dialect", "challenge")
-        if (heard["version"], heard["dialect"]) != (VERSION, self._dialect):
+    Raises:
+        Refused: it is no stream reader, or one of another release.
+    """
+    if greeting[:FIELD_BYTES] != GREETING:
+        if greeting.startswith(GREETING.rstrip(b" 0123456789")):
             raise Refused("the stream reader has another release of spark-group-source than this executor; use one")
-        self._challenges = (_bytes(heard["challenge"]), self._challenge)
-        return _said(challenge=self._challenge.hex(), proof=self.sign("client").hex())
-
-    def check(self, welcome: bytes) -> None:
-        """Raises:
-        Refused: the other end does not know the secret, or refused.
-        """
-        heard = _heard(welcome)
-        if set(heard) == {"refused"}:
-            raise Refused(f"refused: {str(heard['refused'])[:REFUSAL_MAX]!r}")
-        if set(heard) != {"proof"} or not hmac.compare_digest(_bytes(heard["proof"]), self.sign("server")):
-            raise Refused("what listens there does not know this run's secret")
+        raise Refused("what listens there is not a stream reader")
+    return Handshake(secret, server=greeting[FIELD_BYTES:], client=mine)
 
 
-def _said(**words: object) -> bytes:
-    return framed(json.dumps(words).encode())
+def answered(secret: Secret, mine: bytes, answer: bytes) -> Handshake:
+    """The server's side, from the two fields that the client answered.
+
+    Raises:
+        Refused: the client does not know the secret.
+    """
+    hands = Handshake(secret, server=mine, client=answer[:FIELD_BYTES])
+    if not hmac.compare_digest(answer[FIELD_BYTES:], hands.proof("client")):
+        raise Refused("the proof is wrong: it belongs to another run")
+    return hands
 
 
-def _heard(body: bytes, *names: str) -> dict[str, Any]:
-    try:
-        heard = parse_json(body)
-    except WireError:
-        heard = None
-    if not isinstance(heard, dict) or (names and set(heard) != set(names)):
-        raise Refused("what it says is not the greeting of a stream reader or executor")
-    return heard
+def check_welcome(hands: Handshake, welcome: bytes) -> None:
+    """The client's last step.
 
-
-def _bytes(text: object) -> bytes:
-    """32 bytes of hexadecimal digits; challenges and proofs have the same length."""
-    try:
-        found = bytes.fromhex(text) if isinstance(text, str) else b""
-    except ValueError:
-        found = b""
-    if len(found) != CHALLENGE_BYTES:
-        raise Refused("what it says is not the greeting of a stream reader or executor")
-    return found
+    Raises:
+        Refused: the server refuses, or does not know the secret.
+    """
+    if welcome == REFUSED:
+        raise Refused("the stream reader there belongs to another run")
+    if not hmac.compare_digest(welcome, hands.proof("server")):
+        raise Refused("what listens there does not know this run's secret")

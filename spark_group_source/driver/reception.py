@@ -12,11 +12,10 @@ from typing import Any
 
 from spark_group_source.channel.addresses import places
 from spark_group_source.channel.client import Address
+from spark_group_source.channel.codec import WireError
 from spark_group_source.channel.messages import Ahead, Claim, Given, NotGiven, TaskEnded
-from spark_group_source.channel.peer import Peer
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import WireError
+from spark_group_source.channel.server import Peer, Server
 from spark_group_source.driver import garbage
 from spark_group_source.driver.hosts import Hosts, Lent
 from spark_group_source.group import events as ev
@@ -61,12 +60,11 @@ class Reception:
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
         self._agents: dict[Peer, _Agent] = {}
-        places_ = places(None, options.coordinator_host)
+        places_ = places(options.coordinator_host, options.bootstrap_servers)
         self._told = places_.told
         self._server = Server(
             codec(),
             self.secret,
-            on_open=lambda _: None,
             on_message=self._heard,
             on_closed=self._closed,
             died=died,
@@ -111,7 +109,7 @@ class Reception:
     def _heard(self, peer: Peer, message: Any, asks: int) -> None:
         match message:
             case Claim():
-                peer.answer(asks, self._given(message))
+                peer.send(self._given(message), answers=asks)
             case TaskEnded():
                 self._ended(message)
             case ms.Hello() | ms.Ping() | ms.Bye() | ms.Told():

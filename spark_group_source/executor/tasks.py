@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_group_source.channel.client import Address, Client
+from spark_group_source.channel.codec import WireError
 from spark_group_source.channel.messages import Claim, Given, NotGiven, TaskEnded
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.processes import Process, executor
@@ -47,6 +47,8 @@ AGAIN_S = 60.0
 """After that did not work, this worker does not try again for so long."""
 CLAIM_S = 60.0
 """How long a task that has to be told its piece waits for it."""
+IDLE_S = 30.0
+"""A connection on which nothing was sent for so long is not used again: the stream reader closes it after 60 s."""
 TRY_S, PAUSE_S = 5.0, 0.5
 """Of that, for one try, and before the next one on a new connection."""
 
@@ -213,10 +215,13 @@ class _Line:
         if self._client is None:
             return
         try:
-            self._client.send(message)
+            client = self._open(REACH_S)
+            client.send(message)
+        except ChannelBroken as exc:
+            log.warning("the stream reader does not know what this task read: %s", exc)
         except WireError as exc:
             log.warning("the stream reader is not told what this task read: %s", exc)
-            self._client.send(shorter)
+            client.send(shorter)
 
     def _ask(self, claim: Claim, within_s: float) -> object:
         """One try. A connection on which no answer came may be cut without a word, and is not used again."""
@@ -229,17 +234,10 @@ class _Line:
             raise
 
     def _open(self, within_s: float) -> Client:
+        if self._client is not None and time.monotonic() - self._client.used_s > IDLE_S:
+            self._client.close()
         if self._client is None or self._client.ended is not None:
-            client = Client(
-                self._call.addresses,
-                codec(),
-                self._call.secret,
-                on_message=lambda *_: None,
-                on_closed=lambda *_: None,
-                name="claims",
-            )
-            client.open(within_s)
-            self._client = client
+            self._client = Client(self._call.addresses, codec(), self._call.secret, within_s)
         return self._client
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ they do not let each other in.
 
 import functools
 
+from spark_group_source.channel.codec import Codec
 from spark_group_source.channel.messages import CLAIM_MESSAGES
-from spark_group_source.channel.wire import Codec
 from spark_group_source.members import messages as ms
 
 

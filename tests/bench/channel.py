@@ -27,12 +27,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.channel.frames import Frames
+from spark_group_source.channel.codec import FRAME_BYTES_MAX, Codec
+from spark_group_source.channel.frames import HEAD_BYTES, length_of
 from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
-from spark_group_source.channel.peer import Limits, Peer
-from spark_group_source.channel.proof import HANDSHAKE_BYTES_MAX, MAC_BYTES, ClientSide, Seal, Secret, challenge
-from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope
+from spark_group_source.channel.proof import FIELD_BYTES, MAC_BYTES, Seal, Secret, challenge, check_welcome, greeted
+from spark_group_source.channel.server import Limits, Peer, Server
 from spark_group_source.driver import garbage
 from spark_group_source.group.claims import Claims, Piece, Plan
 from spark_group_source.group.offsets import StreamOffset
@@ -141,7 +140,6 @@ class Coordinator:
         self._server = Server(
             CODEC,
             self._secret,
-            on_open=lambda _: None,
             on_message=self._hear,
             on_closed=lambda *_: None,
             died=self._died.append,
@@ -179,7 +177,7 @@ class Coordinator:
                 for part in _both(players, {"plan": plan.name, "tasks": self._agents, "per_s": 0}):
                     burst += part["took_ms"]
             memory = me.memory_info().rss - memory
-            refused = self._server.counts().refused
+            refused = self._server.refused
         finally:
             for player in (*players, *strangers):
                 player.kill()
@@ -209,9 +207,9 @@ class Coordinator:
             case Claim():
                 piece = self._claims.claim(message.plan, message.task, message.executor)
                 if isinstance(piece, Piece):
-                    peer.answer(asks, Given(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}))
+                    peer.send(Given(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}), answers=asks)
                 else:
-                    peer.answer(asks, NotGiven(reason=piece.reason))
+                    peer.send(NotGiven(reason=piece.reason), answers=asks)
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 
@@ -271,42 +269,34 @@ def _at(values: list[float], share: float) -> float:
 # --- in the processes that play agents and strangers ----------------------------------------------------------------
 
 
-class Agent(asyncio.Protocol):
+class Agent:
     """One connection, as an executor's agent has it."""
 
-    def __init__(self, executor: str, secret: Secret) -> None:
+    def __init__(
+        self, executor: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, came: Seal, goes: Seal
+    ) -> None:
         self.executor = executor
-        self._proof = ClientSide(secret, CODEC, challenge())
-        self._frames = Frames(HANDSHAKE_BYTES_MAX)
-        self._transport: asyncio.Transport | None = None
-        self._greeted = False
-        self._in = self._out = Seal(b"")
+        self._reader, self._writer, self._in, self._out = reader, writer, came, goes
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self.open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.get_running_loop().create_task(self._read())
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    @classmethod
+    async def connected(cls, executor: str, port: int, secret: Secret) -> "Agent":
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        mine = challenge()
+        hands = greeted(secret, await reader.readexactly(2 * FIELD_BYTES), mine)
+        writer.write(mine + hands.proof("client"))
+        check_welcome(hands, await reader.readexactly(FIELD_BYTES))
+        return cls(executor, reader, writer, hands.seal("server"), hands.seal("client"))
 
-    def data_received(self, data: bytes) -> None:
-        self._frames.feed(data)
-        while (body := self._frames.next()) is not None:
-            if self.open.done():
-                message, _, answers = CODEC.decode(self._in.open(body))
-                self._asked.pop(answers).set_result(message)
-            elif not self._greeted:
-                assert self._transport is not None
-                self._transport.write(self._proof.answer(body))
-                self._greeted = True
-            else:
-                self._proof.check(body)
-                self._in, self._out = self._proof.seal("server"), self._proof.seal("client")
-                self._frames.bytes_max = FRAME_BYTES_MAX + MAC_BYTES
-                self.open.set_result(None)
+    async def _read(self) -> None:
+        while True:
+            length = length_of(await self._reader.readexactly(HEAD_BYTES), FRAME_BYTES_MAX + MAC_BYTES)
+            message, _, answers = CODEC.decode(self._in.open(await self._reader.readexactly(length)))
+            self._asked.pop(answers).set_result(message)
 
     def say(self, message: Any, asks: int = 0) -> None:
-        assert self._transport is not None
-        self._transport.write(self._out.close(CODEC.encode(Envelope(message, asks))))
+        self._writer.write(self._out.close(CODEC.encode(message, asks=asks)))
 
     async def task(self, plan: str, task: int) -> float:
         """How long a task waits for its piece."""
@@ -330,11 +320,7 @@ async def _play(given: dict[str, Any]) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     secret = Secret(bytes.fromhex(given["secret"]))
-    agents = []
-    for executor in given["agents"]:
-        _, agent = await loop.create_connection(lambda e=executor: Agent(str(e), secret), "127.0.0.1", given["port"])  # type: ignore[misc]
-        await agent.open
-        agents.append(agent)
+    agents = [await Agent.connected(str(executor), given["port"], secret) for executor in given["agents"]]
     print("{}", flush=True)
     while True:
         print(json.dumps(await _one_batch(agents, await orders.get())), flush=True)

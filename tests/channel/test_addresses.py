@@ -1,41 +1,30 @@
-"""Where the stream reader listens, and what executors are told."""
+"""Where the stream reader listens, and at which hosts executors try to reach it."""
 
 import socket
 
-from spark_group_source.channel.addresses import ADDRESSES_MAX, own_addresses, places
+import pytest
 
-OWN = ["127.0.0.1", "::1", "172.17.0.1", "fd00::5", "10.0.0.5"]
-
-
-def test_a_driver_at_loopback_is_reached_at_loopback_only() -> None:
-    assert places("127.0.0.1", None, OWN) == (("127.0.0.1",), ("127.0.0.1",))
-    assert places("localhost", None, OWN) == (("127.0.0.1",), ("127.0.0.1",))
-    assert places("::1", None, OWN) == (("::1",), ("::1",))
+from spark_group_source.channel.addresses import Places, places
 
 
-def test_the_address_at_which_executors_reach_the_driver_comes_first_and_bridges_come_last() -> None:
-    assert places("driver.example", None, OWN) == ((), ("driver.example", "10.0.0.5", "fd00::5", "172.17.0.1"))
-    assert places("10.0.0.5", None, OWN).told == ("10.0.0.5", "fd00::5", "172.17.0.1")
-    assert places(None, None, OWN).told == ("10.0.0.5", "fd00::5", "172.17.0.1")
+def test_what_the_user_says_counts_alone_and_limits_where_it_listens_if_it_is_an_own_address() -> None:
+    assert places("127.0.0.1", "b:9092") == Places(("127.0.0.1",), ("127.0.0.1",))
+    assert places("192.0.2.7", "b:9092") == Places((), ("192.0.2.7",))  # known to executors alone: NAT, a service
+    assert places("no.such.host.invalid", "b:9092") == Places((), ("no.such.host.invalid",))
 
 
-def test_a_host_without_a_network_has_loopback() -> None:
-    assert places(None, None, ["127.0.0.1"]) == (("127.0.0.1",), ("127.0.0.1",))
+def test_executors_get_the_address_that_routes_to_the_brokers_and_the_hosts_name() -> None:
+    name = socket.gethostname()
+    assert places(None, "127.0.0.1:9092") == Places((), ("127.0.0.1", name))
+    assert places(None, "SASL_SSL://no.such.host.invalid:1, 127.0.0.1:9092").told == ("127.0.0.1", name)
+    assert places(None, "no.such.host.invalid:1,nonsense").told == (name,)
 
 
-def test_the_users_word_counts_alone() -> None:
-    assert places("driver.example", "10.0.0.5", OWN) == (("10.0.0.5",), ("10.0.0.5",))
-    assert places("127.0.0.1", "192.0.2.77", OWN) == ((), ("192.0.2.77",))  # behind an address translation
-    assert places(None, "127.0.0.1", ["10.0.0.5"]) == (("127.0.0.1",), ("127.0.0.1",))
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_an_address_of_ipv6_is_found_too() -> None:
+    assert places(None, "[::1]:9092").told[0] == "::1"
 
 
-def test_few_are_told() -> None:
-    assert len(places(None, None, [f"10.0.0.{n}" for n in range(1, 30)]).told) == ADDRESSES_MAX
-
-
-def test_this_hosts_addresses_can_be_listened_at() -> None:
-    found = own_addresses()
-    assert "127.0.0.1" in found
-    for address in found:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        socket.create_server((address, 0), family=family).close()
+def test_a_name_that_is_the_routed_address_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    assert places(None, "127.0.0.1:9092").told == ("127.0.0.1",)

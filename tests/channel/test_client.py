@@ -1,17 +1,16 @@
 """How an executor finds the stream reader among the addresses that it was told."""
 
+import queue
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from channel.words import CODEC, SOON_S, Connected, Listening, Ping, Pong
-from spark_group_source.channel.frames import framed
-from spark_group_source.channel.peer import Limits
-from spark_group_source.channel.proof import Secret, ServerSide, challenge
+from spark_group_source.channel.proof import FIELD_BYTES, GREETING, Secret
+from spark_group_source.channel.server import Server
 from spark_group_source.errors import ChannelBroken
 
 
@@ -61,86 +60,69 @@ def swallowing() -> Iterator[tuple[str, int]]:
 
 
 def test_the_first_address_that_knows_the_secret_is_taken() -> None:
-    with Listening() as there, somebody_else(b"SSH-2.0-x\r\n") as other, swallowing() as hole:
+    with Listening() as there, somebody_else(b"SSH-2.0-x".ljust(99)) as other, swallowing() as hole:
         addresses = [("no.such.host.invalid", 1), closed_port(), other, hole, ("127.0.0.1", there.port)]
-        client = Connected(addresses, there.secret)
-        assert client.open(SOON_S) == ("127.0.0.1", there.port)
-        assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
-        client.close()
+        with Connected(addresses, there.secret) as client:
+            assert client.address == ("127.0.0.1", there.port)
+            assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
 
 
 def test_of_each_address_it_is_said_what_happened() -> None:
-    with somebody_else(b"SSH-2.0-x\r\n") as other, somebody_else() as mute, swallowing() as hole:
+    with somebody_else(b"SSH-2.0-x".ljust(99)) as other, somebody_else() as mute, swallowing() as hole:
         closed = closed_port()
-        client = Connected([closed, other, mute, hole], Secret.new())
         with pytest.raises(ChannelBroken) as failed:
-            client.open(1.0)
+            Connected([closed, other, hole, mute], Secret.new(), 1.5)
     told = str(failed.value)
     assert f"127.0.0.1:{closed[1]}: Connection refused" in told
-    assert f"127.0.0.1:{other[1]}: a frame of" in told  # "SSH-" as a length
+    assert f"127.0.0.1:{other[1]}: what listens there is not a stream reader" in told
     assert f"127.0.0.1:{mute[1]}: no answer in time" in told
     assert f"127.0.0.1:{hole[1]}: no answer in time" in told
-    assert failed.value.retriable
-    assert client.gone.empty()
+    assert failed.value.retriable and not failed.value.fields["refused"]
+
+
+def test_another_release_is_said_so() -> None:
+    greeting = GREETING.replace(b"1", b"2") + b"c" * FIELD_BYTES
+    with somebody_else(greeting) as other, pytest.raises(ChannelBroken, match="another release"):
+        Connected([other], Secret.new(), 0.5)
+
+
+def test_where_nobody_listens_that_is_said() -> None:
+    with pytest.raises(ChannelBroken) as failed:
+        Connected([closed_port(), closed_port()], Secret.new(), 0.3)
+    assert failed.value.fields["refused"]
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
-    secret = Secret.new()
-    greeting = ServerSide(secret, CODEC, challenge()).greeting()
-    lie = framed(b'{"proof":"' + b"00" * 32 + b'"}')
-    with somebody_else(greeting + lie) as liar, pytest.raises(ChannelBroken, match="does not know this run's secret"):
-        Connected([liar], secret).open(0.5)
+    lie = GREETING + b"c" * FIELD_BYTES + b"p" * FIELD_BYTES
+    with somebody_else(lie) as liar, pytest.raises(ChannelBroken, match="does not know this run's secret"):
+        Connected([liar], Secret.new(), 0.5)
 
 
 def test_a_server_that_comes_later_is_found() -> None:
-    there = Listening()
-    address = ("127.0.0.1", there.port)
-    secret = there.secret
-    assert there.server.stop()
-    client = Connected([address], secret)
-    later: list[Listening] = []
-
-    def start() -> None:
-        deadline_s = time.monotonic() + SOON_S
-        while not client_waits.is_set() and time.monotonic() < deadline_s:
-            client_waits.wait(0.1)
-        again = Listening.__new__(Listening)
-        again.__dict__.update(there.__dict__)
-        again.server = type(there.server)(
-            CODEC,
-            secret,
-            on_open=there.opened.put,
-            on_message=lambda *_: None,
-            on_closed=lambda *_: None,
-            died=there.died.put,
-            hosts=["127.0.0.1"],
-            port=there.port,
-        )
-        again.server.start()
-        later.append(again)
-
-    client_waits = threading.Event()
-    thread = threading.Thread(target=start)
+    host, port = closed_port()
+    secret, found = Secret.new(), queue.Queue[Connected]()
+    thread = threading.Thread(target=lambda: found.put(Connected([(host, port)], secret)))
     thread.start()
-    client_waits.set()
-    assert client.open(SOON_S) == address
-    client.close()
+    threading.Event().wait(0.2)  # it has been there once
+    server = Server(
+        CODEC,
+        secret,
+        on_message=lambda *_: None,
+        on_closed=lambda *_: None,
+        died=lambda _: None,
+        hosts=[host],
+        port=port,
+    )
+    server.start()
+    found.get(timeout=SOON_S).close()
     thread.join(SOON_S)
-    assert later[0].server.stop()
+    assert server.stop()
 
 
-def test_closing_ends_the_search_and_the_waiting_for_answers() -> None:
-    with somebody_else() as mute:
-        client = Connected([mute], Secret.new())
+def test_closing_ends_the_waiting_for_messages() -> None:
+    with Listening() as there, there.client() as client:
         failed: list[str] = []
-
-        def search() -> None:
-            try:
-                client.open(SOON_S)
-            except ChannelBroken as exc:
-                failed.append(str(exc))
-
-        thread = threading.Thread(target=search)
+        thread = threading.Thread(target=lambda: failed.append(client.gone()))
         thread.start()
         client.close()
         thread.join(SOON_S)
@@ -155,22 +137,7 @@ def test_a_question_that_is_not_answered_ends_at_its_deadline() -> None:
         assert failed.value.fields == {"waited_ms": 200}
 
 
-def test_the_death_of_its_thread_is_told() -> None:
+def test_no_message_in_time_is_no_end() -> None:
     with Listening() as there, there.client() as client:
-
-        def broken(*_: object) -> None:
-            raise KeyError("our bug")
-
-        client._on_message = broken
-        there.opened.get(timeout=SOON_S).send(Ping())
-        assert "KeyError" in client.gone.get(timeout=SOON_S)
-        with pytest.raises(ChannelBroken):
-            client.request(Ping(), SOON_S)
-
-
-def test_a_connection_on_which_nothing_is_said_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_group_source.channel.client.KEEP_ALIVE_S", 0.2)
-    with Listening(limits=Limits(idle_s=1.0)) as there, there.client() as client:
-        threading.Event().wait(3.0)
+        assert client.receive(0.05) is None
         assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
-        assert there.heard.qsize() == 1 and there.closed.empty()

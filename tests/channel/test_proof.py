@@ -1,7 +1,6 @@
 """Who knows the secret is believed, and nobody else; what was sent is what is read."""
 
 import copy
-import json
 import logging
 import pickle
 
@@ -9,28 +8,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from channel.words import CODEC, Ping
-from spark_group_source.channel.frames import Frames
-from spark_group_source.channel.proof import ClientSide, Refused, Seal, Secret, ServerSide, challenge, refusal
-from spark_group_source.channel.wire import Codec, WireError
+from spark_group_source.channel.codec import WireError
+from spark_group_source.channel.frames import length_of
+from spark_group_source.channel.proof import (
+    FIELD_BYTES,
+    GREETING,
+    REFUSED,
+    Handshake,
+    Refused,
+    Seal,
+    Secret,
+    answered,
+    challenge,
+    check_welcome,
+    greeted,
+)
+
+ONE, OTHER = b"1" * FIELD_BYTES, b"2" * FIELD_BYTES
 
 
 def body(frame: bytes) -> bytes:
-    frames = Frames(10_000)
-    frames.feed(frame)
-    found = frames.next()
-    assert found is not None
-    return found
+    assert length_of(frame[:4], 10_000) == len(frame) - 4
+    return frame[4:]
 
 
-def sides(ours: Secret, theirs: Secret) -> tuple[ServerSide, ClientSide]:
-    return ServerSide(ours, CODEC, challenge()), ClientSide(theirs, CODEC, challenge())
+def shaken(ours: Secret, theirs: Secret, server: bytes = ONE, client: bytes = OTHER) -> tuple[Handshake, Handshake]:
+    """The server's end and the client's, after the client has answered."""
+    there = greeted(theirs, GREETING + server, client)
+    return answered(ours, server, client + there.proof("client")), there
 
 
-def test_both_sides_are_shown_the_secret_and_speak_under_keys_of_their_own() -> None:
+def test_both_sides_prove_the_secret_and_talk_under_keys_of_their_own() -> None:
     secret = Secret.new()
-    server, client = sides(secret, pickle.loads(pickle.dumps(secret)))
-    client.check(body(server.welcome(body(client.answer(body(server.greeting()))))))
+    server, client = shaken(secret, pickle.loads(pickle.dumps(secret)), challenge(), challenge())
+    check_welcome(client, server.proof("server"))
     for role in ("client", "server"):
         out, inwards = client.seal(role), server.seal(role)
         for data in (b"one", b"two"):
@@ -39,44 +50,39 @@ def test_both_sides_are_shown_the_secret_and_speak_under_keys_of_their_own() -> 
         server.seal("server").open(body(client.seal("client").close(b"one")))
 
 
-def test_a_client_without_the_secret_is_refused_before_it_learns_anything() -> None:
-    server, client = sides(Secret.new(), Secret.new())
+def test_a_client_without_the_secret_is_refused() -> None:
     with pytest.raises(Refused, match="another run"):
-        server.welcome(body(client.answer(body(server.greeting()))))
+        shaken(Secret.new(), Secret.new())
 
 
 def test_a_server_without_the_secret_is_refused() -> None:
     secret = Secret.new()
-    server, client = sides(secret, secret)
-    client.answer(body(server.greeting()))
+    _, client = shaken(secret, secret)
     with pytest.raises(Refused, match="does not know"):
-        client.check(json.dumps({"proof": challenge().hex()}).encode())
-    with pytest.raises(Refused, match="'no'"):
-        client.check(body(refusal("no")))
+        check_welcome(client, Handshake(Secret.new(), server=ONE, client=OTHER).proof("server"))
+    with pytest.raises(Refused, match="another run"):
+        check_welcome(client, REFUSED)
 
 
 def test_an_old_proof_is_worth_nothing() -> None:
     secret = Secret.new()
-    server, client = sides(secret, secret)
-    heard = body(client.answer(body(server.greeting())))
-    server.welcome(heard)
+    _, client = shaken(secret, secret)
+    answered(secret, ONE, OTHER + client.proof("client"))
     with pytest.raises(Refused):
-        ServerSide(secret, CODEC, challenge()).welcome(heard)
+        answered(secret, challenge(), OTHER + client.proof("client"))
 
 
 def test_a_clients_own_proof_sent_back_is_no_proof_of_the_server() -> None:
     secret = Secret.new()
-    server, client = sides(secret, secret)
-    own = json.loads(body(client.answer(body(server.greeting()))))
+    _, client = shaken(secret, secret)
     with pytest.raises(Refused):
-        client.check(json.dumps({"proof": own["proof"]}).encode())
+        check_welcome(client, client.proof("client"))
 
 
 def test_another_release_is_told_so() -> None:
-    secret = Secret.new()
-    server = ServerSide(secret, Codec([Ping]), challenge())
-    with pytest.raises(Refused, match="another release"):
-        ClientSide(secret, CODEC, challenge()).answer(body(server.greeting()))
+    for greeting, why in ((b"spark-group-source channel 99", "another release"), (b"SSH-2.0-x", "not a stream reader")):
+        with pytest.raises(Refused, match=why):
+            greeted(Secret.new(), greeting.ljust(FIELD_BYTES) + ONE, OTHER)
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
@@ -98,12 +104,16 @@ def test_a_frame_that_was_changed_repeated_or_left_out_is_refused(data: bytes, d
     assert receiver.open(second) == data
 
 
-@given(st.binary(max_size=512))
+@given(st.binary(max_size=2 * FIELD_BYTES))
 def test_garbage_is_refused_by_both(data: bytes) -> None:
-    server, client = sides(Secret.new(), Secret.new())
-    for hear in (server.welcome, client.answer, client.check):
+    secret = Secret.new()
+    for hear in (
+        lambda: answered(secret, ONE, data),
+        lambda: greeted(secret, data, OTHER),
+        lambda: check_welcome(Handshake(secret, server=ONE, client=OTHER), data),
+    ):
         with pytest.raises(Refused):
-            hear(data)
+            hear()
 
 
 def test_a_secret_shows_itself_nowhere(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +123,7 @@ def test_a_secret_shows_itself_nowhere(caplog: pytest.LogCaptureFixture) -> None
         logging.getLogger("test").info("%s %r %s", secret, secret, [secret])
     with pytest.raises(AttributeError):
         _ = secret.__dict__
-    sent = ServerSide(secret, CODEC, challenge()).greeting()
+    sent = Handshake(secret, server=ONE, client=OTHER).proof("server")
     for text in (caplog.text, str(sent), repr(secret), f"{secret}", str(hash(secret))):
         assert "012345" not in text and value.hex()[:12] not in text
     assert secret == Secret(value) != Secret.new()

@@ -1,5 +1,6 @@
 """The real server over loopback: who is served, who is refused, and that nobody can stop it from serving the others."""
 
+import itertools
 import os
 import socket
 import struct
@@ -11,61 +12,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from channel.words import CODEC, SOON_S, Listening, Ping, Pong, until_closed
-from spark_group_source.channel.frames import Frames, framed
-from spark_group_source.channel.peer import FRAMES_A_TURN, Limits
-from spark_group_source.channel.proof import HANDSHAKE_BYTES_MAX, ClientSide, Secret, challenge
-from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import FRAME_BYTES_MAX, Codec, Envelope
+from spark_group_source.channel.codec import FRAME_BYTES_MAX, Envelope
+from spark_group_source.channel.frames import exactly, framed
+from spark_group_source.channel.proof import (
+    FIELD_BYTES,
+    REFUSED,
+    Handshake,
+    Secret,
+    challenge,
+    check_welcome,
+    greeted,
+)
+from spark_group_source.channel.server import MESSAGES_A_TURN, Limits, Server
 from spark_group_source.errors import ChannelBroken
 
 OUTBOX = 16 << 20
 """More than the system keeps for a connection."""
 
 
-def proven(there: Listening) -> tuple[socket.socket, ClientSide]:
+def proven(there: Listening) -> tuple[socket.socket, Handshake]:
     """A connection whose owner knows the secret, and writes frames by hand."""
-    connected, frames = there.raw(), Frames(HANDSHAKE_BYTES_MAX)
-    side = ClientSide(there.secret, CODEC, challenge())
-
-    def one() -> bytes:
-        while (body := frames.next()) is None:
-            frames.feed(connected.recv(1 << 16))
-        return body
-
-    connected.sendall(side.answer(one()))
-    side.check(one())
-    return connected, side
+    connected, mine, until_s = there.raw(), challenge(), time.monotonic() + SOON_S
+    hands = greeted(there.secret, exactly(connected, 2 * FIELD_BYTES, until_s), mine)
+    connected.sendall(mine + hands.proof("client"))
+    check_welcome(hands, exactly(connected, FIELD_BYTES, until_s))
+    return connected, hands
 
 
-def await_counts(there: Listening, *, connections: int) -> None:
+def await_connections(there: Listening, number: int) -> None:
     deadline_s = time.monotonic() + SOON_S
-    while there.server.counts().connections != connections:
-        assert time.monotonic() < deadline_s, there.server.counts()
+    while len(there.server._peers) != number:
+        assert time.monotonic() < deadline_s, there.server._peers
         threading.Event().wait(0.01)
 
 
-def test_messages_go_both_ways_and_questions_are_answered_both_ways() -> None:
+def test_messages_go_both_ways_and_questions_are_answered() -> None:
     with Listening() as there, there.client() as client:
-        peer = there.opened.get(timeout=SOON_S)
         assert client.send(Ping(number=1))
-        assert there.heard.get(timeout=SOON_S) == (peer, Ping(number=1))
+        peer, heard = there.heard.get(timeout=SOON_S)
+        assert heard == Ping(number=1)
         assert client.request(Ping(number=2), SOON_S) == Pong(number=2)
         assert peer.send(Pong(number=3))
-        assert client.told.get(timeout=SOON_S) == (Pong(number=3), 0)
-
-        def answer() -> None:
-            question, asks = client.told.get(timeout=SOON_S)
-            client.answer(asks, Pong(number=question.number))
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert peer.request(Ping(number=4), SOON_S) == Pong(number=4)
-        thread.join()
+        assert client.next() == Envelope(Pong(number=3))
 
 
 def test_what_threads_say_at_once_arrives_whole_and_in_the_order_of_each() -> None:
     with Listening() as there, there.client() as client:
-        peer = there.opened.get(timeout=SOON_S)
+        client.send(Ping())
+        peer = there.peer()
 
         def say(who: int) -> None:
             for n in range(200):
@@ -74,7 +68,7 @@ def test_what_threads_say_at_once_arrives_whole_and_in_the_order_of_each() -> No
         threads = [threading.Thread(target=say, args=(who,)) for who in range(4)]
         for thread in threads:
             thread.start()
-        heard = [client.told.get(timeout=SOON_S)[0].number for _ in range(800)]
+        heard = [client.next().message.number for _ in range(800)]
         for who in range(4):
             assert [n % 1000 for n in heard if n // 1000 == who] == list(range(200))
 
@@ -82,42 +76,31 @@ def test_what_threads_say_at_once_arrives_whole_and_in_the_order_of_each() -> No
 def test_both_sides_learn_of_the_end_and_why() -> None:
     with Listening() as there:
         with there.client() as client:
-            peer = there.opened.get(timeout=SOON_S)
-        assert client.gone.get(timeout=SOON_S) == "closed by this side"
+            client.send(Ping())
+            peer = there.peer()
+        assert "closed by this side" in client.gone()
         assert there.closed.get(timeout=SOON_S) == (peer, "closed by the peer")
         assert not peer.send(Ping())
-        with pytest.raises(ChannelBroken):
-            peer.request(Ping(), SOON_S)
         assert not client.send(Ping())
         with there.client() as client:
-            there.opened.get(timeout=SOON_S).drop("it was replaced")
-            assert client.gone.get(timeout=SOON_S) == "closed by the stream reader"
+            client.send(Ping())
+            there.peer().drop("it was replaced")
+            assert "closed by the other end" in client.gone()
             assert there.closed.get(timeout=SOON_S)[1] == "it was replaced"
 
 
 def test_a_question_to_an_end_that_goes_away_is_answered_by_an_error() -> None:
     with Listening() as there, there.client() as client:
-        peer = there.opened.get(timeout=SOON_S)
-        failed: list[ChannelBroken] = []
-
-        def ask() -> None:
-            try:
-                peer.request(Ping(), SOON_S)
-            except ChannelBroken as exc:
-                failed.append(exc)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        client.told.get(timeout=SOON_S)
-        client.close()
-        thread.join(SOON_S)
-        assert len(failed) == 1
+        there.server._on_message = lambda peer, *_: peer.drop("no answer")
+        with pytest.raises(ChannelBroken, match="closed by the other end"):
+            client.request(Ping(), SOON_S)
 
 
 def test_what_was_sent_before_the_server_stopped_arrives() -> None:
     there = Listening()
     with there.client() as client:
-        peer = there.opened.get(timeout=SOON_S)
+        client.send(Ping())
+        peer = there.peer()
 
         def talk() -> None:  # what is on its way to the server is no reason to throw away what is on its way from it
             while client.send(Ping()):
@@ -127,9 +110,13 @@ def test_what_was_sent_before_the_server_stopped_arrives() -> None:
         talking.start()
         for n in range(500):
             peer.send(Ping(number=n, load="x" * 1000))
+        came: list[int] = []
+        reading = threading.Thread(target=lambda: came.extend(client.next().message.number for _ in range(500)))
+        reading.start()
         assert there.server.stop()
-        assert [client.told.get(timeout=SOON_S)[0].number for _ in range(500)] == list(range(500))
-        assert client.gone.get(timeout=SOON_S)
+        reading.join(SOON_S)
+        assert came == list(range(500))
+        assert client.gone()
         talking.join(SOON_S)
         assert there.closed.get(timeout=SOON_S) == (peer, "the stream reader ends")
     assert there.died.empty()
@@ -142,8 +129,9 @@ def test_a_peer_that_is_gone_when_the_server_stops_does_not_keep_it_from_stoppin
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     there = Listening()
-    connected, _ = proven(there)
-    there.opened.get(timeout=SOON_S)
+    connected, hands = proven(there)
+    connected.sendall(hands.seal("client").close(CODEC.encode(Ping())))
+    there.peer()
     loop, blocked, gate = there.server._loop, threading.Event(), threading.Event()
     assert loop is not None
 
@@ -167,17 +155,11 @@ def test_a_peer_that_is_gone_when_the_server_stops_does_not_keep_it_from_stoppin
 
 def test_without_the_secret_every_call_is_refused() -> None:
     with Listening() as there:
-        client = there.client(secret=Secret.new())
         with pytest.raises(ChannelBroken, match="another run"):
-            client.open(1.0)
-        assert there.opened.empty() and there.heard.empty() and there.closed.empty()
-        assert there.server.counts().refused
+            there.client(secret=Secret.new(), within_s=1.0)
+        assert there.heard.empty() and there.closed.empty()
+        assert there.server.refused
         there.serves()
-
-
-def test_another_release_is_refused_by_its_name() -> None:
-    with Listening(codec=Codec([Ping])) as there, pytest.raises(ChannelBroken, match="another release"):
-        there.client().open(1.0)
 
 
 @given(st.binary(min_size=1, max_size=2_000))
@@ -189,28 +171,28 @@ def test_garbage_closes_its_connection_and_no_other(data: bytes) -> None:
             assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
             stranger.shutdown(socket.SHUT_WR)
             until_closed(stranger)
-            host, port = stranger.getsockname()
-        assert f"{host}:{port}" not in {there.opened.get().address for _ in range(there.opened.qsize())}
+        assert there.heard.qsize() == 1
 
 
 @given(st.binary(min_size=1, max_size=2_000), st.booleans())
 @settings(max_examples=50)
 def test_garbage_of_a_proven_peer_closes_its_connection_and_no_other(data: bytes, sealed: bool) -> None:
     with Listening() as there:
-        connected, side = proven(there)
+        connected, hands = proven(there)
         with connected, there.client() as client:
-            connected.sendall(side.seal("client").close(data) if sealed else framed(data))
+            connected.sendall(hands.seal("client").close(data) if sealed else framed(data))
             assert client.request(Ping(number=1), SOON_S) == Pong(number=1)
             until_closed(connected)
         reason = there.closed.get(timeout=SOON_S)[1]
-        assert "proof is wrong" in reason or sealed
+        assert "MAC" in reason or sealed
         assert there.heard.qsize() == 1
 
 
-def test_a_stranger_may_send_little_and_nothing_of_a_long_frame_is_waited_for() -> None:
+def test_what_a_stranger_sends_is_not_kept() -> None:
+    """Once its 64 bytes are no proof, the rest is dropped as it comes."""
     with Listening() as there, there.raw() as stranger:
-        stranger.sendall(struct.pack(">I", HANDSHAKE_BYTES_MAX + 1))
-        assert b"refused" in until_closed(stranger)
+        stranger.sendall(b"x" * 64)
+        assert until_closed(stranger).endswith(REFUSED)
         there.serves()
 
 
@@ -219,7 +201,7 @@ def test_a_proven_peers_frame_is_bounded_too() -> None:
         connected, _ = proven(there)
         with connected:
             connected.sendall(struct.pack(">I", FRAME_BYTES_MAX + 100))
-            assert "frame of" in there.closed.get(timeout=SOON_S)[1]
+            assert "a frame of" in there.closed.get(timeout=SOON_S)[1]
             until_closed(connected)
 
 
@@ -227,14 +209,14 @@ def test_half_open_and_slow_connections_end_by_themselves_and_others_are_served(
     with Listening(limits=Limits(handshake_s=1.0)) as there:
         mute = [there.raw() for _ in range(50)]
         slow = there.raw()
-        for byte in struct.pack(">I", 100):
+        for byte in b"slow":
             slow.sendall(bytes([byte]))
             there.serves()
         for each in (*mute, slow):
-            assert b"refused" in until_closed(each)
+            assert until_closed(each).endswith(REFUSED)
             each.close()
-        await_counts(there, connections=0)
-        assert there.server.counts().refused == 51
+        await_connections(there, 0)
+        assert there.server.refused == 51
 
 
 def test_strangers_that_fill_the_places_of_strangers_do_not_keep_out_who_knows_the_secret() -> None:
@@ -242,7 +224,7 @@ def test_strangers_that_fill_the_places_of_strangers_do_not_keep_out_who_knows_t
         strangers = [there.raw() for _ in range(30)]
         for _ in range(3):
             there.serves()
-        assert there.server.counts().unproven <= 8
+        assert len(there.server._unproven) <= 8
         until_closed(strangers[0])  # the oldest went first
         for each in strangers:
             each.close()
@@ -251,11 +233,10 @@ def test_strangers_that_fill_the_places_of_strangers_do_not_keep_out_who_knows_t
 def test_connections_are_counted_and_bounded() -> None:
     with Listening(limits=Limits(connections=2, unproven=2)) as there:
         with there.client() as first, there.client():
-            third = there.client()
             with pytest.raises(ChannelBroken):
-                third.open(0.5)
+                there.client(within_s=0.5)
             assert first.request(Ping(number=1), SOON_S) == Pong(number=1)
-        await_counts(there, connections=0)
+        await_connections(there, 0)
         there.serves()
 
 
@@ -263,13 +244,14 @@ def test_a_peer_that_says_nothing_any_more_is_closed() -> None:
     with Listening(limits=Limits(idle_s=0.5)) as there:
         connected, _ = proven(there)
         with connected:
-            assert "said nothing" in there.closed.get(timeout=SOON_S)[1]
+            assert "sent nothing" in there.closed.get(timeout=SOON_S)[1]
 
 
 def test_a_peer_that_takes_nothing_is_closed_at_its_bound_and_others_are_served() -> None:
     with Listening(limits=Limits(outbox_bytes=OUTBOX)) as there:
-        connected, _ = proven(there)
-        peer = there.opened.get(timeout=SOON_S)
+        connected, hands = proven(there)
+        connected.sendall(hands.seal("client").close(CODEC.encode(Ping())))
+        peer = there.peer()
         with connected, there.client() as client:
             load, sent = "x" * 100_000, 0
             while peer.send(Ping(load=load)):
@@ -281,17 +263,18 @@ def test_a_peer_that_takes_nothing_is_closed_at_its_bound_and_others_are_served(
 
 
 def test_a_burst_beyond_the_bound_closes_the_peer_before_it_is_kept() -> None:
-    with Listening(limits=Limits(outbox_bytes=1000)) as there, there.client():
-        peer = there.opened.get(timeout=SOON_S)
+    with Listening(limits=Limits(outbox_bytes=1000)) as there, there.client() as client:
+        client.send(Ping())
+        peer = there.peer()
         assert not peer.send(Ping(load="x" * 2000))
         assert "did not take" in there.closed.get(timeout=SOON_S)[1]
 
 
 def test_a_peer_that_never_pauses_has_its_turn_and_no_more() -> None:
     with Listening() as there:
-        connected, side = proven(there)
-        seal = side.seal("client")
-        flood = b"".join(seal.close(CODEC.encode(Envelope(Ping(number=-1)))) for _ in range(20_000))
+        connected, hands = proven(there)
+        seal = hands.seal("client")
+        flood = b"".join(seal.close(CODEC.encode(Ping(number=-1))) for _ in range(20_000))
         with connected, there.client() as client:
             connected.setblocking(False)
             sent = connected.send(flood)
@@ -304,26 +287,27 @@ def test_a_peer_that_never_pauses_has_its_turn_and_no_more() -> None:
         assert heard.count(-1) == 20_000 and heard.count(1) == 1
 
 
-def test_one_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_turn_is_bounded() -> None:
     """Between two turns of one peer the loop looks at the others."""
     with Listening() as there:
-        connected, side = proven(there)
-        peer = there.opened.get(timeout=SOON_S)
-        turns: list[int] = []
-        take = peer._take
+        connected, hands = proven(there)
+        rounds: list[int] = []
+        loop = there.server._loop
+        assert loop is not None
 
-        def counted() -> None:
-            before = there.heard.qsize()
-            take()
-            turns.append(there.heard.qsize() - before)
+        def look() -> None:
+            rounds.append(there.heard.qsize())
+            if rounds[-1] < 100:
+                loop.call_soon(look)
 
-        monkeypatch.setattr(type(peer), "_take", lambda _: counted())
-        seal = side.seal("client")
+        seal = hands.seal("client")
         with connected:
-            connected.sendall(b"".join(seal.close(CODEC.encode(Envelope(Ping()))) for _ in range(100)))
+            connected.sendall(b"".join(seal.close(CODEC.encode(Ping())) for _ in range(100)))
+            loop.call_soon_threadsafe(look)
             for _ in range(100):
                 there.heard.get(timeout=SOON_S)
-                assert max(turns, default=0) <= FRAMES_A_TURN
+        turns = [after - before for before, after in itertools.pairwise(rounds)]
+        assert max(turns, default=0) <= MESSAGES_A_TURN
 
 
 def test_a_bug_of_ours_in_a_callback_is_told_and_ends_the_server() -> None:
@@ -336,7 +320,7 @@ def test_a_bug_of_ours_in_a_callback_is_told_and_ends_the_server() -> None:
     with there.client() as client:
         client.send(Ping())
         assert isinstance(there.died.get(timeout=SOON_S), KeyError)
-        assert client.gone.get(timeout=SOON_S)
+        assert client.gone()
     assert there.server.stop()
 
 
@@ -345,7 +329,6 @@ def test_a_port_that_is_taken_is_said_with_the_remedy() -> None:
         second = Server(
             CODEC,
             Secret.new(),
-            on_open=lambda *_: None,
             on_message=lambda *_: None,
             on_closed=lambda *_: None,
             died=lambda _: None,
@@ -361,7 +344,6 @@ def test_it_listens_at_all_addresses_with_one_port() -> None:
     server = Server(
         CODEC,
         Secret.new(),
-        on_open=lambda *_: None,
         on_message=lambda *_: None,
         on_closed=lambda *_: None,
         died=lambda _: None,
@@ -385,9 +367,9 @@ def test_no_secret_is_in_what_goes_over_the_wire_or_into_the_log(caplog: pytest.
     caplog.set_level("DEBUG")
     with Listening(secret=Secret(value)) as there:
         with pytest.raises(ChannelBroken) as refused:
-            there.client(secret=Secret(b"other" * 7)).open(0.3)
+            there.client(secret=Secret(b"other" * 7), within_s=0.3)
         with there.raw() as stranger:
-            stranger.sendall(framed(b"x"))
+            stranger.sendall(b"x" * 64)
             told = until_closed(stranger)
         there.serves()
     for shown in (told, caplog.text.encode(), str(refused.value).encode(), repr(there.server).encode()):

@@ -4,23 +4,17 @@ import queue
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from spark_group_source.channel.client import Client
-from spark_group_source.channel.peer import Limits, Peer
+from spark_group_source.channel.codec import Codec, Envelope
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Server
-from spark_group_source.channel.wire import Codec
+from spark_group_source.channel.server import Limits, Peer, Server
+from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, TopicPartition
 
 SOON_S = 20.0
 """Far above what anything takes here, on any machine."""
-
-
-class Colour(Enum):
-    RED = "red"
-    BLUE = "blue"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +27,13 @@ class Inner:
 class Everything:
     text: str = ""
     number: int = 0
-    share: float = 0.0
     yes: bool = False
     maybe: int | None = None
-    either: int | str | Inner = 0
-    kind: Literal["fixed", "late"] = "late"
-    colour: Colour = Colour.RED
+    either: "Inner | Ping" = field(default_factory=lambda: Inner(number=0))
     inner: Inner = Inner(number=1)
+    inners: tuple[Inner, ...] = ()
     ranges: tuple[OffsetRange, ...] = ()
     assigned: tuple[TopicPartition, ...] = ()
-    held: frozenset[TopicPartition] = frozenset()
-    names: frozenset[str] = frozenset()
     offsets: Mapping[TopicPartition, int | None] = field(default_factory=dict)
     topics: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,14 +57,12 @@ class Listening:
 
     def __init__(self, *, limits: Limits | None = None, secret: Secret | None = None, codec: Codec = CODEC) -> None:
         self.secret = secret or Secret.new()
-        self.opened: queue.Queue[Peer] = queue.Queue()
         self.heard: queue.Queue[tuple[Peer, Any]] = queue.Queue()
         self.closed: queue.Queue[tuple[Peer, str]] = queue.Queue()
         self.died: queue.Queue[BaseException] = queue.Queue()
         self.server = Server(
             codec,
             self.secret,
-            on_open=self.opened.put,
             on_message=self._hear,
             on_closed=lambda peer, reason: self.closed.put((peer, reason)),
             died=self.died.put,
@@ -93,10 +81,14 @@ class Listening:
     def _hear(self, peer: Peer, message: Any, asks: int) -> None:
         self.heard.put((peer, message))
         if asks:
-            assert peer.answer(asks, Pong(number=message.number))
+            assert peer.send(Pong(number=message.number), answers=asks)
 
-    def client(self, *, secret: Secret | None = None, codec: Codec = CODEC) -> "Connected":
-        return Connected([("127.0.0.1", self.port)], secret or self.secret, codec)
+    def client(self, *, secret: Secret | None = None, within_s: float = SOON_S) -> "Connected":
+        return Connected([("127.0.0.1", self.port)], secret or self.secret, within_s)
+
+    def peer(self) -> Peer:
+        """Of the client that sent something first."""
+        return self.heard.get(timeout=SOON_S)[0]
 
     def raw(self) -> socket.socket:
         """A connection of somebody who speaks another language."""
@@ -111,25 +103,31 @@ class Listening:
 
 
 class Connected(Client):
-    """A client that keeps what it is told."""
+    """A client as a test uses it."""
 
-    def __init__(self, addresses: list[tuple[str, int]], secret: Secret, codec: Codec = CODEC) -> None:
-        self.told: queue.Queue[tuple[Any, int]] = queue.Queue()
-        self.gone: queue.Queue[str] = queue.Queue()
-        super().__init__(
-            addresses,
-            codec,
-            secret,
-            on_message=lambda _, message, asks: self.told.put((message, asks)),
-            on_closed=lambda _, reason: self.gone.put(reason),
-        )
+    def __init__(self, addresses: list[tuple[str, int]], secret: Secret, within_s: float = SOON_S) -> None:
+        super().__init__(addresses, CODEC, secret, within_s)
 
     def __enter__(self) -> "Connected":
-        self.open(SOON_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def next(self) -> Envelope:
+        """The next message."""
+        found = self.receive(SOON_S)
+        assert found is not None
+        return found
+
+    def gone(self) -> str:
+        """Why the connection ended, which it has or will."""
+        try:
+            while self.receive(SOON_S):
+                pass
+        except ChannelBroken as exc:
+            return str(exc)
+        raise AssertionError("it is still open")
 
 
 def until_closed(connected: socket.socket) -> bytes:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from spark_group_source.channel.messages import Claim, Given, NotGiven
-from spark_group_source.channel.peer import Peer
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Server
+from spark_group_source.channel.server import Peer, Server
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor import tasks
 from spark_group_source.executor.agent import near, start
@@ -35,7 +34,6 @@ def listening(answers: Answers) -> Iterator[Call]:
     server = Server(
         codec(),
         secret,
-        on_open=lambda _: None,
         on_message=answers,
         on_closed=lambda *_: None,
         died=lambda exc: None,
@@ -57,7 +55,7 @@ def test_a_connection_that_swallows_a_claim_is_given_up_for_another(monkeypatch:
         if peer not in peers:
             peers.append(peer)
         if peer is not peers[0]:
-            peer.answer(asks, GIVEN)
+            peer.send(GIVEN, answers=asks)
 
     with listening(answers) as call:
         line = tasks._Line(call)
@@ -82,7 +80,7 @@ def test_a_claim_that_is_refused_is_not_tried_again() -> None:
 
     def answers(peer: Peer, message: Any, asks: int) -> None:
         asked.append(message)
-        peer.answer(asks, NotGiven(reason="no plan 'r.1'"))
+        peer.send(NotGiven(reason="no plan 'r.1'"), answers=asks)
 
     with listening(answers) as call, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
         tasks._Line(call).told(CLAIM)
@@ -122,7 +120,7 @@ def test_all_clients_of_an_executor_that_names_its_rack_have_it(
         return []
 
     def answers(peer: Peer, _: object, asks: int) -> None:
-        peer.answer(asks, GIVEN)
+        peer.send(GIVEN, answers=asks)
 
     monkeypatch.setattr(start, "start", lambda order, _: orders.append(order))
     monkeypatch.setattr(near, "read_near", read_near)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spark_group_source.channel.client import Client
+from spark_group_source.channel.codec import Envelope, WireError
 from spark_group_source.channel.messages import Ahead
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.wire import WireError
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
@@ -44,7 +44,6 @@ class Membership:
         self._addresses = [(str(host), int(port)) for host, port in given["addresses"]]
         self._secret = Secret.revealed(given["secret"])
         self._client: Client | None = None
-        self._cut = threading.Event()
         self._over = threading.Event()
         self._why = ""
         self._read_ahead: Callable[[Ahead], None] = lambda _: None
@@ -81,12 +80,8 @@ class Membership:
     def _stay_connected(self) -> None:
         refused_since_s: float | None = None
         while not self._over.is_set():
-            client = Client(
-                self._addresses, codec(), self._secret, on_message=self._heard, on_closed=self._closed, name="channel"
-            )
-            self._cut.clear()
             try:
-                address = client.open(OPEN_S)
+                client = Client(self._addresses, codec(), self._secret, OPEN_S)
             except ChannelBroken as exc:
                 now_s = time.monotonic()
                 refused_since_s = (refused_since_s or now_s) if exc.fields.get("refused") else None
@@ -96,12 +91,26 @@ class Membership:
                 self._over.wait(AGAIN_S)
                 continue
             refused_since_s = None
-            log.info("the stream reader answers at %s, port %d", *address)
+            log.info("the stream reader answers at %s, port %d", *client.address)
             self._client = client
             self._hosted.opened()
-            while not (self._cut.wait(LOOK_S) or self._over.is_set()):
-                pass
+            self._listen(client)
             self._client = None
+
+    def _listen(self, client: Client) -> None:
+        while not self._over.is_set():
+            try:
+                found = client.receive(LOOK_S)
+            except ChannelBroken as exc:
+                log.info("the channel to the stream reader is cut: %s", exc)
+                return
+            match found:
+                case None:
+                    pass
+                case Envelope(message=Ahead() as ahead):
+                    self._read_ahead(ahead)
+                case Envelope(message=message):
+                    self._hosted.take(message)
 
     def _send(self, message: ms.FromAgent) -> None:
         client = self._client
@@ -111,16 +120,6 @@ class Membership:
             except WireError:
                 log.exception("a message that the channel does not take")
                 client.close()
-
-    def _heard(self, _: Client, message: Any, __: int) -> None:
-        if isinstance(message, Ahead):
-            self._read_ahead(message)
-        else:
-            self._hosted.take(message)
-
-    def _closed(self, _: Client, reason: str) -> None:
-        log.info("the channel to the stream reader is cut: %s", reason)
-        self._cut.set()
 
     def _deaf(self) -> None:
         client = self._client

@@ -11,19 +11,24 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from spark_group_source.executor.agent import wire
+from spark_group_source.channel import frames
+from spark_group_source.channel.codec import Codec, WireError
+from spark_group_source.channel.messages import Given, Part, Served
 from spark_group_source.executor.agent.home import Home, is_ours
 from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, TopicPartition
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+CODEC = Codec((Given, Served), bytes_max=16 << 20)
+"""A task shows its agent what it is to read, and the agent says what of it follows. 100,000 ranges take 3 MB."""
 ASK_S = 5.0
 """For the agent's whole answer; then its task reads directly."""
 READ_BYTES = 64 << 10
@@ -80,27 +85,21 @@ def ask(
     tally: Tally | None = None,
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
     """The rows that the agent has of the beginnings of these ranges, and what is left of them."""
-    request = {
-        "ask": "ranges",
-        "ranges": wire.ranges_out(ranges),
-        "topic_ids": dict(topic_ids),
-        "leader_epochs": wire.numbers_out(leader_epochs),
-    }
+    wanted = Given(ranges=tuple(ranges), topic_ids=topic_ids, leader_epochs=leader_epochs)
     until_s = time.monotonic() + ASK_S
     try:
         with connected(home, until_s) as connection:
-            wire.send(connection, request, until_s)
-            answer = wire.receive(connection, until_s)
-            served = {int(index): (int(until), int(rows)) for index, until, rows in answer["served"]}
-            rest = _left(ranges, {index: until for index, (until, _) in served.items()})
-            batches = _batches(connection, int(answer["rows"]), include_headers, until_s)
+            send(connection, wanted, until_s)
+            served = receive(connection, Served, until_s)
+            rest = _left(ranges, served.parts)
+            batches = _batches(connection, served.rows, include_headers, until_s)
     except FileNotFoundError:
         return [], list(ranges)  # it has only been started, or has ended
-    except (OSError, wire.WireError, pa.ArrowException, KeyError, TypeError, ValueError) as exc:
+    except (OSError, WireError, pa.ArrowException) as exc:
         log.info("reading directly, because the agent in %s did not answer: %s: %s", home.path, type(exc).__name__, exc)
         return [], list(ranges)
     if tally is not None:
-        tally.memory.update({ranges[index].tp: rows for index, (_, rows) in served.items() if rows})
+        tally.memory.update({ranges[part.place].tp: part.rows for part in served.parts if part.rows})
     return batches, rest
 
 
@@ -108,19 +107,36 @@ def ask(
 def connected(home: Home, until_s: float) -> Iterator[socket.socket]:
     """A connection to the agent, for one request. Raises OSError where none listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, home.address() as address:
-        wire.limit(connection, until_s)
+        frames.limit(connection, until_s)
         connection.connect(address)
         if not is_ours(connection):
             raise PermissionError(f"another user listens in {home.path}")
         yield connection
 
 
-def _left(ranges: Sequence[OffsetRange], served: Mapping[int, int]) -> list[OffsetRange]:
+def send(connection: socket.socket, message: object, until_s: float) -> None:
+    """Send a message of :data:`CODEC`. Raises OSError, WireError."""
+    frames.limit(connection, until_s)
+    connection.sendall(frames.framed(CODEC.encode(message)))
+
+
+def receive(connection: socket.socket, wanted: type[T], until_s: float) -> T:
+    """The next message, which has to be of this type. Raises OSError, WireError."""
+    message = CODEC.decode(frames.receive(connection, CODEC.bytes_max, until_s)).message
+    if not isinstance(message, wanted):
+        raise WireError(f"a {type(message).__name__}, not a {wanted.__name__}")
+    return message
+
+
+def _left(ranges: Sequence[OffsetRange], served: Sequence[Part]) -> list[OffsetRange]:
+    ends = {part.place: part.until for part in served}
+    if not ends.keys() <= set(range(len(ranges))):
+        raise WireError(f"{len(ranges)} ranges, and the agent serves those at {sorted(ends)}")
     left = []
-    for index, r in enumerate(ranges):
-        until = served.get(index, r.start)
+    for place, r in enumerate(ranges):
+        until = ends.get(place, r.start)
         if not r.start <= until <= r.end:
-            raise wire.WireError(f"{r} was served until {until}")
+            raise WireError(f"{r} was served until {until}")
         if until < r.end:
             left.append(OffsetRange(r.tp, until, r.end))
     return left
@@ -130,14 +146,14 @@ def _batches(connection: socket.socket, rows: int, include_headers: bool, until_
     found: list[pa.RecordBatch] = []
     if not rows:
         return found
-    wire.limit(connection, until_s)
+    frames.limit(connection, until_s)
     with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
         if not stream.schema.equals(arrow_schema(include_headers)):
-            raise wire.WireError("the agent's rows have other columns")
+            raise WireError("the agent's rows have other columns")
         for batch in stream:
             found.append(batch)
-            wire.limit(connection, until_s)
+            frames.limit(connection, until_s)
     # A stream that ends too early looks like one that is at its end.
     if sum(batch.num_rows for batch in found) != rows:
-        raise wire.WireError("the agent's rows are not all there")
+        raise WireError("the agent's rows are not all there")
     return found

@@ -16,7 +16,10 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from spark_group_source.executor.agent import wire
+from spark_group_source.channel import frames
+from spark_group_source.channel.codec import WireError
+from spark_group_source.channel.messages import Given, Part, Served
+from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.buffers import Piece, Taken
 from spark_group_source.executor.agent.confirm import Confirmer
 from spark_group_source.executor.agent.home import Home, is_ours
@@ -74,42 +77,40 @@ class Server:
         try:
             with connection:
                 if is_ours(connection):
-                    self._answer(connection, wire.receive(connection, time.monotonic() + REQUEST_S))
-        except (OSError, wire.WireError, KeyError, TypeError, ValueError, AttributeError) as exc:
+                    self._answer(connection, near.receive(connection, Given, time.monotonic() + REQUEST_S))
+        except (OSError, WireError) as exc:
             log.info("a connection ended: %s: %s", type(exc).__name__, exc)
         finally:
             self._places.release()
 
-    def _answer(self, connection: socket.socket, request: wire.Frame) -> None:
+    def _answer(self, connection: socket.socket, wanted: Given) -> None:
         until_s = time.monotonic() + ANSWER_S
-        taken = self._take(request)
+        taken = self._take(wanted)
         left = [piece for one in taken for piece in one.pieces]
         try:
             rows = sum(piece.last - piece.first for piece in left)
-            wire.send(connection, {"served": [_served(one) for one in taken], "rows": rows}, until_s)
+            near.send(connection, Served(parts=tuple(map(_part, taken)), rows=rows), until_s)
             if not rows:
                 return
-            wire.limit(connection, until_s)
+            frames.limit(connection, until_s)
             with (
                 connection.makefile("wb", buffering=WRITE_BYTES) as file,
                 pa.ipc.new_stream(file, self._schema) as stream,
             ):
                 for pieces in joined(left):
-                    wire.limit(connection, until_s)
+                    frames.limit(connection, until_s)
                     stream.write_batch(_together(pieces))
                     self._stock.free(pieces)
                     del left[: len(pieces)]
         finally:
             self._stock.free(left)
 
-    def _take(self, request: wire.Frame) -> list[Taken]:
-        ranges = wire.ranges_in(request["ranges"])
-        ids, epochs = wire.texts_in(request["topic_ids"]), wire.numbers_in(request["leader_epochs"])
+    def _take(self, wanted: Given) -> list[Taken]:
         with self._stock.locked() as buffers:
-            needed = buffers.numbers(ranges)
-        confirmed = self._confirmer.confirmed(needed, ids) if needed else {}
+            needed = buffers.numbers(wanted.ranges)
+        confirmed = self._confirmer.confirmed(needed, wanted.topic_ids) if needed else {}
         with self._stock.locked() as buffers:
-            return buffers.take(ranges, ids, epochs, confirmed)
+            return buffers.take(wanted.ranges, wanted.topic_ids, wanted.leader_epochs, confirmed)
 
 
 def joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -127,9 +128,9 @@ def joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _served(one: Taken) -> list[int]:
-    """Which of the ranges, up to where, and how many rows that is."""
-    return [one.place, one.until, sum(piece.last - piece.first for piece in one.pieces)]
+def _part(one: Taken) -> Part:
+    rows = sum(piece.last - piece.first for piece in one.pieces)
+    return Part(place=one.place, until=one.until, rows=rows)
 
 
 def _together(pieces: Sequence[Piece]) -> pa.RecordBatch:

@@ -14,10 +14,10 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from kafka_words import await_markers
 
-from spark_group_source.channel.messages import Ahead
+from spark_group_source.channel.messages import Ahead, Given, Served
 from spark_group_source.errors import TopicMissing
 from spark_group_source.executor import fetch
-from spark_group_source.executor.agent import near, wire
+from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
@@ -130,7 +130,7 @@ def test_rows_from_memory_are_those_of_a_direct_read(
     assert rows_of(iter(batches), include_headers=headers) == direct
     assert direct, "the comparison says something"
     # The last of it goes a moment after the task has everything.
-    await_until(lambda: agents.state(home)["used"] == 0, agents.END_S, what="free memory")
+    await_until(lambda: agents.looked(home).used == 0, agents.END_S, what="free memory")
 
 
 def test_a_compacted_log_is_covered_up_to_its_end(
@@ -179,7 +179,7 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
         tally = Tally()
         rows = rows_of(near.read_near(home, settings, ranges, tally=tally))
         assert rows == rows_of(fetch.read_ranges(settings, ranges))
-        found.append((agents.state(home)["rows"], tally.memory.total(), tally.brokers.total()))
+        found.append((agents.looked(home).rows, tally.memory.total(), tally.brokers.total()))
     assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
 
 
@@ -194,7 +194,7 @@ def test_a_range_is_served_once_and_read_directly_then(
     agents.await_read(home, {tp: 1_000})
     rows = [rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
     assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == agents.state(home)["rows"] == 1_000
+    assert len(rows[0]) == agents.looked(home).rows == 1_000
 
 
 def test_a_stream_is_read_from_memory_batch_after_batch(
@@ -213,7 +213,7 @@ def test_a_stream_is_read_from_memory_batch_after_batch(
         at = until
     assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
     agents.tell(home, Ahead(at))
-    assert agents.state(home)["used"] == 0, "nothing below the next plan is kept"
+    assert agents.looked(home).used == 0, "nothing below the next plan is kept"
 
 
 # ------------------------------------------------------------------------------------------------- when something ends
@@ -241,31 +241,31 @@ def test_an_agent_that_is_killed_costs_no_row_and_doubles_none(
     moment: str,
 ) -> None:
     home, ranges = many(topic, produce, reader)
-    answered: list[wire.Frame] = []
+    answered: list[Served] = []
     if moment == "before":
         os.kill(home.pid, signal.SIGKILL)
     else:
-        receive = wire.receive
+        receive = near.receive
 
-        def killing(*arguments: Any) -> wire.Frame:
+        def killing(*arguments: Any) -> Any:
             answered.append(receive(*arguments))  # its rows are on their way
             os.kill(home.pid, signal.SIGKILL)
             return answered[0]
 
-        monkeypatch.setattr(wire, "receive", killing)
+        monkeypatch.setattr(near, "receive", killing)
     rows = rows_of(near.read_near(home, settings, ranges))
     assert rows == rows_of(fetch.read_ranges(settings, ranges))
     assert len(rows) == 8_000
-    assert [answer["rows"] for answer in answered] == ([] if moment == "before" else [8_000])
+    assert [answer.rows for answer in answered] == ([] if moment == "before" else [8_000])
 
 
 def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     home, ranges = many(topic, produce, reader)
-    request = {"ask": "ranges", "ranges": wire.ranges_out(ranges), "topic_ids": {}, "leader_epochs": []}
-    assert agents.exchange(home, request)["rows"] == 8_000  # and its connection is closed, with the rows in it
-    await_until(lambda: agents.state(home)["used"] == 0, agents.END_S, what="free memory")
+    answer = agents.exchange(home, Given(ranges=tuple(ranges)))
+    assert isinstance(answer, Served) and answer.rows == 8_000  # and its connection is closed, with the rows in it
+    await_until(lambda: agents.looked(home).used == 0, agents.END_S, what="free memory")
     assert len(rows_of(near.read_near(home, settings, ranges))) == 8_000
 
 
@@ -284,7 +284,7 @@ def test_huge_records_stay_within_the_memory(
     looks: list[int] = []
 
     def full() -> bool:
-        looks.append(agents.state(home)["used"])
+        looks.append(agents.looked(home).used)
         return looks[-1] > 4_500_000
 
     await_until(full, agents.READY_S, what="as much as fits")
@@ -300,7 +300,7 @@ def test_huge_records_stay_within_the_memory(
             break
     assert max(looks) <= 6_000_000
     assert len(rows) == 60
-    assert agents.state(home)["rows"] > 0
+    assert agents.looked(home).rows > 0
 
 
 def test_a_partition_with_much_to_read_leaves_room_for_the_others(
@@ -311,7 +311,7 @@ def test_a_partition_with_much_to_read_leaves_room_for_the_others(
     produce(name, [os.urandom(10_000) for _ in range(1_000)], partition=0)
     home = reader(memory_bytes=4_000_000)
     agents.tell(home, Ahead(dict.fromkeys([hog, *others], 0)))
-    await_until(lambda: agents.state(home)["used"] > 1_000_000, agents.READY_S, what="much of the first one")
+    await_until(lambda: agents.looked(home).used > 1_000_000, agents.READY_S, what="much of the first one")
     for tp in others:
         produce(name, [os.urandom(1_000) for _ in range(50)], partition=tp.partition)
     agents.await_read(home, dict.fromkeys(others, 50))
@@ -326,7 +326,7 @@ def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: Start
     produce(tp.topic, [os.urandom(10_000) for _ in range(1_000)], partition=0)
     home = reader(memory_bytes=2_000_000)
     agents.tell(home, Ahead({tp: 0}))
-    await_until(lambda: agents.state(home)["used"] > 1_800_000, agents.READY_S, what="as much as fits")
+    await_until(lambda: agents.looked(home).used > 1_800_000, agents.READY_S, what="as much as fits")
 
     def ticks() -> int:
         fields = Path(f"/proc/{home.pid}/stat").read_text().rpartition(")")[2].split()
@@ -354,7 +354,8 @@ def test_partitions_that_are_not_ours_any_more_are_dropped(
     agents.tell(home, Ahead(dict.fromkeys(tps, 0)))
     agents.await_read(home, dict.fromkeys(tps, 100))
     agents.tell(home, Ahead({tps[0]: 50}))
-    assert agents.state(home)["partitions"] == [[name, 0, 50, 100]]
+    found = agents.looked(home)
+    assert (found.first, found.next) == ({tps[0]: 50}, {tps[0]: 100})
     wanted = [OffsetRange(tps[1], 0, 100), OffsetRange(tps[0], 0, 50)]
     assert near.ask(home, wanted, {}, {}, include_headers=False) == ([], wanted)
 
@@ -391,12 +392,12 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
         assert near.ask(home, wanted, planned, {}, include_headers=False) == ([], wanted)
-    assert agents.state(home)["used"] == 0, "it is known to be another one now"
+    assert agents.looked(home).used == 0, "it is known to be another one now"
     agents.tell(home, Ahead({tp: 0}, topic_ids=new))
     agents.await_read(home, {tp: 80})
     rows = rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
-    assert agents.state(home)["rows"] == 80
+    assert agents.looked(home).rows == 80
 
 
 def test_records_of_a_leader_after_the_plans_wait_for_the_next_plan(

@@ -216,7 +216,7 @@ def test_an_agent_that_was_killed_is_followed_by_another(agent: Callable[..., Ho
 
     def answers() -> bool:
         start.start(Order("run", {}), Process.of(os.getpid()))  # one task after the other
-        return bool(agents.state(home))
+        return agents.state(home) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
     assert home.pid != first

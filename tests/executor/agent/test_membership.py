@@ -9,9 +9,8 @@ import pytest
 from kafka_words import await_until
 
 from spark_group_source.channel.messages import Ahead
-from spark_group_source.channel.peer import Peer
 from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Server
+from spark_group_source.channel.server import Peer, Server
 from spark_group_source.executor.agent import membership
 from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.members import messages as ms
@@ -34,7 +33,6 @@ class Reader:
         self.server = Server(
             codec(),
             self.secret,
-            on_open=self.peers.append,
             on_message=self._heard,
             on_closed=lambda *_: None,
             died=lambda exc: None,
@@ -43,6 +41,8 @@ class Reader:
         self.port = self.server.start()
 
     def _heard(self, peer: Peer, message: Any, _: int) -> None:
+        if peer not in self.peers:
+            self.peers.append(peer)
         match message:
             case ms.Hello():
                 self.hellos.append(message)

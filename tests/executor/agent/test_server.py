@@ -12,7 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_group_source.executor.agent import near, server, wire
+from spark_group_source.channel.codec import WireError
+from spark_group_source.channel.frames import framed
+from spark_group_source.channel.messages import Part
+from spark_group_source.executor.agent import near, server
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -39,10 +42,6 @@ def home(agent: Callable[..., Home]) -> Home:
     return agent()
 
 
-def framed(body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + body
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.one_of(
@@ -50,18 +49,9 @@ def framed(body: bytes) -> bytes:
         st.binary(max_size=200).map(framed),
         st.recursive(
             st.none() | st.integers() | st.text(max_size=9),
-            lambda inner: (
-                st.lists(inner, max_size=3)
-                | st.dictionaries(
-                    st.sampled_from(
-                        ["ask", "ranges", "ahead", "plan", "positions", "topic_ids", "leader_epochs", "keep"]
-                    ),
-                    inner | st.sampled_from(["ranges", "ahead", "state"]),
-                    max_size=5,
-                )
-            ),
+            lambda inner: st.lists(inner, max_size=4),
             max_leaves=12,
-        ).map(lambda told: framed(json.dumps(told).encode())),
+        ).map(lambda told: framed(json.dumps([1, 0, "Given", told]).encode())),
     )
 )
 def test_nonsense_ends_its_own_connection_only(home: Home, sent: bytes) -> None:
@@ -77,7 +67,7 @@ def test_nonsense_ends_its_own_connection_only(home: Home, sent: bytes) -> None:
 
 def test_a_message_that_is_too_long_is_not_read(home: Home) -> None:
     with connected(home) as connection:
-        connection.sendall(struct.pack(">I", wire.FRAME_BYTES_MAX + 1))
+        connection.sendall(struct.pack(">I", near.CODEC.bytes_max + 1))
         assert is_closed(connection)
     assert agents.state(home)
 
@@ -108,8 +98,8 @@ def test_a_caller_that_sends_byte_by_byte_has_no_more_time_than_others(home: Hom
 
 def test_an_answer_that_cannot_be_is_not_believed() -> None:
     r = OffsetRange(TopicPartition("t", 0), 5, 9)
-    assert near._left([r], {0: 7}) == [OffsetRange(r.tp, 7, 9)]
-    assert near._left([r], {0: 9}) == []
-    for until in (4, 10):
-        with pytest.raises(wire.WireError):
-            near._left([r], {0: until})
+    assert near._left([r], [Part(place=0, until=7, rows=1)]) == [OffsetRange(r.tp, 7, 9)]
+    assert near._left([r], [Part(place=0, until=9, rows=4)]) == []
+    for place, until in ((0, 4), (0, 10), (1, 7), (-1, 7)):
+        with pytest.raises(WireError):
+            near._left([r], [Part(place=place, until=until, rows=1)])
