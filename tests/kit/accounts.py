@@ -138,20 +138,13 @@ class Accounts:
             advance(book)
 
     def left_out(self, ranges: Ranges) -> None:
-        """A table left a batch out, because it was planned before a reset. If its stream does not know of that reset,
-        because others wrote over all notes of it, the next batch is refused, and the operator who settles that brings
-        the group back to before it: until then Kafka may have more than was processed."""
-        for tp, (_, end) in self._of(ranges):
-            self.books[tp].void = max(self.books[tp].void, end)
-
-    def whole(self, tp: TopicPartition) -> int:
-        """The end of what was processed. Where others committed over all notes of a reset, a stream that does not know
-        of it may have one batch left out, which the log tells; another stream may go on behind it. Kafka has no other
-        place for such a note (``Scene._go_on``), and a table cannot tell that batch from one of before the reset."""
-        book = self.books[tp]
-        notes = [parse_note(other.commits[-1][1].note) for other in self.books.values() if other.commits]
-        told = any(note.epoch >= self._reset for note in notes)
-        return book.whole if told else whole_behind(book, book.void)
+        """A table left a batch out, because it was planned before a reset. Where others committed over all notes of the
+        reset, the stream does not know of it, and its table cannot tell that batch from one of before the reset: its
+        records are left out for good, and the log says so. Kafka has no other place for such a note."""
+        notes = [parse_note(book.commits[-1][1].note) for book in self.books.values() if book.commits]
+        if not any(note.epoch >= self._reset for note in notes):
+            for tp, (_, end) in self._of(ranges):
+                self._nobodys(tp, end)
 
     def has_already(self, ranges: Ranges, *, table: str) -> None:
         """A table left out what it has. After a reset that did not move this table, that was to be processed again.
@@ -169,10 +162,6 @@ class Accounts:
                 if row < book.end:
                     book.times[row - book.start] = max(1, book.times[row - book.start])
             advance(book)
-
-    def left_in_the_middle(self) -> list[TopicPartition]:
-        """Where Kafka has what was left out, and nobody knows as yet."""
-        return [tp for tp, book in self.books.items() if book.whole < min(book.void, self._committed(tp))]
 
     def ledger_moved(self, table: str, offsets: Mapping[TopicPartition, int]) -> None:
         """An operator moved a table's ledger: what stands behind that is to be written again."""
@@ -238,11 +227,3 @@ def advance(book: Book) -> None:
     book.whole = max(book.whole, book.nobodys)
     while book.whole - book.start < len(book.times) and book.times[book.whole - book.start]:
         book.whole += 1
-
-
-def whole_behind(book: Book, at: int) -> int:
-    """The end of what was processed without a gap, but for what lies below ``at``."""
-    at = max(at, book.whole)
-    while 0 <= at - book.start < len(book.times) and book.times[at - book.start]:
-        at += 1
-    return at

@@ -86,7 +86,6 @@ class Book:
     firsts: set[int] = field(default_factory=set)  # where its log ever began
     rewound: int = 0  # below this records were nobody's, until an operator went back behind that by Kafka's own tool
     took: set[str] = field(default_factory=set)  # the tables, "" for others, that read from there
-    void: int = 0  # up to here batches were left out because they were planned before a reset
     undone: set[int] = field(default_factory=set)  # where batches began that a reset made void, and nobody committed
     moved: bool = False  # an operator moved it by Kafka's own tool
     halfway: bool = False  # an operator moved it by a reset that did not reach the table

@@ -9,7 +9,7 @@ does to partitions (``accounts``).
 
 from collections.abc import Iterable
 
-from kit.accounts import Accounts, Ranges, Violation, advance, whole_behind
+from kit.accounts import Accounts, Ranges, Violation, advance
 from kit.books import Cause, Holding, Loss, Reader
 from kit.kafka_client import Client, Tps
 from kit.kafka_group import Entry
@@ -207,7 +207,7 @@ class Invariants(Accounts):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
             if offset.epoch < self._reset:
-                # Others committed over all notes of the reset (see whole); when it hears of it, this is void.
+                # Others committed over all notes of the reset (see left_out); when it hears of it, this is void.
                 book.undone.add(start)
                 book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
             mine = [held for held in book.holders.values() if held.reader is reader and held.loss is None]
@@ -326,7 +326,7 @@ class Invariants(Accounts):
         # It takes the topic for the former one as yet; or it did when it ordered this, and has begun anew since: a
         # commit names a topic, not its id (OffsetCommit up to version 9, the newest that librdkafka sends).
         anew = book.again and (writer not in book.begun or writer in book.back)
-        if new.offset > whole_behind(book, book.void) and not anew:
+        if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
@@ -347,15 +347,15 @@ class Invariants(Accounts):
     def finished(self) -> bool:
         """As far as a former topic of that name was read, who committed what is not judged either."""
         return all(
-            self.whole(tp) >= book.end and (self._committed(tp) >= book.end or book.end <= book.stale)
+            book.whole >= book.end and (self._committed(tp) >= book.end or book.end <= book.stale)
             for tp, book in self.books.items()
         )
 
     def finish(self) -> None:
         """Everything produced was processed and is committed; what was processed twice had been counted."""
         for tp, book in self.books.items():
-            if (whole := self.whole(tp)) < book.end:
-                self._break(f"{tp} offset {whole} of {book.end} was never processed")
+            if book.whole < book.end:
+                self._break(f"{tp} offset {book.whole} of {book.end} was never processed")
             if self._committed(tp) < book.end > book.stale:
                 self._break(f"{tp} is committed at {self._committed(tp)}, but all up to {book.end} was processed")
         for reader in self._readers.values():

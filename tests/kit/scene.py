@@ -318,7 +318,6 @@ class Scene:
         self.cluster.misfortune = Misfortune()
         self.group.on_topics_changed()
         world.at(UNOWNED_EVERY_MS, self._own_all)
-        world.at(UNOWNED_EVERY_MS, self._go_on)
         for query in self.queries:
             query.habits = replace(query.habits, sink_ms_max=100, crash=0.0, trigger="default")
             for run in query.runs:
@@ -343,16 +342,6 @@ class Scene:
             self.world.note("somebody makes the group rebalance: a partition has no owner")
             self.group.on_topics_changed()
         self.world.at(UNOWNED_EVERY_MS, self._own_all)
-
-    def _go_on(self) -> None:
-        """Of a batch that a table left out because its stream does not know of a reset, the log tells, and an error
-        with the next batch: that is one too many for a plan of before the reset. So records go on to come where some
-        are missing. A stream cannot know where others committed over all notes of the reset: Kafka keeps texts of ours
-        beside offsets only, and who commits an offset replaces the text."""
-        for tp in self.truth.left_in_the_middle():
-            self.cluster.produce(tp, 1)
-            self.truth.produce(tp, 1)
-        self.world.at(UNOWNED_EVERY_MS, self._go_on)
 
     def at_rest(self) -> bool:
         return self.truth.finished() and not self.operator.busy
