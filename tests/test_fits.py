@@ -1,6 +1,6 @@
 """What is refused because it does not fit, in one line; and what an executor says that lacks something."""
 
-import importlib.metadata
+import importlib
 import importlib.util
 import pickle
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyspark
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql.types import StructType
@@ -27,41 +28,51 @@ OPTIONS = {"kafka.bootstrap.servers": "localhost:1", "kafka.group.id": "g", "sub
 
 
 @pytest.fixture
-def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """The versions that are here, to be changed; None: not there."""
-    here: dict[str, str | None] = {name: importlib.metadata.version(name) for name in ("pyspark", *fits.LIBRARIES)}
-    monkeypatch.setattr(fits, "version_of", lambda name, module: here[name])
-    return here
+def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds no pyspark."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
 
 
 def test_what_is_installed_here_fits() -> None:
     assert fits.problem() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "said"),
-    [
-        ("pyspark", "4.1.2", "Spark 4.1.2 does not fit: this release is for Spark 4.2, Python 3.11 to 3.13, Java"),
-        ("pyspark", "4.20.0", "Spark 4.20.0 does not fit"),
-        ("pyspark", None, "there is no pyspark: .*'spark-group-source\\[local\\]'"),
-        ("confluent-kafka", "2.15.9", "confluent-kafka 2.15.9 does not fit: pip install 'confluent-kafka>=2.16,<3'"),
-        ("confluent-kafka", "3.0.0", "confluent-kafka 3.0.0 does not fit"),
-        ("pyarrow", None, "there is no pyarrow in .*: pip install 'pyarrow>=18,<27'"),
-        ("pandas", "3.0.0", "pandas 3.0.0 does not fit: pip install 'pandas>=2.2,<3'"),
-    ],
-)
-def test_what_does_not_fit_is_refused_at_load_in_one_line(
-    versions: dict[str, str | None], name: str, version: str | None, said: str
-) -> None:
-    versions[name] = version
-    with pytest.raises(SetupError, match=said) as met:
+def test_a_missing_spark_is_refused_at_load_in_one_line(no_spark: None) -> None:
+    del no_spark
+    with pytest.raises(SetupError, match=r"there is no pyspark: .*'spark-group-source\[local\]'") as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
 
 
-@pytest.mark.parametrize(("name", "version"), [("pyspark", "4.2.1"), ("pyspark", ""), ("pyarrow", "18.0.0")])
-def test_what_fits_or_does_not_say_is_taken(versions: dict[str, str | None], name: str, version: str) -> None:
-    versions[name] = version
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in fits.FEATURES.items() for name in (None, *names)]
+)
+def test_a_spark_without_a_class_that_the_source_needs_is_refused_at_load_in_one_line(
+    module: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.1.2")
+    if name is None:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        monkeypatch.delattr(importlib.import_module(module), name)
+    missing = module if name is None else f"{module}.{name}"
+    said = f"Spark 4.1.2 has no {missing}: this release is for Spark 4.2 and newer, Python 3.11 to 3.13, Java"
+    with pytest.raises(SetupError, match=re.escape(said)) as met:
+        KafkaGroupDataSource(OPTIONS)
+    assert "\n" not in str(met.value)
+
+
+def test_what_the_source_imports_of_sparks_sources_is_what_is_looked_for() -> None:
+    code = Path(spark_group_source.__file__).with_name("source.py").read_text()
+    imported = re.findall(r"^from (pyspark\.sql\.(?:streaming\.)?datasource) import (.+)$", code, re.MULTILINE)
+    used = {module: set(names.split(", ")) - {"DataSourceReader"} for module, names in imported}  # of batch queries
+    assert used == {module: set(names) for module, names in fits.FEATURES.items()}
+
+
+@pytest.mark.parametrize("version", ["4.3.0", "5.0.0.dev1", "platform-17"])
+def test_a_newer_spark_with_these_classes_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", version)
     KafkaGroupDataSource(OPTIONS)
 
 
@@ -100,21 +111,19 @@ def test_the_versions_of_a_real_session_fit(spark: Any) -> None:
     assert spark._jvm.io.delta.package.VERSION().startswith(f"{fits.DELTA}.")
 
 
-def test_the_package_installs_no_spark_and_its_libraries_are_those_that_are_checked() -> None:
+def test_the_package_installs_no_spark_and_the_local_extra_the_one_that_is_tested() -> None:
     assert not [wanted for wanted in PROJECT["dependencies"] if re.match(r"(pyspark|delta)", wanted)]
     local = PROJECT["optional-dependencies"]["local"]
     assert {wanted.partition("==")[2].rpartition(".")[0] for wanted in local} == {fits.SPARK, fits.DELTA}
     assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{fits.SPARK}_2.13:{fits.DELTA}.")
-    for name, (_, first, beyond) in fits.LIBRARIES.items():
-        assert f"{name}>={'.'.join(map(str, first))},<{'.'.join(map(str, beyond))}" in PROJECT["dependencies"]
     assert PROJECT["requires-python"] == f">={'.'.join(map(str, fits.PYTHON_MIN))}"
 
 
-def test_on_another_spark_the_look_up_of_sources_goes_on_and_ours_is_refused_at_load() -> None:
+def test_on_an_older_spark_the_look_up_of_sources_goes_on_and_ours_is_refused_at_load() -> None:
     code = """
-    import importlib.metadata, pyspark
-    pyspark.__version__ = "4.1.0"
-    import pyspark_kafka_group, sys
+    import sys, pyspark.sql.streaming.datasource
+    del pyspark.sql.streaming.datasource.SupportsTriggerAvailableNow
+    import pyspark_kafka_group
     assert "spark_group_source.source" not in sys.modules
     assert pyspark_kafka_group.DefaultSource.name() == "kafka-group"
     pyspark_kafka_group.DefaultSource({})
@@ -123,7 +132,8 @@ def test_on_another_spark_the_look_up_of_sources_goes_on_and_ours_is_refused_at_
         [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())],
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
-    assert "spark_group_source.errors.SetupError: Spark 4.1.0 does not fit" in ended.stderr
+    lacks = "pyspark.sql.streaming.datasource.SupportsTriggerAvailableNow"
+    assert f"errors.SetupError: Spark {pyspark.__version__} has no {lacks}: this release" in ended.stderr
 
 
 # --- what travels ----------------------------------------------------------------------------------------------------
@@ -168,8 +178,8 @@ def test_the_command_says_which_release_it_is() -> None:
     assert (shown.exit_code, shown.output) == (0, f"spark-group {spark_group_source.__version__}\n")
 
 
-def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(versions: dict[str, str | None]) -> None:
-    versions["pyspark"] = None
+def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(no_spark: None) -> None:
+    del no_spark
     needed = ["--bootstrap-servers", "localhost:1", "--group", "g", "--topics", "t", "--table", "/t"]
     shown = CliRunner().invoke(app, ["run", *needed, "--checkpoint", "/c"])
     assert shown.exit_code == 1
@@ -177,10 +187,10 @@ def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(versions
 
 
 def test_a_command_that_needs_spark_for_one_option_says_what_fits_too(
-    versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+    no_spark: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    del no_spark
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
-    versions["pyspark"] = None
     shown = CliRunner().invoke(app, ["describe", "--group", "g", "--bootstrap-servers", "localhost:1", "--table", "/t"])
     assert shown.exit_code == 1
     assert shown.output.startswith("error: SetupError: there is no pyspark: this release is for Spark 4.2")
