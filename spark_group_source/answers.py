@@ -6,16 +6,17 @@ imports: reading tasks do without the client library's package, which takes long
 A code of 0 and above stands in a response: it is a broker's word. A code below 0 is librdkafka's own view of the world,
 and no fact about it: the library says "unknown partition" of a partition whose broker it cannot reach. So no negative
 code means :attr:`Meaning.GONE`. What a broker says may be a passing state as well (a topic that was just made, a leader
-that just moved), so :attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed when they were said twice.
+that just moved), so :attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed when they were said twice:
+:class:`Suspicions`.
 
 Of the tokens that a client logs in with (OAUTHBEARER) the library tells by one code, and in texts alone, that none
 came, which is silence, or that their endpoint said "no", which is a refusal. See :func:`lacks_token`.
 
-The codes are those of https://kafka.apache.org/protocol#protocol_error_codes and of librdkafka's ``rdkafka.h``. One
-that is in no table came with a release after this one: it is asked again, within the bound of every question.
+The codes are those of https://kafka.apache.org/protocol#protocol_error_codes and of librdkafka's ``rdkafka.h``. A code
+that is in no table is asked again, within the bound of every question.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum
 from typing import Final
 
@@ -53,30 +54,9 @@ _WORDS: Final[Mapping[Meaning, str]] = {
         NO_ERROR=0
     """,
     Meaning.AGAIN: """
-        OFFSET_OUT_OF_RANGE=1 INVALID_MSG=2 LEADER_NOT_AVAILABLE=5 NOT_LEADER_FOR_PARTITION=6 REQUEST_TIMED_OUT=7
-        BROKER_NOT_AVAILABLE=8 REPLICA_NOT_AVAILABLE=9 STALE_CTRL_EPOCH=11 NETWORK_EXCEPTION=13
-        COORDINATOR_LOAD_IN_PROGRESS=14 COORDINATOR_NOT_AVAILABLE=15 NOT_COORDINATOR=16 NOT_ENOUGH_REPLICAS=19
-        NOT_ENOUGH_REPLICAS_AFTER_APPEND=20 REBALANCE_IN_PROGRESS=27 NOT_CONTROLLER=41
-        OUT_OF_ORDER_SEQUENCE_NUMBER=45 DUPLICATE_SEQUENCE_NUMBER=46 INVALID_TXN_STATE=48
-        INVALID_PRODUCER_ID_MAPPING=49 CONCURRENT_TRANSACTIONS=51 TRANSACTION_COORDINATOR_FENCED=52
-        OPERATION_NOT_ATTEMPTED=55 KAFKA_STORAGE_ERROR=56 LOG_DIR_NOT_FOUND=57 UNKNOWN_PRODUCER_ID=59
-        REASSIGNMENT_IN_PROGRESS=60 NON_EMPTY_GROUP=68 FETCH_SESSION_ID_NOT_FOUND=70 INVALID_FETCH_SESSION_EPOCH=71
-        LISTENER_NOT_FOUND=72 FENCED_LEADER_EPOCH=74 UNKNOWN_LEADER_EPOCH=75 STALE_BROKER_EPOCH=77
-        OFFSET_NOT_AVAILABLE=78 MEMBER_ID_REQUIRED=79 PREFERRED_LEADER_NOT_AVAILABLE=80
-        ELIGIBLE_LEADERS_NOT_AVAILABLE=83 ELECTION_NOT_NEEDED=84 NO_REASSIGNMENT_IN_PROGRESS=85
-        GROUP_SUBSCRIBED_TO_TOPIC=86 UNSTABLE_OFFSET_COMMIT=88 THROTTLING_QUOTA_EXCEEDED=89 RESOURCE_NOT_FOUND=91
-        INCONSISTENT_VOTER_SET=94 INVALID_UPDATE_VERSION=95 INCONSISTENT_TOPIC_ID=103 UNRELEASED_INSTANCE_ID=111
-        UNKNOWN_CONTROLLER_ID=116 UNKNOWN_SUBSCRIPTION_ID=117 TRANSACTION_ABORTABLE=120 SHARE_SESSION_NOT_FOUND=122
-        INVALID_SHARE_SESSION_EPOCH=123 FENCED_STATE_EPOCH=124 REBOOTSTRAP_REQUIRED=129
-        SHARE_SESSION_LIMIT_REACHED=133 UNKNOWN=-1 _DESTROY_BROKER=-137 _LOG_TRUNCATION=-139 _AUTO_OFFSET_RESET=-140
-        _NOOP=-141 _ASSIGNMENT_LOST=-142 _UNKNOWN_BROKER=-146 _MAX_POLL_EXCEEDED=-147 _PURGE_INFLIGHT=-151
-        _PURGE_QUEUE=-152 _RETRY=-153 _UNDERFLOW=-155 _NOENT=-156 _PARTIAL=-158 _INTR=-163 _WAIT_CACHE=-164
-        _TIMED_OUT_QUEUE=-166 _OUTDATED=-167 _NO_OFFSET=-168 _STATE=-172 _CONFLICT=-173 _REVOKE_PARTITIONS=-174
-        _ASSIGN_PARTITIONS=-175 _PREV_IN_PROGRESS=-177 _IN_PROGRESS=-178 _UNKNOWN_GROUP=-179 _WAIT_COORD=-180
-        _NODE_UPDATE=-182 _ISR_INSUFF=-183 _QUEUE_FULL=-184 _TIMED_OUT=-185 _ALL_BROKERS_DOWN=-187
-        _UNKNOWN_TOPIC=-188 _UNKNOWN_PARTITION=-190 _PARTITION_EOF=-191 _MSG_TIMED_OUT=-192 _RESOLVE=-193
-        _TRANSPORT=-195 _FAIL=-196 _DESTROY=-197 _BAD_MSG=-199
-    """,
+        OFFSET_OUT_OF_RANGE=1 NON_EMPTY_GROUP=68 GROUP_SUBSCRIBED_TO_TOPIC=86
+        _AUTO_OFFSET_RESET=-140 _PARTITION_EOF=-191 _BAD_MSG=-199
+    """,  # and whatever is not in this table; these are named because the code speaks of them
     Meaning.GONE: """
         UNKNOWN_TOPIC_OR_PART=3 GROUP_ID_NOT_FOUND=69 UNKNOWN_TOPIC_ID=100
     """,
@@ -117,12 +97,12 @@ _WORDS: Final[Mapping[Meaning, str]] = {
 CODES: Final[Mapping[str, int]] = {
     name: int(code) for words in _WORDS.values() for name, _, code in (word.partition("=") for word in words.split())
 }
-"""Every code by its name in confluent_kafka's ``KafkaError``."""
+"""The codes of the table by their names in confluent_kafka's ``KafkaError``."""
 
 ANSWERS: Final[Mapping[int, Meaning]] = {
     int(word.partition("=")[2]): meaning for meaning, words in _WORDS.items() for word in words.split()
 }
-"""Every code, whatever was asked."""
+"""The codes of the table, whatever was asked."""
 
 TLS_ALERT: Final = "SSL alert number"
 """With TLS 1.3 a broker refuses a certificate when the client thinks the connection made. librdkafka calls that a lost
@@ -181,3 +161,32 @@ def meaning(request: Request, code: int, text: str = "") -> Meaning:
     if lacks_token(code, text):
         return Meaning.AGAIN
     return EXCEPTIONS.get((request, code)) or ANSWERS.get(code, Meaning.AGAIN)
+
+
+class Suspicions:
+    """What was reported and may be wrong, such as that a topic is gone. Each is believed when it was reported
+    :attr:`times` times without a contradiction, over the grace at least.
+
+    Args:
+        grace: between the first report and the one that is believed, in the unit of the caller's clock.
+        times: how many reports it takes.
+    """
+
+    def __init__(self, grace: float = 0, times: int = 2) -> None:
+        self._grace, self.times = grace, times
+        self._reports: dict[Hashable, tuple[float, int]] = {}
+
+    def report(self, what: Hashable, now: float = 0) -> bool:
+        """Note a report. Returns whether it is believed now."""
+        since, count = self._reports.get(what, (now, 0))
+        self._reports[what] = since, count + 1
+        return count + 1 >= self.times and now - since >= self._grace
+
+    def clear(self, *what: Hashable) -> None:
+        """Something else was reported, or happened."""
+        for one in what:
+            self._reports.pop(one, None)
+
+    def __contains__(self, what: Hashable) -> bool:
+        """Whether it is suspected, believed or not."""
+        return what in self._reports

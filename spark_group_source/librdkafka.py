@@ -1,15 +1,30 @@
-"""librdkafka's own calls by ctypes, in the copy that confluent_kafka ships: for what its Python client cannot do.
+"""librdkafka by ctypes: finding the library, declaring its calls, and the base of the clients that are made with it.
 
 Runs in: executor workers, the stream reader, a terminal; wherever ``executor`` and ``kafka`` call C. Deliberately
-absent: what is called (each caller lists its calls with their types), any call back from C into Python (errors, log
-lines and wishes for tokens are polled as events), and the confluent_kafka package: executor workers never load it.
+absent: requests and their answers (each caller declares its calls), and callbacks from C into Python: errors, log lines
+and token refreshes are polled as events. The confluent_kafka package is not imported, because loading it is slow;
+``aws_iam`` is the exception.
 """
 
 import ctypes as c
+import functools
+import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from spark_group_source.errors import OptionError, SetupError
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.callables import TOKEN_CALLABLE, Named
+from spark_group_source.options.client import without_secrets
+
+log = logging.getLogger(__name__)
 
 POINTER, POINTERS, TEXT = c.c_void_p, c.POINTER(c.c_void_p), c.c_char_p
 INT, INT64, SIZE = c.c_int, c.c_int64, c.c_size_t
@@ -48,6 +63,7 @@ CLIENT: Signatures = {
     "conf_set": (INT, POINTER, TEXT, TEXT, TEXT, SIZE),
     "conf_set_events": (None, POINTER, INT),
     "new": (POINTER, INT, POINTER, TEXT, SIZE),
+    "destroy_flags": (None, POINTER, INT),
     "set_log_queue": (INT, POINTER, POINTER),
     "queue_new": (POINTER, POINTER),
     "queue_get_main": (POINTER, POINTER),
@@ -56,8 +72,11 @@ CLIENT: Signatures = {
     "event_type": (INT, POINTER),
     "event_error": (INT, POINTER),
     "event_error_string": (TEXT, POINTER),
+    "event_config_string": (TEXT, POINTER),
     "event_log": (INT, POINTER, c.POINTER(TEXT), c.POINTER(TEXT), c.POINTER(INT)),
     "event_destroy": (None, POINTER),
+    "oauthbearer_set_token": (INT, POINTER, TEXT, INT64, TEXT, c.POINTER(TEXT), SIZE, TEXT, SIZE),
+    "oauthbearer_set_token_failure": (INT, POINTER, TEXT),
     "topic_partition_list_new": (PARTITIONS, INT),
     "topic_partition_list_add": (c.POINTER(Partition), PARTITIONS, TEXT, c.c_int32),
     "topic_partition_list_destroy": (None, PARTITIONS),
@@ -67,34 +86,204 @@ CLIENT: Signatures = {
     "error_code": (INT, POINTER),
     "error_string": (TEXT, POINTER),
 }
-"""What every client needs: settings, events, lists of partitions, errors."""
+"""What every client needs: settings, events, tokens, lists of partitions, errors."""
+
+PRODUCER, CONSUMER = 0, 1
+_EVENT_LOG, _EVENT_ERROR, _EVENT_TOKEN = 0x4, 0x8, 0x100
+_NO_CONSUMER_CLOSE = 8
+_ANY_OPERATION = 0
+TEXT_BYTES = 512
+ERRORS_MAX = 100
+"""Errors of one client that are kept until it is asked for them."""
+TOKEN_S_MAX = 10.0
+"""How long a new client waits until librdkafka requests the first token. Whether one came, its connections tell."""
+POLL_MS = 100
+"""How often events are looked at while something else is awaited."""
+_AWS_MARKER, _AWS_IAM = "sasl.oauthbearer.metadata.authentication.type", "aws_iam"
 
 
-def calls(signatures: Signatures) -> dict[str, Any]:
-    """librdkafka's functions by their names without ``rd_kafka_``.
+class Library:
+    """librdkafka's functions as attributes, by their names without ``rd_kafka_``.
+
+    Args:
+        signatures: the functions to declare.
 
     Raises:
-        ImportError: the library is not there, or has no such function.
+        SetupError: the library is not installed, or does not export one of the functions.
     """
-    rdkafka = c.CDLL(str(extension()))
-    found = {}
-    for name, (result, *arguments) in signatures.items():
-        call = getattr(rdkafka, f"rd_kafka_{name}", None)
-        if call is None:
-            raise ImportError(f"librdkafka has no rd_kafka_{name}")
-        call.restype, call.argtypes = result, arguments
-        found[name] = call
-    return found
+
+    def __init__(self, signatures: Signatures) -> None:
+        rdkafka = _loaded()
+        for name, (result, *arguments) in signatures.items():
+            call = getattr(rdkafka, f"rd_kafka_{name}", None)
+            if call is None:
+                raise SetupError(
+                    f"{rdkafka._name} does not export rd_kafka_{name}, which is needed. The wheel of confluent-kafka "
+                    "2.16 does: pip install --only-binary :all: 'confluent-kafka==2.16.*', on every executor"
+                )
+            call.restype, call.argtypes = result, arguments
+            setattr(self, name, call)
+
+    def __getattr__(self, name: str) -> Any:  # Any: ctypes functions, set by name above
+        raise AttributeError(name)
+
+
+@functools.cache
+def _loaded() -> c.CDLL:
+    return c.CDLL(str(extension()))
 
 
 def extension() -> Path:
-    """confluent_kafka's extension module, found without importing the package: it brings librdkafka with it.
+    """The path of confluent_kafka's extension module, which loads librdkafka. The package is not imported.
 
     Raises:
-        ImportError: confluent_kafka is not installed.
+        SetupError: confluent_kafka is not installed.
     """
     package = importlib.util.find_spec("confluent_kafka")
     for folder in (package.submodule_search_locations or []) if package else []:
         for path in Path(folder).glob("cimpl*.so"):
             return path
-    raise ImportError("confluent_kafka is not installed")
+    raise SetupError("confluent_kafka is not installed in this Python: pip install 'confluent-kafka>=2.16,<3'")
+
+
+def text(raw: bytes | None) -> str:
+    """A C string as text; None is empty."""
+    return (raw or b"").decode(errors="replace")
+
+
+class Client:
+    """A librdkafka client whose events are polled. One thread at a time.
+
+    Args:
+        lib: the declared functions, those of :data:`CLIENT` included.
+        kind: :data:`PRODUCER` or :data:`CONSUMER`.
+        settings: librdkafka's, or with a function for tokens (``oauth_cb``, ``aws_iam``).
+
+    Raises:
+        OptionError: librdkafka refuses a setting, or the function for tokens cannot be imported.
+    """
+
+    def __init__(self, lib: Library, kind: int, settings: Mapping[str, str]) -> None:
+        self.lib = lib
+        self.rk: int | None = None
+        """None after :meth:`close`, and in a forked child, which has none of the client's threads."""
+        own, self._token = token_source(settings)
+        self._is_token_requested = False
+        why = c.create_string_buffer(TEXT_BYTES)
+        conf = lib.conf_new()
+        lib.conf_set_events(conf, _EVENT_ERROR | _EVENT_LOG | (_EVENT_TOKEN if self._token else 0))
+        for name, value in {**own, "log.queue": "true"}.items():
+            if lib.conf_set(conf, name.encode(), value.encode(), why, len(why)):
+                lib.conf_destroy(conf)
+                raise refused_setting(settings, text(why.value))
+        self.rk = lib.new(kind, conf, why, len(why))
+        if not self.rk:
+            lib.conf_destroy(conf)
+            raise refused_setting(settings, text(why.value))
+        lib.set_log_queue(self.rk, None)  # to the main queue, where errors and token refreshes arrive too
+        self._main = lib.queue_get_main(self.rk)
+        self.errors: deque[tuple[int, str]] = deque(maxlen=ERRORS_MAX)
+        """Errors of the client as a whole that :meth:`serve` found: librdkafka's code and words."""
+        _clients.add(self)
+        until_s = time.monotonic() + TOKEN_S_MAX
+        while self._token is not None and not self._is_token_requested and time.monotonic() < until_s:
+            self.serve(POLL_MS)
+
+    def serve(self, wait_ms: int = 0) -> None:
+        """Empty the main queue: log lines are logged, tokens are refreshed, errors are kept."""
+        lib = self.lib
+        while event := lib.queue_poll(self._main, wait_ms):
+            wait_ms = 0
+            kind = lib.event_type(event)
+            if kind == _EVENT_ERROR:
+                self.errors.append((int(lib.event_error(event)), text(lib.event_error_string(event))))
+            elif kind == _EVENT_LOG:
+                facility, line, level = c.c_char_p(), c.c_char_p(), c.c_int()
+                lib.event_log(event, c.byref(facility), c.byref(line), c.byref(level))
+                quiet = level.value > 4 or facility.value == b"CONFWARN"  # a setting that does not concern this client
+                log.log(logging.DEBUG if quiet else logging.INFO, "%s: %s", text(facility.value), text(line.value))
+            elif kind == _EVENT_TOKEN and self._token is not None:
+                self._set_token(self._token, text(lib.event_config_string(event)))
+            lib.event_destroy(event)
+
+    def _set_token(self, function: Callable[[str], Any], argument: str) -> None:
+        self._is_token_requested = True
+        why = c.create_string_buffer(TEXT_BYTES)
+        try:
+            token, expires_s, *more = function(argument)
+            principal = str(more[0]) if more else ""
+            pairs = [str(word).encode() for pair in (more[1].items() if len(more) > 1 else ()) for word in pair]
+            extensions = (c.c_char_p * len(pairs))(*pairs)
+            until_ms = int(expires_s * 1000)
+            failed = self.lib.oauthbearer_set_token(
+                self.rk, token.encode(), until_ms, principal.encode(), extensions, len(pairs), why, len(why)
+            )
+            failure = text(why.value) if failed else ""
+        except Exception as exc:  # noqa: BLE001 - a function of the user's
+            failure = f"the function for tokens raised {type(exc).__name__}: {exc}"
+        if failure:
+            self.lib.oauthbearer_set_token_failure(self.rk, failure.encode())
+
+    def partitions(self, positions: Iterable[tuple[TopicPartition, int]]) -> Any:  # Any: a ctypes pointer
+        """A list of partitions with offsets, to be destroyed by the caller."""
+        found = self.lib.topic_partition_list_new(16)
+        for tp, offset in positions:
+            self.lib.topic_partition_list_add(found, tp.topic.encode(), tp.partition).contents.offset = offset
+        return found
+
+    def admin_options(self, timeout_s: float) -> Any:  # Any: a C pointer
+        """The options of one admin request, to be destroyed by the caller."""
+        why = c.create_string_buffer(TEXT_BYTES)
+        options = self.lib.AdminOptions_new(self.rk, _ANY_OPERATION)
+        self.lib.AdminOptions_set_request_timeout(options, round(timeout_s * 1000), why, len(why))
+        return options
+
+    def close(self) -> None:
+        """Stop the client's threads. It is in no group, so there is nothing to leave. Does nothing the second time."""
+        rk, self.rk = self.rk, None
+        if rk:
+            self.lib.queue_destroy(self._main)
+            self.lib.destroy_flags(rk, _NO_CONSUMER_CLOSE)
+
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+def _forget_clients() -> None:
+    for client in _clients:
+        client.rk = None
+
+
+os.register_at_fork(after_in_child=_forget_clients)
+
+
+def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[[str], Any] | None]:
+    """The settings that librdkafka itself understands, and the Python function that makes its tokens, if one does.
+
+    Raises:
+        OptionError: the function cannot be imported in this process.
+    """
+    own = dict(settings)
+    if TOKEN_CALLABLE in own:
+        return own, Named(TOKEN_CALLABLE, own.pop(TOKEN_CALLABLE))
+    if own.get(_AWS_MARKER, "").strip().lower() != _AWS_IAM:
+        return own, None
+    del own[_AWS_MARKER]
+    own.pop("sasl.oauthbearer.method", None)
+    extensions = own.pop("sasl.oauthbearer.extensions", None)
+    try:
+        aws = importlib.import_module("confluent_kafka._oauthbearer.aws.aws_autowire")
+        return own, aws.create_handler(own.get("sasl.oauthbearer.config", ""), extensions)
+    except (ImportError, ValueError, RuntimeError) as exc:
+        raise OptionError(
+            f"kafka.{_AWS_MARKER} is {_AWS_IAM}, and its tokens cannot be made here ({type(exc).__name__}: {exc}). pip "
+            "install 'confluent-kafka[oauthbearer-aws]' on every executor, or name a function in kafka.oauth_cb",
+            names=[_AWS_MARKER],
+        ) from None
+
+
+def refused_setting(settings: Mapping[str, str], words: str) -> OptionError:
+    """The error for settings that librdkafka refuses, in its words without any value that could be a secret."""
+    words = without_secrets(words, settings)
+    names = sorted(name for name in settings if f'"{name}"' in words)
+    return OptionError(f"the Kafka client refuses its settings: {words}", names=names)

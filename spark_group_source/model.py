@@ -4,6 +4,7 @@ Runs in: every process. Deliberately absent: behaviour, I/O, anything of Kafka o
 because a plan over 100,000 partitions makes and compares millions of them.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 
@@ -31,6 +32,29 @@ class OffsetRange(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tp}[{self.start},{self.end})"
+
+
+class Piece(NamedTuple):
+    """What one task reads: ranges of different partitions, and their topics and leaders as they were planned."""
+
+    ranges: tuple[OffsetRange, ...] = ()
+    topic_ids: Mapping[str, str] = {}
+    """The topics as they were planned: one that is deleted and made anew has another id (KIP-516)."""
+    leader_epochs: Mapping[TopicPartition, int] = {}
+    """Of the leaders that reported the ends of the ranges: a log that was cut goes on with records of a later one
+    (KIP-320)."""
+
+    @classmethod
+    def of(
+        cls, ranges: Iterable[OffsetRange], topic_ids: Mapping[str, str], leader_epochs: Mapping[TopicPartition, int]
+    ) -> "Piece":
+        """These ranges, with what of the ids and epochs concerns them."""
+        ranges = tuple(ranges)
+        return cls(
+            ranges,
+            {topic: topic_ids[topic] for topic in {r.tp.topic for r in ranges} & topic_ids.keys()},
+            {tp: leader_epochs[tp] for tp in {r.tp for r in ranges} & leader_epochs.keys()},
+        )
 
 
 class StartAt(NamedTuple):

@@ -24,7 +24,7 @@ from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionE
 from spark_group_source.executor.records import spark_ddl
 from spark_group_source.group.admission import pack
 from spark_group_source.group.offsets import StreamOffset, parse
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 from spark_group_source.parcel import Packed
 
@@ -46,23 +46,12 @@ METRICS_WAIT_S = 12.0
 
 
 class RangesPartition(InputPartition):
-    """Spark's piece of work: the ranges of one task, in full, so that any executor can read them at any time; and
-    whom to ask where the stream reader says which task reads what."""
+    """Spark's piece of work: what one task reads, in full, so that any executor can read it at any time; and whom to
+    ask where the stream reader says which task reads what."""
 
-    def __init__(
-        self,
-        ranges: Sequence[OffsetRange],
-        topic_ids: Mapping[str, str],
-        leader_epochs: Mapping[TopicPartition, int],
-        call: "Call | None" = None,
-    ) -> None:
+    def __init__(self, piece: Piece, call: "Call | None" = None) -> None:
         super().__init__(None)
-        self.call = call
-        self.ranges = tuple(ranges)
-        self.topic_ids = {topic: topic_ids[topic] for topic in {r.tp.topic for r in ranges} & topic_ids.keys()}
-        """The topics as they were planned: one that is deleted and made anew has another id."""
-        self.leader_epochs = {tp: leader_epochs[tp] for tp in {r.tp for r in ranges} & leader_epochs.keys()}
-        """The leaders as they were: a log that was cut goes on with records of a later one."""
+        self.piece, self.call = piece, call
 
 
 class KafkaGroupDataSource(Packed, DataSource):
@@ -156,7 +145,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             min_partitions=self._options.min_partitions,
             max_records=self._options.max_records_per_partition,
         )
-        return [RangesPartition(ranges, parsed.topic_ids, parsed.leader_epochs) for ranges in tasks]
+        return [RangesPartition(Piece.of(ranges, parsed.topic_ids, parsed.leader_epochs)) for ranges in tasks]
 
     def _claimed(self, reception: "Reception", batch: StreamOffset, lent: "list[Lent]") -> Sequence[InputPartition]:
         from spark_group_source.executor.tasks import Call
@@ -165,9 +154,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         late = plan.binding == "late"
         return [
             RangesPartition(
-                () if late else piece.ranges,
-                batch.topic_ids,
-                batch.leader_epochs,
+                Piece.of(() if late else piece.ranges, batch.topic_ids, batch.leader_epochs),
                 Call(
                     reception.addresses,
                     reception.secret,
@@ -228,26 +215,20 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         assert isinstance(partition, RangesPartition)
         options = self._options.on_executor(os.environ)
-        bounds: dict[str, Any] = {
-            "include_headers": options.include_headers,
-            "fail_on_data_loss": options.fail_on_data_loss,
-            "deadline_s": options.poll_timeout_ms / 1000,
-            "silence_s": options.broker_timeout_ms / 1000 or math.inf,
-        }
+        from spark_group_source.executor.fetch import ReadOptions, read_ranges
+
+        read = ReadOptions(
+            options.consumer_settings(),
+            include_headers=options.include_headers,
+            fail_on_data_loss=options.fail_on_data_loss,
+            deadline_s=options.poll_timeout_ms / 1000,
+            silence_s=options.broker_timeout_ms / 1000 or math.inf,
+        )
         if partition.call is None:  # what agents need is not even loaded: a worker's first task would wait for it
-            from spark_group_source.executor.fetch import read_ranges
+            return read_ranges(partition.piece, read)
+        from spark_group_source.executor.tasks import read_piece
 
-            return read_ranges(
-                options.consumer_settings(),
-                partition.ranges,
-                topic_ids=partition.topic_ids,
-                leader_epochs=partition.leader_epochs,
-                **bounds,
-            )
-        from spark_group_source.executor.tasks import Ranges, read_piece
-
-        piece = Ranges(partition.ranges, partition.topic_ids, partition.leader_epochs)
-        return read_piece(options, piece, partition.call, **bounds)
+        return read_piece(options, partition.piece, partition.call, read)
 
 
 def _received(options: Options, coordinator: "Coordinator") -> "Reception | None":

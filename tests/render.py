@@ -102,7 +102,8 @@ def answer_rows() -> str:
         meant = sorted(
             (code for code, means in answers.ANSWERS.items() if means is what), key=lambda code: (code < 0, abs(code))
         )
-        lines.append(f"| {what.value} | {', '.join(f'`{names[code]}`' for code in meant)} |")
+        codes = ", ".join(f"`{names[code]}`" for code in meant)
+        lines.append(f"| {what.value} | {'every other code' if what is answers.Meaning.AGAIN else codes} |")
     lines += ["", "| request | code | means here |", "|---|---|---|"]
     lines += [
         f"| {request.value} | `{names[code]}` | {what.value} |" for (request, code), what in answers.EXCEPTIONS.items()

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 from kafka_words import ADMIN_S, Record
+from reading import read as read_batches
 
 from spark_group_source.driver.coordinator import Coordinator
-from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.kafka import Runtime
 from spark_group_source.options.table import Options
@@ -223,7 +223,7 @@ class Engine:
         return None if end is start else parse(end.to_json())
 
     def read(self, end: StreamOffset) -> list[Seen]:
-        batches = read_ranges(
+        batches = read_batches(
             self.options.consumer_settings(),
             end.batch(),
             topic_ids=end.topic_ids,

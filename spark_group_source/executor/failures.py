@@ -1,13 +1,20 @@
-"""What went wrong for a reading task, as far as it is no fact about records.
+"""What a reading task ends with: errors of its brokers that last, and the texts of all its errors.
 
-Runs in: executor workers. Deliberately absent: what an error means (``answers``), lost records (``ranges``).
+Runs in: executor workers. Deliberately absent: what a code means (``answers``), when records are lost (``ranges``).
 """
 
-from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, meaning
-from spark_group_source.errors import GroupError
-from spark_group_source.executor import verdicts
-from spark_group_source.executor.doubts import GRACE_S, Doubts
-from spark_group_source.executor.records import Event
+from collections.abc import Sequence
+
+from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
+from spark_group_source.executor.intake import LaterLeader
+from spark_group_source.executor.records import Bounds, Event
+from spark_group_source.model import OffsetRange, TopicPartition
+
+GRACE_S = 3.0
+"""How long brokers must report the same before it is believed that a topic is gone or another one, that a log is short,
+or that access is refused: a broker that just started, and a new leader, can say each of these for a moment."""
+RANGES_IN_MESSAGE_MAX = 5
 
 _FATAL = CODES["_FATAL"]
 
@@ -16,14 +23,14 @@ class Failures:
     """Of one reader. Most pass by themselves; a refusal is believed after a grace, and a login that was refused only
     when a fresh client is refused as well: the token of the former one may have run out before another one came."""
 
-    def __init__(self, servers: str, user: str, doubts: Doubts) -> None:
-        self._servers, self._user, self._doubts = servers, user, doubts
+    def __init__(self, servers: str, user: str, suspicions: Suspicions) -> None:
+        self._servers, self._user, self._suspicions = servers, user, suspicions
         self._refused_s: float | None = None
         self._renewed = False
         self.last_text = ""
 
-    def hear(self, request: Request, event: Event, now_s: float) -> None:
-        """Something went wrong.
+    def note(self, request: Request, event: Event, now_s: float) -> None:
+        """Note that a request failed.
 
         Raises:
             AccessDenied: we were refused, and were again after a grace.
@@ -34,9 +41,9 @@ class Failures:
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
             self._refused_s = self._refused_s or now_s
-            known = self._doubts.hear((request, topic), now_s)
+            known = self._suspicions.report((request, topic), now_s)
             if known and (topic is not None or self._renewed):
-                raise verdicts.refused(topic, self._servers, event.text, request.value, self._user)
+                raise refused(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
             what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
             raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
@@ -51,3 +58,82 @@ class Failures:
             return False
         self._renewed = True
         return True
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(topic: str | None, servers: str, text: str, op: str, user: str) -> AccessDenied:
+    what = repr(topic) if topic else "from Kafka"
+    return AccessDenied(
+        f"reading {what} at {servers} was refused: {text}. "
+        + (
+            f"{user} needs Read on the topic {topic!r}"
+            if topic
+            else "Check the kafka.security.protocol, kafka.sasl.* and kafka.ssl.* options, as the executors see them"
+        ),
+        op=op,
+        on="topic" if topic else "",
+    )
+
+
+def timed_out(
+    servers: str, left: Sequence[OffsetRange], waited_s: float, last_error: str, held: Sequence[TopicPartition]
+) -> ReadTimeout:
+    """``held``: partitions whose records a transaction holds back."""
+    named = ", ".join(map(str, left[:RANGES_IN_MESSAGE_MAX])) or "nothing"
+    more = len(left) - RANGES_IN_MESSAGE_MAX
+    hint = " {} has records up to its planned end that an open transaction holds back: see its producer."
+    return ReadTimeout(
+        f"nothing came from {servers} for {waited_s:.1f} s; still to read: {named}"
+        + f" and {more} more" * (more > 0)
+        + f". Last error: {last_error or 'none'}."
+        + "".join(hint.format(tp) for tp in held[:1]),
+        ranges=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in left],
+        waited_ms=int(waited_s * 1000),
+    )
+
+
+def gone(rest: OffsetRange, servers: str, topics: Sequence[str]) -> TopicMissing:
+    return TopicMissing(
+        f"{rest.tp} does not exist any more at {servers}, while {rest} was still to be read. Restore the topic or "
+        "unsubscribe it",
+        topics=topics,
+    )
+
+
+def made_anew(planned: OffsetRange, *, was_read: bool, fails: bool) -> DataLoss:
+    topic = planned.tp.topic
+    return DataLoss(
+        f"{planned} was planned, but topic {topic} was deleted and made anew"
+        + " while it was read" * was_read
+        + ". Set failOnDataLoss=false to go on without its former records" * fails,
+        topic=topic,
+        partition=planned.tp.partition,
+        expected=planned.start,
+        available=(0, 0),
+    )
+
+
+def records_lost(rest: OffsetRange, low: int, high: int) -> DataLoss:
+    return DataLoss(
+        f"{rest} was planned but the log holds [{low},{high}): records aged out, or the topic was made anew. Set "
+        "failOnDataLoss=false to go on without them",
+        topic=rest.tp.topic,
+        partition=rest.tp.partition,
+        expected=rest.start,
+        available=(low, high),
+    )
+
+
+def cut_off(rest: OffsetRange, later: LaterLeader, log: Bounds) -> DataLoss:
+    """``later``: the record that is there."""
+    return DataLoss(
+        f"{rest} was planned, but its log was cut at {later.offset} or before it: a leader was elected that lacked "
+        f"the planned records. What stands there now was written after the plan, in leader epoch {later.epoch}: it "
+        f"has [{log.low},{log.high}) in epoch {log.leader_epoch}. Set failOnDataLoss=false to go on with what it holds",
+        topic=rest.tp.topic,
+        partition=rest.tp.partition,
+        expected=rest.start,
+        available=(log.low, log.high),
+    )

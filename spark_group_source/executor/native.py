@@ -1,27 +1,38 @@
-"""The fast client: librdkafka's arrays of messages become Arrow columns without a Python object per record.
+"""The client that reads records: librdkafka's arrays of messages become Arrow columns without a Python object a record.
 
-Runs in: executor workers. Deliberately absent: how the library is loaded and what is trusted of it (``rdkafka``), and
-decisions about ranges (``ranges``).
+Runs in: executor workers and agents, on 64-bit little-endian POSIX machines. Deliberately absent: making the client and
+serving its events (``librdkafka``), and decisions about ranges (``ranges``).
 
 One poll fills an array of message pointers. Numpy gathers the messages' structs by address, Arrow copies keys and
 values once, straight from the fetch buffers, and one call destroys them all.
+
+What this relies on: the public struct ``rd_kafka_message_t`` and public calls, which are librdkafka's ABI; and two
+private facts, each with a public call to fall back on, which is slower. The list that ``rd_kafka_messages_destroy``
+takes is a count followed by pointers: checked through its accessors when the library is loaded, else messages are
+destroyed singly. A message keeps its timestamp behind the public struct: compared with the public call in every batch,
+else timestamps are read by that call.
 """
 
 import ctypes as c
+import functools
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_group_source.executor import rdkafka
-from spark_group_source.executor.client import METADATA_TIMEOUT_S
-from spark_group_source.executor.questions import Questions
-from spark_group_source.executor.rdkafka import Words
+from spark_group_source.errors import SetupError
+from spark_group_source.executor.questions import (
+    METADATA_TIMEOUT_S,
+    Question,
+    Requests,
+    bounds_question,
+    topics_question,
+)
 from spark_group_source.executor.records import (
     Bounds,
     Cut,
@@ -30,9 +41,29 @@ from spark_group_source.executor.records import (
     Ints,
     Run,
     Told,
+    Words,
     assemble,
+    binary_column,
+    gather,
     header_bytes,
     header_column,
+    words_at,
+)
+from spark_group_source.librdkafka import (
+    CLIENT,
+    CONSUMER,
+    INT,
+    INT64,
+    PARTITIONS,
+    POINTER,
+    POINTERS,
+    SIZE,
+    TEXT,
+    Client,
+    Library,
+    Partition,
+    Signatures,
+    text,
 )
 from spark_group_source.model import TopicPartition
 
@@ -43,31 +74,103 @@ _MESSAGE_BYTES = 104
 _ERR, _RKT, _PARTITION, _PAYLOAD, _LEN, _KEY, _KEY_LEN, _OFFSET, _STAMP_TYPE, _STAMP = 0, 1, 2, 3, 4, 5, 6, 7, 11, 12
 """Which 8-byte word of it holds what; err and partition are low halves, the timestamp's type is a high half."""
 
-_CONSUMER = 1
-_NO_CONSUMER_CLOSE = 8
-_EVENT_LOG, _EVENT_ERROR = 4, 8
 _OFFSET_INVALID = -1001
+
+_CALLS: Signatures = {
+    **CLIENT,
+    "queue_get_consumer": (POINTER, POINTER),
+    "event_opaque": (POINTER, POINTER),
+    "topic_partition_get_leader_epoch": (c.c_int32, c.POINTER(Partition)),
+    "assign": (INT, POINTER, PARTITIONS),
+    "incremental_assign": (POINTER, POINTER, PARTITIONS),
+    "incremental_unassign": (POINTER, POINTER, PARTITIONS),
+    "error_destroy": (None, POINTER),
+    "metadata": (INT, POINTER, INT, POINTER, POINTERS, INT),
+    "metadata_destroy": (None, POINTER),
+    "position": (INT, POINTER, PARTITIONS),
+    "consume_batch_queue": (c.c_ssize_t, POINTER, INT, POINTER, SIZE),
+    "topic_name": (TEXT, POINTER),
+    "message_destroy": (None, POINTER),
+    "message_timestamp": (INT64, POINTER, c.POINTER(INT)),
+    "message_leader_epoch": (c.c_int32, POINTER),
+    "message_headers": (INT, POINTER, POINTERS),
+    "header_get_all": (INT, POINTER, SIZE, c.POINTER(TEXT), POINTERS, c.POINTER(SIZE)),
+    "AdminOptions_set_isolation_level": (POINTER, POINTER, INT),
+    "AdminOptions_set_opaque": (None, POINTER, POINTER),
+    "TopicCollection_of_topic_names": (POINTER, c.POINTER(TEXT), SIZE),
+    "TopicCollection_destroy": (None, POINTER),
+    "DescribeTopics": (None, POINTER, POINTER, POINTER, POINTER),
+    "event_DescribeTopics_result": (POINTER, POINTER),
+    "DescribeTopics_result_topics": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "TopicDescription_name": (TEXT, POINTER),
+    "TopicDescription_error": (POINTER, POINTER),
+    "TopicDescription_topic_id": (POINTER, POINTER),
+    "TopicDescription_partitions": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "Uuid_base64str": (TEXT, POINTER),
+    "ListOffsets": (None, POINTER, PARTITIONS, POINTER, POINTER),
+    "event_ListOffsets_result": (POINTER, POINTER),
+    "ListOffsets_result_infos": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "ListOffsetsResultInfo_topic_partition": (c.POINTER(Partition), POINTER),
+}
+_LISTS: Signatures = {
+    "messages_count": (SIZE, POINTER),
+    "messages_get": (POINTER, POINTER, SIZE),
+    "messages_destroy": (None, POINTER),
+}
+"""Experimental in librdkafka 2.16: a later release may lack them."""
+
+
+@functools.cache
+def library() -> Library:
+    """The calls of librdkafka that reading takes.
+
+    Raises:
+        SetupError: they cannot be used here.
+    """
+    if sys.byteorder != "little" or c.sizeof(c.c_void_p) != 8 or os.name != "posix":
+        raise SetupError("reading needs a 64-bit little-endian POSIX machine")
+    return Library(_CALLS)
+
+
+_libc = c.CDLL(None)
+_libc.malloc.restype, _libc.malloc.argtypes = POINTER, [SIZE]
+_libc.free.restype, _libc.free.argtypes = None, [POINTER]
+
+
+@functools.cache
+def list_calls() -> Library | None:
+    """The calls for whole lists of messages; None where they are missing or the layout of a list is another one."""
+    try:
+        lists = Library(_LISTS)
+    except SetupError as exc:
+        log.warning("messages are destroyed singly, which is slower: %s", exc)
+        return None
+    block = np.array([3, 0x1110, 0x2220, 0x3330], dtype=np.uint64)
+    address = block.ctypes.data
+    if [lists.messages_count(address), *(lists.messages_get(address, at) for at in range(3))] == block.tolist():
+        return lists
+    log.warning("this librdkafka keeps lists of messages in another way; they are destroyed singly, which is slower")
+    return None
 
 
 class NativeChunk:
-    """Messages of one poll, in C's memory until ``free``."""
+    """What one poll brought. Its memory belongs to librdkafka: convert it, then ``free`` it, before the next poll."""
 
-    def __init__(self, lib: rdkafka.Library, block: int, count: int, stamps_by_call: bool) -> None:
-        self._lib = lib
-        self._block = block
-        self._pid = os.getpid()
-        self._stamps_by_call = stamps_by_call
+    def __init__(self, client: "NativeClient", block: int, count: int) -> None:
+        self._lib, self._client = client.lib, client
+        self._block, self._count = block, count
         self.runs: list[Run] = []
         self.events: list[Event] = []
         self.sizes: Ints = np.zeros(0, dtype=np.int64)
+        """Key and value bytes of each row, and header bytes once they are counted."""
         self._header_rows: list[HeaderRow] = []
-        self._addresses: Words = rdkafka.words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
+        self._addresses: Words = words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
         if count:
             self._read()
 
     def _read(self) -> None:
         # One struct after the other: they are scattered over memory, so each is touched once only.
-        rows = rdkafka.gather(self._addresses, _MESSAGE_BYTES, 8).view(np.uint64).reshape(-1, _MESSAGE_BYTES // 8)
+        rows = gather(self._addresses, _MESSAGE_BYTES, 8).view(np.uint64).reshape(-1, _MESSAGE_BYTES // 8)
         failed = rows[:, _ERR].astype(np.uint32) != 0
         names: dict[int, str] = {0: ""}
         if failed.any():
@@ -97,11 +200,12 @@ class NativeChunk:
         partition = int(row[_PARTITION : _PARTITION + 1].view(np.int32)[0])
         topic = self._name(int(row[_RKT]), names)
         # For an error the payload is its text.
-        text = c.string_at(int(row[_PAYLOAD]), int(row[_LEN])) if row[_PAYLOAD] else self._lib.err2str(code)
+        words = c.string_at(int(row[_PAYLOAD]), int(row[_LEN])) if row[_PAYLOAD] else self._lib.err2str(code)
         tp = TopicPartition(topic, partition) if topic and partition >= 0 else None
-        return Event(code, text.decode(errors="replace"), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
+        return Event(code, text(words), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
 
     def leader_epoch(self, row: int) -> int:
+        """Of the leader that wrote it; -1 if that is not known."""
         return int(self._lib.message_leader_epoch(int(self._addresses[row])))
 
     def count_headers(self) -> None:
@@ -119,8 +223,8 @@ class NativeChunk:
         headers = [row for cut in cuts for row in self._header_rows[cut.first : cut.last]]
         return assemble(
             cuts,
-            rdkafka.binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
-            rdkafka.binary_column(rows[:, _PAYLOAD], rows[:, _LEN]),
+            binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
+            binary_column(rows[:, _PAYLOAD], rows[:, _LEN]),
             np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
             stamps,
             stamp_types,
@@ -131,7 +235,7 @@ class NativeChunk:
         """Timestamps in ms and librdkafka's type of each: read in one go if the first and the last agree with calls."""
         kind = c.c_int()
         sample = [0, len(rows) // 2, len(rows) - 1]
-        if not self._stamps_by_call:
+        if not self._client.stamps_by_call:
             stamps = np.ascontiguousarray(rows[:, _STAMP]).view(np.int64)
             kinds = (rows[:, _STAMP_TYPE] >> np.uint64(32)).astype(np.int32)
             if all(
@@ -140,7 +244,7 @@ class NativeChunk:
             ):
                 return stamps, kinds
             log.warning("this librdkafka keeps timestamps elsewhere; each is asked for singly, which is slower")
-            self._stamps_by_call = True
+            self._client.stamps_by_call = True
         stamps, kinds = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int32)
         for at, address in enumerate(addresses.tolist()):
             stamps[at] = self._lib.message_timestamp(address, c.byref(kind))
@@ -161,150 +265,120 @@ class NativeChunk:
         return rows
 
     def free(self) -> None:
-        """Give the messages back to librdkafka. Safe to call twice; does nothing in a forked child."""
+        """Give the messages back to librdkafka. Safe to call twice; does nothing once the client is closed, and in a
+        forked child."""
         block, self._block = self._block, 0
-        if block and self._pid == os.getpid():
-            self._lib.messages_destroy(block)
+        if not block or self._client.rk is None:
+            return
+        if lists := list_calls():
+            lists.messages_destroy(block)  # and the list itself
+            return
+        for address in words_at(block + 8, self._count).tolist() if self._count else ():
+            self._lib.message_destroy(address)
+        _libc.free(block)
 
 
-class NativeClient:
-    """A consumer made and used through ctypes; the methods are those of ``client.Client``.
+class NativeClient(Client):
+    """A consumer that is only ever assigned: it joins no group and commits nothing. One thread, one reader at a time.
 
     Raises:
-        ValueError: librdkafka refuses a setting; the text may hold its value.
+        OptionError: librdkafka refuses a setting.
+        SetupError: librdkafka cannot be used here.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        self._lib = lib = rdkafka.library()
-        self.pid = os.getpid()
-        self._stamps_by_call = False
+        super().__init__(library(), CONSUMER, settings)
+        self.stamps_by_call = False
         self._topics: set[str] = set()
-        why = c.create_string_buffer(512)
-        conf = lib.conf_new()
-        lib.conf_set_events(conf, _EVENT_ERROR | _EVENT_LOG)
-        for name, value in {**settings, "log.queue": "true"}.items():
-            if lib.conf_set(conf, name.encode(), value.encode(), why, len(why)):
-                lib.conf_destroy(conf)
-                raise ValueError(why.value.decode(errors="replace"))
-        self._rk = lib.new(_CONSUMER, conf, why, len(why))
-        if not self._rk:
-            lib.conf_destroy(conf)
-            raise ValueError(why.value.decode(errors="replace"))
-        lib.set_log_queue(self._rk, None)  # to the main queue, where errors arrive too
-        self._main = lib.queue_get_main(self._rk)
-        self._queue = lib.queue_get_consumer(self._rk)
-        self._questions = Questions(lib, self._rk)
-
-    def _list(self, positions: Iterable[tuple[TopicPartition, int]]) -> Any:  # Any: a ctypes pointer
-        found = self._lib.topic_partition_list_new(16)
-        for tp, offset in positions:
-            self._lib.topic_partition_list_add(found, tp.topic.encode(), tp.partition).contents.offset = offset
-        return found
-
-    def _with_list(self, call: Any, positions: Iterable[tuple[TopicPartition, int]]) -> None:
-        partitions = self._list(positions)
-        try:
-            error = call(self._rk, partitions)
-        finally:
-            self._lib.topic_partition_list_destroy(partitions)
-        if call is self._lib.assign:
-            if error:
-                raise RuntimeError(self._lib.err2str(error).decode())
-        elif error:
-            text = self._lib.error_string(error).decode()
-            self._lib.error_destroy(error)
-            raise RuntimeError(text)
+        self._queue = self.lib.queue_get_consumer(self.rk)
+        self._requests = Requests(self)
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        self._with_list(self._lib.assign, positions)
+        """Replace whatever is assigned; every position is the next offset to read."""
+        partitions = self.partitions(positions)
+        try:
+            self._raise(self.lib.assign(self.rk, partitions))
+        finally:
+            self.lib.topic_partition_list_destroy(partitions)
         self._look_for_leaders(positions)
 
     def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        self._with_list(self._lib.incremental_assign, positions)
+        """Assign these as well; the others go on undisturbed."""
+        self._change(self.lib.incremental_assign, positions)
         self._look_for_leaders(positions)
 
+    def drop(self, tps: Sequence[TopicPartition]) -> None:
+        """Stop fetching these; the others go on undisturbed."""
+        self._change(self.lib.incremental_unassign, [(tp, _OFFSET_INVALID) for tp in tps])
+
+    def move(self, tp: TopicPartition, offset: int) -> None:
+        """Go on with one assigned partition at another offset."""
+        self.drop([tp])
+        self.add([(tp, offset)])
+
+    def _change(self, call: Callable[..., int], positions: Iterable[tuple[TopicPartition, int]]) -> None:
+        partitions = self.partitions(positions)
+        error = call(self.rk, partitions)
+        self.lib.topic_partition_list_destroy(partitions)
+        if error:
+            words = text(self.lib.error_string(error))
+            self.lib.error_destroy(error)
+            raise RuntimeError(words)
+
+    def _raise(self, code: int) -> None:
+        if code:
+            raise RuntimeError(text(self.lib.err2str(code)))
+
     def _look_for_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Without the request librdkafka finds the leaders of new topics up to a second later."""
         new = {tp.topic for tp, _ in positions} - self._topics
         if new:
             self._topics |= new
             self.look_for_brokers()
 
     def look_for_brokers(self) -> None:
+        """Ask whichever broker answers who the others are. Takes :data:`METADATA_TIMEOUT_S` at most."""
         found = c.c_void_p()
-        if self._lib.metadata(self._rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
-            self._lib.metadata_destroy(found)
-
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
-        self._with_list(self._lib.incremental_unassign, [(tp, _OFFSET_INVALID) for tp in tps])
-
-    def move(self, tp: TopicPartition, offset: int) -> None:
-        self.drop([tp])
-        self.add([(tp, offset)])
+        if self.lib.metadata(self.rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
+            self.lib.metadata_destroy(found)
 
     def poll(self, rows_max: int, wait_s: float) -> NativeChunk:
-        lib = self._lib
-        block = lib.malloc(8 * (rows_max + 1))
-        if not block:
-            raise MemoryError("no memory for the list of a poll")
-        count = max(0, lib.consume_batch_queue(self._queue, round(wait_s * 1000), block + 8, rows_max))
+        """The records and events that are there, or come within ``wait_s``."""
+        block = _libc.malloc(8 * (rows_max + 1))
+        count = max(0, self.lib.consume_batch_queue(self._queue, round(wait_s * 1000), block + 8, rows_max))
         c.c_uint64.from_address(block).value = count
-        chunk = NativeChunk(lib, block, count, self._stamps_by_call)
-        chunk.events.extend(self._events())
+        chunk = NativeChunk(self, block, count)
+        self.serve()
+        while self.errors:
+            code, words = self.errors.popleft()
+            chunk.events.append(Event(code, words, None, -1))
         return chunk
 
-    def _events(self) -> list[Event]:
-        """Empty the main queue. Polling it also serves what librdkafka does on it by itself, such as token refresh."""
-        lib, events = self._lib, []
-        while event := lib.queue_poll(self._main, 0):
-            kind = lib.event_type(event)
-            if kind == _EVENT_ERROR:
-                text = (lib.event_error_string(event) or b"").decode(errors="replace")
-                events.append(Event(lib.event_error(event), text, None, -1))
-            elif kind == _EVENT_LOG:
-                facility, line, level = c.c_char_p(), c.c_char_p(), c.c_int()
-                lib.event_log(event, c.byref(facility), c.byref(line), c.byref(level))
-                quiet = level.value > 4 or facility.value == b"CONFWARN"  # a setting that does not concern consumers
-                log.log(
-                    logging.DEBUG if quiet else logging.INFO,
-                    "%s: %s",
-                    (facility.value or b"").decode(errors="replace"),
-                    (line.value or b"").decode(errors="replace"),
-                )
-            lib.event_destroy(event)
-        return events
-
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        partitions = self._list((tp, _OFFSET_INVALID) for tp in tps)
-        try:
-            self._lib.position(self._rk, partitions)
-            elements = partitions.contents.elems
-            return {tp: elements[at].offset for at, tp in enumerate(tps)}
-        finally:
-            self._lib.topic_partition_list_destroy(partitions)
+        """The next offset of each, as far as records were handed over."""
+        partitions = self.partitions((tp, _OFFSET_INVALID) for tp in tps)
+        self.lib.position(self.rk, partitions)
+        found = {tp: int(partitions.contents.elems[at].offset) for at, tp in enumerate(tps)}
+        self.lib.topic_partition_list_destroy(partitions)
+        return found
 
-    def ask_topics(self, names: Sequence[str]) -> int:
-        return self._questions.ask_topics(names)
+    def ask_topics(self, names: Sequence[str]) -> Question[Told]:
+        """Ask what brokers know of these topics."""
+        return topics_question(self._requests, names, self.look_for_brokers)
 
-    def ask_bounds(self, tp: TopicPartition) -> int:
-        return self._questions.ask_bounds(tp)
-
-    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, Told | Bounds | Event] | None:
-        return self._questions.answer(numbers, wait_s)
-
-    def give_up(self, numbers: Collection[int]) -> None:
-        self._questions.give_up(numbers)
+    def ask_bounds(self, tp: TopicPartition) -> Question[Bounds]:
+        """Ask the partition's leader what its log holds."""
+        return bounds_question(self._requests, tp, self.look_for_brokers)
 
     def clear(self) -> None:
-        self._questions.forget()
-        error = self._lib.assign(self._rk, None)
-        if error:
-            raise RuntimeError(self._lib.err2str(error).decode())
+        """Nothing is assigned or asked any more."""
+        if self.rk is not None:
+            self._requests.forget()
+            self._raise(self.lib.assign(self.rk, None))
 
     def close(self) -> None:
         """Stop the client's threads. It is in no group, so there is nothing to leave."""
-        rk, self._rk = self._rk, None
-        if rk and self.pid == os.getpid():
-            self._questions.close()
-            self._lib.queue_destroy(self._queue)
-            self._lib.queue_destroy(self._main)
-            self._lib.destroy_flags(rk, _NO_CONSUMER_CLOSE)
+        if self.rk is not None:
+            self._requests.close()
+            self.lib.queue_destroy(self._queue)
+        super().close()

@@ -1,22 +1,30 @@
-"""Questions of the fast client about topics and logs, through librdkafka's admin calls on the consumer's own handle.
+"""Questions of a reading task about topics and logs, each repeated until a broker answers it.
 
-Runs in: executor workers. Deliberately absent: what an answer means (``answers``), and the older calls for the same:
-``query_watermark_offsets`` sends two requests, and when one of them fails it may tell the other's offset for both.
+Runs in: executor workers and agents. Deliberately absent: what an answer means (``answers``), and
+``query_watermark_offsets``, which sends two requests and may report one offset for both when one of them fails.
+
+librdkafka sends a question to the broker that it knows as the controller, or as the leader, and may not find out for
+minutes that this broker is dead. So an overdue question is sent again, after a metadata request to any broker; the
+former request stays open, because its broker may only be slow. The first answer to any of them counts.
 """
 
 import ctypes as c
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from spark_group_source.executor import rdkafka
-from spark_group_source.executor.client import ANSWER_S_MAX
 from spark_group_source.executor.records import Bounds, Event, Told, TopicTold
+from spark_group_source.librdkafka import POLL_MS, Client, text
 from spark_group_source.model import TopicPartition
 
-_ANY_OPERATION = 0
+ANSWER_S_MAX = 5.0
+"""One request, with the search for the broker that can answer it."""
+OVERDUE_S = 1.0
+"""A question without an answer is sent again after so long. Each request ends after :data:`ANSWER_S_MAX`, so at most
+six are open at a time."""
+METADATA_TIMEOUT_S = 1.0
+"""How long a metadata request is waited for: when topics are new to the client, and before a question is repeated."""
+
 _READ_UNCOMMITTED = 0
 _EARLIEST, _LATEST = -2, -1
 NO_ANSWER = -185
@@ -24,152 +32,194 @@ NO_ANSWER = -185
 NO_ID = "A" * 22
 """The topic id of brokers before 2.8: zeros."""
 
-
-@dataclass
-class _Asked:
-    """One question: the requests that it takes, what came of each, and how the answers are read."""
-
-    events: dict[int, int | None]
-    read: Callable[[list[int]], Told | Bounds | Event]
+T = TypeVar("T")
 
 
-class Questions:
-    """The questions of one client, each with a number. One thread."""
+class Requests:
+    """The open admin requests of one client, by number, and the answers that came."""
 
-    def __init__(self, lib: rdkafka.Library, rk: int) -> None:
-        self._lib, self._rk = lib, rk
-        self._queue = lib.queue_new(rk)
+    def __init__(self, client: Client) -> None:
+        self._client, self._lib = client, client.lib
+        self._queue = client.lib.queue_new(client.rk)
         self._number = 0
-        self._asked: dict[int, _Asked] = {}
-        self._part_of: dict[int, int] = {}
-        """Request -> question."""
+        self._open: dict[int, int | None] = {}  # each with its answer, an event of librdkafka's
+
+    def describe_topics(self, names: Sequence[str]) -> int:
+        lib = self._lib
+        texts = (c.c_char_p * len(names))(*(name.encode() for name in names))
+        topics = lib.TopicCollection_of_topic_names(texts, len(names))
+        number = self._send(lib.DescribeTopics, topics)
+        lib.TopicCollection_destroy(topics)
+        return number
+
+    def list_offset(self, tp: TopicPartition, spec: int) -> int:
+        partitions = self._client.partitions([(tp, spec)])
+        number = self._send(self._lib.ListOffsets, partitions, isolation=_READ_UNCOMMITTED)
+        self._lib.topic_partition_list_destroy(partitions)
+        return number
+
+    def _send(self, call: Callable[..., None], what: object, *, isolation: int | None = None) -> int:
+        lib, options = self._lib, self._client.admin_options(ANSWER_S_MAX)
+        if isolation is not None and (error := lib.AdminOptions_set_isolation_level(options, isolation)):
+            lib.error_destroy(error)
+        self._number += 1
+        lib.AdminOptions_set_opaque(options, self._number)
+        call(self._client.rk, what, options, self._queue)
+        lib.AdminOptions_destroy(options)
+        self._open[self._number] = None
+        return self._number
+
+    def receive(self, wait_s: float) -> None:
+        """Take in the answers that came; the first of them is waited for, and the client is served meanwhile."""
+        until_s = time.monotonic() + wait_s
+        event = None
+        while not event:
+            self._client.serve()
+            left_ms = max(0, round((until_s - time.monotonic()) * 1000))
+            event = self._lib.queue_poll(self._queue, min(left_ms, POLL_MS))
+            if left_ms <= POLL_MS:
+                break
+        while event:
+            number = self._lib.event_opaque(event)
+            if number in self._open:
+                self._open[number] = event
+            else:  # its question was given up
+                self._lib.event_destroy(event)
+            event = self._lib.queue_poll(self._queue, 0)
+
+    def answers(self, numbers: Sequence[int]) -> list[int] | None:
+        """The answers to these requests; None while one is missing. They belong to this class."""
+        found = [event for number in numbers if (event := self._open[number])]
+        return found if len(found) == len(numbers) else None
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """Drop these requests, with their answers."""
+        for number in numbers:
+            if event := self._open.pop(number, None):
+                self._lib.event_destroy(event)
 
     def forget(self) -> None:
-        """Give up all."""
-        self.give_up(list(self._asked))
+        """Drop all requests."""
+        self.give_up(list(self._open))
 
     def close(self) -> None:
         self.forget()
         self._lib.queue_destroy(self._queue)
 
-    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, Told | Bounds | Event] | None:
-        """The first of these questions that is answered; an event where it failed; None if that takes longer."""
-        until_s = time.monotonic() + wait_s
-        while True:
-            for number in numbers:
-                if None not in self._asked[number].events.values():
-                    return number, self._read(number)
-            left_ms = round((until_s - time.monotonic()) * 1000)
-            event = self._lib.queue_poll(self._queue, max(0, left_ms))
-            if not event:
-                return None
-            part = self._lib.event_opaque(event)
-            if part in self._part_of:
-                self._asked[self._part_of[part]].events[part] = event
-            else:  # nobody wants it any more
-                self._lib.event_destroy(event)
+    # --- what answers hold
 
-    def give_up(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            for part, event in self._asked.pop(number).events.items():
-                del self._part_of[part]
-                if event:
-                    self._lib.event_destroy(event)
+    def failure(self, event: int) -> Event | None:
+        """The error of a whole answer."""
+        code = self._lib.event_error(event)
+        return Event(code, text(self._lib.event_error_string(event)), None, -1) if code else None
 
-    def _read(self, number: int) -> Told | Bounds | Event:
-        asked = self._asked[number]
-        events = [event for event in asked.events.values() if event]
-        try:
-            failed = [failure for event in events if (failure := self._failure(event))]
-            return failed[0] if failed else asked.read(events)
-        finally:
-            self.give_up([number])
-
-    def _awaited(self, parts: Sequence[int], read: Callable[[list[int]], Told | Bounds | Event]) -> int:
-        number = parts[0]
-        self._asked[number] = _Asked(dict.fromkeys(parts), read)
-        self._part_of.update(dict.fromkeys(parts, number))
-        return number
-
-    # --- topics
-
-    def ask_topics(self, names: Sequence[str]) -> int:
-        lib = self._lib
-        texts = (c.c_char_p * len(names))(*(name.encode() for name in names))
-        topics = lib.TopicCollection_of_topic_names(texts, len(names))
-        options, part = self._options()
-        lib.DescribeTopics(self._rk, topics, options, self._queue)
-        lib.AdminOptions_destroy(options)
-        lib.TopicCollection_destroy(topics)
-        return self._awaited([part], self._topics)
-
-    def _topics(self, events: list[int]) -> Told:
+    def topics_in(self, event: int) -> Told:
         lib, count, partitions = self._lib, c.c_size_t(), c.c_size_t()
         told: Told = {}
-        found = lib.DescribeTopics_result_topics(lib.event_DescribeTopics_result(events[0]), c.byref(count))
+        found = lib.DescribeTopics_result_topics(lib.event_DescribeTopics_result(event), c.byref(count))
         for topic in found[: count.value]:
-            name = lib.TopicDescription_name(topic).decode()
             error = lib.TopicDescription_error(topic)
-            code = lib.error_code(error) if error else 0
-            text = (lib.error_string(error) or b"").decode(errors="replace") if error else ""
+            code, words = (lib.error_code(error), text(lib.error_string(error))) if error else (0, "")
             lib.TopicDescription_partitions(topic, c.byref(partitions))
-            id_ = lib.Uuid_base64str(lib.TopicDescription_topic_id(topic)).decode()
-            told[name] = TopicTold(code, text, "" if code or id_ == NO_ID else id_, 0 if code else partitions.value)
+            id_ = text(lib.Uuid_base64str(lib.TopicDescription_topic_id(topic)))
+            name = text(lib.TopicDescription_name(topic))
+            told[name] = TopicTold(code, words, "" if code or id_ == NO_ID else id_, 0 if code else partitions.value)
         return told
 
-    # --- logs
-
-    def ask_bounds(self, tp: TopicPartition) -> int:
-        """Two requests, because one has room for one offset of a partition."""
-        parts = [self._ask_offset(tp, spec) for spec in (_EARLIEST, _LATEST)]
-        return self._awaited(parts, partial(self._bounds, tp))
-
-    def _ask_offset(self, tp: TopicPartition, spec: int) -> int:
-        lib = self._lib
-        partitions = lib.topic_partition_list_new(1)
-        lib.topic_partition_list_add(partitions, tp.topic.encode(), tp.partition).contents.offset = spec
-        options, part = self._options()
-        error = lib.AdminOptions_set_isolation_level(options, _READ_UNCOMMITTED)
-        if error:
-            lib.error_destroy(error)
-        lib.ListOffsets(self._rk, partitions, options, self._queue)
-        lib.AdminOptions_destroy(options)
-        lib.topic_partition_list_destroy(partitions)
-        return part
-
-    def _bounds(self, tp: TopicPartition, events: list[int]) -> Bounds | Event:
-        low, high = (self._offset(event, tp) for event in events)
-        if isinstance(low, Event):
-            return low
-        return high if isinstance(high, Event) else Bounds(low[0], *high)
-
-    def _offset(self, event: int, tp: TopicPartition) -> tuple[int, int] | Event:
+    def offset_in(self, event: int, tp: TopicPartition) -> tuple[int, int] | Event:
         """(offset, leader epoch)"""
         lib, count = self._lib, c.c_size_t()
         found = lib.ListOffsets_result_infos(lib.event_ListOffsets_result(event), c.byref(count))
         if count.value != 1:
             return Event(NO_ANSWER, "an answer without the partition", tp, -1)
-        told = lib.ListOffsetsResultInfo_topic_partition(found[0])
-        partition = told.contents
+        info = lib.ListOffsetsResultInfo_topic_partition(found[0])
+        partition = info.contents
         if partition.err:
-            return Event(partition.err, lib.err2str(partition.err).decode(), tp, -1)
+            return Event(partition.err, text(lib.err2str(partition.err)), tp, -1)
         if partition.offset < 0:  # what librdkafka puts there before it asks
             return Event(NO_ANSWER, "an answer without an offset", tp, -1)
-        return int(partition.offset), int(lib.topic_partition_get_leader_epoch(told))
+        return int(partition.offset), int(lib.topic_partition_get_leader_epoch(info))
 
-    # --- both
 
-    def _options(self) -> tuple[Any, int]:  # Any: a C pointer
-        """The options of the next request, and its number."""
-        lib, why = self._lib, c.create_string_buffer(128)
-        options = lib.AdminOptions_new(self._rk, _ANY_OPERATION)
-        lib.AdminOptions_set_request_timeout(options, round(ANSWER_S_MAX * 1000), why, len(why))
-        self._number += 1
-        lib.AdminOptions_set_opaque(options, self._number)
-        return options, self._number
+class Question(Generic[T]):
+    """One question from now on. One thread.
 
-    def _failure(self, event: int) -> Event | None:
-        code = self._lib.event_error(event)
-        if not code:
-            return None
-        return Event(code, (self._lib.event_error_string(event) or b"").decode(errors="replace"), None, -1)
+    Args:
+        requests: of the client.
+        send: sends its requests, and returns their numbers.
+        read: the answer that their events hold; an event where one of them failed.
+        look_for_brokers: requests metadata from any broker, before the question is sent again.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        send: Callable[[], tuple[int, ...]],
+        read: Callable[[list[int]], "T | Event"],
+        look_for_brokers: Callable[[], None],
+    ) -> None:
+        self._requests, self._send, self._read = requests, send, read
+        self._look_for_brokers = look_for_brokers
+        self._sent: dict[tuple[int, ...], float] = {}  # request numbers -> when they were sent
+        self._due_s = 0.0
+        self._again()
+
+    def take(self, wait_s: float) -> tuple[T | Event, float] | None:
+        """An answer and when its request was sent; an event where a request failed, and the question goes on; None if
+        none came within ``wait_s``."""
+        until_s = time.monotonic() + wait_s
+        pause_s = 0.0
+        while True:
+            self._requests.receive(pause_s)
+            for numbers, sent_s in self._sent.items():
+                if events := self._requests.answers(numbers):
+                    return self._answer(numbers, events), sent_s
+            if time.monotonic() >= self._due_s:
+                self._look_for_brokers()
+                self._again()
+            elif time.monotonic() >= until_s:
+                return None
+            pause_s = max(0.0, min(until_s, self._due_s) - time.monotonic())
+
+    def _answer(self, numbers: tuple[int, ...], events: list[int]) -> T | Event:
+        failed = [failure for event in events if (failure := self._requests.failure(event))]
+        answer = failed[0] if failed else self._read(events)
+        if isinstance(answer, Event):
+            del self._sent[numbers]
+            self._requests.give_up(numbers)
+        else:
+            self.give_up()
+        return answer
+
+    def _again(self) -> None:
+        self._due_s = time.monotonic() + OVERDUE_S
+        self._sent[self._send()] = self._due_s - OVERDUE_S
+
+    def give_up(self) -> None:
+        """No answer is wanted any more."""
+        for numbers in self._sent:
+            self._requests.give_up(numbers)
+        self._sent = {}
+
+
+def topics_question(requests: Requests, names: Sequence[str], look: Callable[[], None]) -> Question[Told]:
+    """What brokers say of these topics."""
+    wanted = sorted(names)
+    return Question(
+        requests, lambda: (requests.describe_topics(wanted),), lambda events: requests.topics_in(events[0]), look
+    )
+
+
+def bounds_question(requests: Requests, tp: TopicPartition, look: Callable[[], None]) -> Question[Bounds]:
+    """What the partition's leader says of its log. Two requests, because one has room for one offset of a partition."""
+
+    def send() -> tuple[int, ...]:
+        return requests.list_offset(tp, _EARLIEST), requests.list_offset(tp, _LATEST)
+
+    def read(events: list[int]) -> Bounds | Event:
+        low, high = (requests.offset_in(event, tp) for event in events)
+        if isinstance(low, Event):
+            return low
+        return high if isinstance(high, Event) else Bounds(low[0], *high)
+
+    return Question(requests, send, read, look)

@@ -1,7 +1,7 @@
 """Kafka records as Arrow: the one schema, and batches put together from columns.
 
 Runs in: executor workers; ``arrow_schema`` and ``spark_ddl`` also where the query is planned. Deliberately absent: the
-Kafka clients (``native``, ``plain``), any decision about which record belongs to a range, and pyspark.
+Kafka client (``native``), any decision about which record belongs to a range, and pyspark.
 
 The columns are those of Spark's own Kafka source, value by value: a record without headers has null (not an empty
 list), the timestamp is the record's milliseconds even when they are -1, ``timestampType`` counts from -1 (none),
@@ -9,7 +9,7 @@ list), the timestamp is the record's milliseconds even when they are -1, ``times
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,13 @@ _FIELDS = [
 ]
 _DDL = "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, timestampType INT"
 
+_INLINE_MAX = 12
+"""A binary view keeps values up to this length in itself, longer ones as a reference."""
+_WINDOW_BITS = 30
+"""References of a view are 31 bits wide, so memory is named in windows of 1 GiB."""
+
 Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 HeaderRow = Sequence[tuple[str, bytes | None]]
 
 TIMESTAMP_MS_MAX = (2**63 - 1) // 1000
@@ -107,25 +113,6 @@ class Cut(NamedTuple):
     tp: TopicPartition
     first: int
     last: int
-
-
-class Chunk(Protocol):
-    """What one poll brought. Its memory belongs to the client: convert it, then ``free`` it, before the next poll."""
-
-    @property
-    def runs(self) -> Sequence[Run]: ...
-    @property
-    def events(self) -> Sequence[Event]: ...
-    @property
-    def sizes(self) -> Ints:
-        """Key and value bytes of each row, and header bytes once they are counted."""
-
-    def leader_epoch(self, row: int) -> int:
-        """Of the leader that wrote it; -1 if that is not known."""
-
-    def count_headers(self) -> None: ...
-    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch: ...
-    def free(self) -> None: ...
 
 
 def bounded(cuts: Sequence[Cut], sizes: Ints) -> Iterator[list[Cut]]:
@@ -238,3 +225,74 @@ def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
         fields=list(HEADERS_TYPE.value_type),
     )
     return pa.Array.from_buffers(HEADERS_TYPE, len(rows), [validity, pa.py_buffer(ends)], children=[entries])
+
+
+# --- raw memory -------------------------------------------------------------------------------------------------------
+
+
+class _Raw:
+    """Memory as numpy's array interface describes it. Unlike a ctypes array type per length, nothing is cached."""
+
+    def __init__(self, address: int, typestr: str, count: int, stride: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "typestr": typestr,
+            "shape": (count,),
+            "strides": (stride,),
+        }
+
+
+def _memory(address: int, typestr: str, count: int, stride: int) -> npt.NDArray[Any]:
+    """A view of ``count`` items in raw memory. It keeps nothing alive, and only items that are touched need exist."""
+
+    return np.asarray(_Raw(address, typestr, count, stride))
+
+
+def words_at(address: int, count: int) -> Words:
+    return _memory(address, "<u8", count, 8)
+
+
+def spans(addresses: Words, size: int) -> bool:
+    """Whether :func:`gather` can copy these with steps of 1: numpy counts the bytes of the whole span in 63 bits, each
+    as if it were an item. A heap and mapped memory are up to 2**47 bytes apart."""
+    return (int(addresses.max()) - int(addresses.min()) + 1) * size < 1 << 63
+
+
+def gather(addresses: Words, size: int, step: int) -> npt.NDArray[Any]:
+    """Copy ``size`` bytes from each address, all multiples of ``step`` apart, into one array, and not a byte more."""
+    base = int(addresses.min())
+    at = ((addresses - np.uint64(base)) // np.uint64(step)).astype(np.int64)
+    return _memory(base, f"|V{size}", int(at.max()) + 1, step)[at]
+
+
+def binary_column(addresses: Words, lengths: Words) -> pa.Array:
+    """A binary array of the bytes at ``addresses``; address 0 is null. The bytes are copied."""
+    count = len(addresses)
+    present = addresses != 0
+    nulls = count - int(np.count_nonzero(present))
+    if nulls == count:
+        return pa.nulls(count, pa.binary())
+    validity = pa.py_buffer(np.packbits(present, bitorder="little")) if nulls else None
+    lengths = lengths.astype(np.int32)
+    if nulls:
+        lengths[~present] = 0
+    elif lengths[0] and (lengths == lengths[0]).all() and spans(addresses, int(lengths[0])):  # the usual case of keys
+        size = int(lengths[0])
+        ends = np.arange(count + 1, dtype=np.int32) * np.int32(size)
+        data = gather(addresses, size, 1)
+        return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(data.view(np.uint8))])
+    views = np.zeros((count, 4), dtype=np.int32)
+    views[:, 0] = lengths
+    long = lengths > _INLINE_MAX
+    windows, window = np.unique(addresses[long] >> np.uint64(_WINDOW_BITS), return_inverse=True)
+    views[long, 2] = window
+    views[long, 3] = addresses[long] & np.uint64((1 << _WINDOW_BITS) - 1)
+    inline = views.view(np.uint8)
+    for size in range(1, _INLINE_MAX + 1):
+        rows = np.flatnonzero(lengths == size)
+        if len(rows):
+            inline[rows, 4 : 4 + size] = gather(addresses[rows], size, 1).view(np.uint8).reshape(-1, size)
+    memory = [pa.foreign_buffer(int(w) << _WINDOW_BITS, (2 << _WINDOW_BITS) - 1) for w in windows]
+    view = pa.Array.from_buffers(pa.binary_view(), count, [validity, pa.py_buffer(views), *memory])
+    return view.cast(pa.binary())

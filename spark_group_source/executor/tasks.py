@@ -17,9 +17,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spark_group_source.channel.client import Address, Client
 from spark_group_source.channel.codec import WireError
@@ -28,10 +28,11 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.processes import Process, executor
+from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.dialect import codec
 from spark_group_source.members.settings import member_settings
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
@@ -67,51 +68,29 @@ class Call:
     """Whether members may live beside executors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """What a task reads: ranges, of topics with these ids, and with these leaders when the batch was planned."""
-
-    ranges: Sequence[OffsetRange]
-    topic_ids: Mapping[str, str]
-    leader_epochs: Mapping[TopicPartition, int]
-
-
-def read_piece(options: Options, piece: Ranges, call: Call, **bounds: Any) -> "Iterator[pa.RecordBatch]":
+def read_piece(options: Options, piece: Piece, call: Call, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
     """The records of a task's piece.
 
     Args:
-        piece: what it reads, unless it is told otherwise.
-        bounds: the other arguments of :func:`fetch.read_ranges`.
+        options: the query's, as this executor has them.
+        piece: what it reads, unless the stream reader assigns another one.
+        read: how it reads.
 
     Raises:
-        ChannelBroken: it has to be told what it reads, and the stream reader cannot be reached.
+        ChannelBroken: the stream reader assigns the piece, and cannot be reached.
         GroupError: see :func:`fetch.read_ranges`.
     """
     tally = Tally()
     if not call.agents:
-        yield from _read(None, options, piece, tally, bounds)
+        yield from near.read_near(None, piece, read, tally)
         if tally.lost:
             ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=tally.lost)
-            _line(call).tell(ended)
+            _line(call).report(ended, connect=True)
         return
     at = executor()
     home = _agent(options, call, at) if at is not None else None
     with _claimed(call, piece, name_of(at), tally) as given:
-        yield from _read(home, options, given, tally, bounds)
-
-
-def _read(
-    home: "Home | None", options: Options, piece: Ranges, tally: Tally, bounds: Mapping[str, Any]
-) -> "Iterator[pa.RecordBatch]":
-    return near.read_near(
-        home,
-        options.consumer_settings(),
-        piece.ranges,
-        topic_ids=piece.topic_ids,
-        leader_epochs=piece.leader_epochs,
-        tally=tally,
-        **bounds,
-    )
+        yield from near.read_near(home, given, read, tally)
 
 
 def name_of(at: Process | None) -> str:
@@ -143,16 +122,19 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
 
 
 @contextlib.contextmanager
-def _claimed(call: Call, piece: Ranges, executor_name: str, tally: Tally) -> "Iterator[Ranges]":
-    """The task's piece, as long as it reads; then the stream reader is told what it read."""
+def _claimed(call: Call, piece: Piece, executor_name: str, tally: Tally) -> "Iterator[Piece]":
+    """The task's piece, as long as it reads; then the stream reader gets a report of what it read."""
     claim = Claim(plan=call.plan, task=call.task, executor=executor_name)
     line = _line(call)
-    given = line.told(claim) if call.late else line.said(claim, piece)
+    if call.late:
+        piece = line.await_piece(claim)
+    else:
+        line.confirm(claim)
     try:
-        yield given
+        yield piece
     finally:
         ended = TaskEnded(plan=call.plan, task=call.task, executor=executor_name)
-        line.say(replace(ended, memory=tally.memory, brokers=tally.brokers, lost=tally.lost), shorter=ended)
+        line.report(replace(ended, memory=tally.memory, brokers=tally.brokers, lost=tally.lost))
 
 
 class _Line:
@@ -163,22 +145,21 @@ class _Line:
         self._client: Client | None = None
         self._again_s = 0.0
 
-    def said(self, claim: Claim, piece: Ranges) -> Ranges:
-        """Ask, and read the piece that is known whatever comes of it."""
+    def confirm(self, claim: Claim) -> None:
+        """Claim the piece that is known, so that the stream reader knows where it is read. Nothing depends on it."""
         if time.monotonic() < self._again_s:
-            return piece
+            return
         try:
             self._ask(claim, REACH_S)
         except ChannelBroken as exc:
             self._again_s = time.monotonic() + AGAIN_S
             log.warning("this task reads what was planned for it, and the stream reader does not know: %s", exc)
-        return piece
 
-    def told(self, claim: Claim) -> Ranges:
-        """Ask, and read what is given.
+    def await_piece(self, claim: Claim) -> Piece:
+        """Claim a piece, and wait for it.
 
         Raises:
-            ChannelBroken: nothing was, in time.
+            ChannelBroken: none was assigned, in time.
         """
         until_s = time.monotonic() + CLAIM_S
         while True:
@@ -194,34 +175,29 @@ class _Line:
                         waited_ms=int(CLAIM_S * 1000),
                     ) from None
         if isinstance(answer, Given):
-            return Ranges(answer.ranges, answer.topic_ids, answer.leader_epochs)
+            return Piece(tuple(answer.ranges), answer.topic_ids, answer.leader_epochs)
         reason = answer.reason if isinstance(answer, NotGiven) else f"it answered {type(answer).__name__}"
         raise ChannelBroken(f"this task was not told what to read: {reason}")
 
-    def tell(self, message: TaskEnded) -> None:
-        """Tell it, if it is reached soon."""
-        if time.monotonic() < self._again_s:
-            return
-        try:
-            self._open(REACH_S)
-        except ChannelBroken as exc:
-            self._again_s = time.monotonic() + AGAIN_S
-            log.warning("what this task skipped is not counted: %s", exc)
-        else:
-            self.say(message, shorter=replace(message, lost=()))
+    def report(self, message: TaskEnded, *, connect: bool = False) -> None:
+        """Report what a task read, if the stream reader can be reached. A report that is too long goes without counts.
 
-    def say(self, message: TaskEnded, *, shorter: TaskEnded) -> None:
-        """Tell it, if it listens; ``shorter``: what is told instead where that is too long."""
-        if self._client is None:
+        Args:
+            connect: also where no task of this worker had a connection.
+        """
+        if not (connect or self._client) or time.monotonic() < self._again_s:
             return
         try:
             client = self._open(REACH_S)
-            client.send(message)
         except ChannelBroken as exc:
-            log.warning("the stream reader does not know what this task read: %s", exc)
+            self._again_s = time.monotonic() + AGAIN_S
+            log.warning("what this task read and skipped is not counted: %s", exc)
+            return
+        try:
+            client.send(message)
         except WireError as exc:
-            log.warning("the stream reader is not told what this task read: %s", exc)
-            client.send(shorter)
+            log.warning("the stream reader gets no counts of what this task read: %s", exc)
+            client.send(TaskEnded(plan=message.plan, task=message.task, executor=message.executor))
 
     def _ask(self, claim: Claim, within_s: float) -> object:
         """One try. A connection on which no answer came may be cut without a word, and is not used again."""

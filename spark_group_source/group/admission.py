@@ -112,7 +112,8 @@ def pack(
         max_records: no task gets more offsets than this; at least 1.
 
     Returns:
-        One list per task, big tasks first, each sorted by partition and offset.
+        One list per task, big tasks first, each sorted by partition. No task has a partition twice: two pieces of one
+        exceed ``max_records`` together, and pieces that ``min_partitions`` makes get tasks of their own.
 
     Raises:
         OptionError: ``max_records`` would need more than :data:`TASKS_MAX` tasks.

@@ -245,8 +245,9 @@ def _put_together(pieces: list[Piece], few: int, max_records: int | None) -> lis
     while len(heap) > 1 and len(kept) + len(heap) > few:
         size, _, least = heapq.heappop(heap)
         more, _, next_one = heapq.heappop(heap)
-        if max_records is not None and size + more > max_records:
-            kept.append(least)  # with any other it would be even more
+        fits = max_records is None or size + more <= max_records
+        if not fits or {r.tp for r in least.ranges} & {r.tp for r in next_one.ranges}:
+            kept.append(least)  # with any other it would be even more; and no piece has a partition twice
             heapq.heappush(heap, (more, number, next_one))
         else:
             both = Piece(tuple(sorted((*least.ranges, *next_one.ranges))), next_one.executor)

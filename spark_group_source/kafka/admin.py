@@ -16,10 +16,10 @@ from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.asking import RefusalWatch, Retry
 from spark_group_source.kafka.described import GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import Asker, portions, refusal_of_connection, to_kafka, to_ours
+from spark_group_source.kafka.translation import Asker, portions, to_kafka, to_ours
 from spark_group_source.model import StartAt, TopicPartition
 
 REQUEST_TIMEOUT_S = 6.0
@@ -92,9 +92,9 @@ class Admin:
         self._servers = settings["bootstrap.servers"]
         self._asker = Asker.of(settings)
         self._retries = retries
-        self._retry_interval_s = retry_interval_s
+        self._retry = Retry(self._asker, self._runtime, retries=retries, interval_s=retry_interval_s, pause=self.pause)
         self._settings = settings
-        self._refused: KafkaError | None = None
+        self._refusal = RefusalWatch()
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
         self._renewed_ms: float = -math.inf
         self._slow = 0  # questions in a row that the time of the first ones was too short for
@@ -285,7 +285,7 @@ class Admin:
                     raise _no_answer()
                 answers[partition] = answer
             except KafkaException as exc:
-                if self._refused is not None:
+                if self._refusal.error is not None:
                     raise
                 failed[partition] = exc
         if failed and answers and not whole:
@@ -329,8 +329,7 @@ class Admin:
                 raise KafkaException(exc.args[0], name) from exc
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
-                if (refused := self._refused) is not None:
-                    raise KafkaException(refused) from None
+                self._refusal.check()
                 if self._runtime.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
@@ -358,21 +357,12 @@ class Admin:
                 self._renew()
                 raise exc if told is None else KafkaException(told) from exc
 
-        answer = until_answered(
-            request,
-            op,
-            once,
-            asker=self._asker,
-            now_ms=self._runtime.now_ms,
-            pause=self.pause,
-            retries=self._retries,
-            retry_interval_s=self._retry_interval_s,
-        )
-        self._refused = self._tokenless = None  # whatever was refused meanwhile, it worked
+        answer = self._retry(request, op, once)
+        self._forget_errors()  # whatever was refused meanwhile, it worked
         return answer
 
     def _on_error(self, error: KafkaError) -> None:
-        self._refused = refusal_of_connection(error) or self._refused
+        self._refusal(error)
         if lacks_token(error.code(), error.str()):
             self._tokenless = error
 
@@ -382,10 +372,14 @@ class Admin:
         One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
-        self._refused = self._tokenless = None
+        self._forget_errors()
         self._renewed_ms = self._runtime.now_ms()
         self._former.append(self._client)
         self._client = self._new_client()
+
+    def _forget_errors(self) -> None:
+        self._refusal.clear()
+        self._tokenless = None
 
     def _new_client(self) -> Any:
         return self._runtime.admin({**self._settings, "error_cb": self._on_error})

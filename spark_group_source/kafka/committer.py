@@ -12,7 +12,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.settings import COORDINATOR_IDLE
+from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
@@ -235,7 +235,7 @@ def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> 
     """What a consumer that never subscribed says of its group: generation -1, no member, which the broker accepts
     for transactional commits in every state of the group. For the question alone: nothing is committed with it."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
-    consumer = runtime.consumer({**own, "group.id": group, "group.protocol": "classic"})
+    consumer = runtime.consumer({**own, **NEVER_JOINS, "group.id": group})
     try:
         return Identity(-1, "", consumer.consumer_group_metadata())
     finally:

@@ -18,9 +18,10 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from spark_group_source.answers import Request
-from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.asking import RefusalWatch, Retry
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import Asker, refusal_of_connection, to_kafka
+from spark_group_source.kafka.settings import NEVER_JOINS
+from spark_group_source.kafka.translation import Asker, to_kafka
 from spark_group_source.model import TopicPartition
 
 ANSWER_S_MAX = 6.0
@@ -41,16 +42,10 @@ class EpochEnds:
 
     def __init__(self, settings: Mapping[str, str], *, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._asker = Asker.of(settings)
-        self._refused: KafkaError | None = None
-        self._settings = {
-            **settings,
-            "group.id": "spark-group-source-reader",  # asked for by the library; nothing is ever joined or committed
-            "group.protocol": "classic",
-            "enable.auto.commit": "false",
-            "auto.offset.reset": "error",  # only then the library tells what it found
-            "error_cb": self._on_error,
-        }
+        self._retry = Retry(Asker.of(settings), runtime)
+        self._refusal = RefusalWatch()
+        # Only with "error" the library reports what it found.
+        self._settings = {**settings, **NEVER_JOINS, "auto.offset.reset": "error", "error_cb": self._refusal}
 
     def ask(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
         """Where the records end that leaders of these epochs, or earlier ones, wrote. None: the leader cannot say.
@@ -62,17 +57,10 @@ class EpochEnds:
         """
         if not epochs:
             return {}
-        return until_answered(
-            Request.OFFSETS,
-            "asking for the ends of leader epochs",
-            lambda: self._ask(epochs),
-            asker=self._asker,
-            now_ms=self._runtime.now_ms,
-            pause=self._runtime.pause,
-        )
+        return self._retry(Request.OFFSETS, "asking for the ends of leader epochs", lambda: self._ask(epochs))
 
     def _ask(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
-        self._refused = None
+        self._refusal.clear()
         consumer = self._runtime.consumer(self._settings)
         try:
             consumer.assign([to_kafka(tp, BEYOND) for tp in epochs])
@@ -88,17 +76,13 @@ class EpochEnds:
         deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
         while len(found) < len(epochs) and self._runtime.now_ms() < deadline_ms:
             message = consumer.poll(POLL_S)
-            if self._refused is not None:
-                raise KafkaException(self._refused)
+            self._refusal.check()
             error = None if message is None else message.error()
             if error is not None and error.code() == KafkaError._AUTO_OFFSET_RESET:
                 found[TopicPartition(message.topic(), message.partition())] = end_in(error.str())
         if not found:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))
         return found
-
-    def _on_error(self, error: KafkaError) -> None:
-        self._refused = refusal_of_connection(error) or self._refused
 
 
 def end_in(text: str) -> int | None:

@@ -7,15 +7,14 @@ offsets of the partitions that it knows (``group_offsets``) and commits as the g
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
 from spark_group_source.answers import Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
-from spark_group_source.kafka.asking import CONFIRM_S
 from spark_group_source.kafka.described import CommittedOffset, ListedGroup
 from spark_group_source.kafka.group_offsets import GroupOffsets
-from spark_group_source.kafka.offset_deletion import TIMES_GONE, delete_offsets, no_such_group
+from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
 
@@ -85,20 +84,16 @@ class GroupAdmin(Admin):
         """Delete a group without members, with all of its offsets.
 
         Raises:
-            GroupError: it has members, or there is no such group.
-            AccessDenied: the user needs Delete on the group, told twice.
+            GroupError: it has members, or there is no such group, reported twice.
+            AccessDenied: the user needs Delete on the group, reported twice.
         """
-        asked = [group]
-        for _ in range(TIMES_GONE):
-            answer = self._ask(
-                Request.DELETE,
-                f"deleting group {group!r}",
-                lambda _: self._client.delete_consumer_groups(asked, **COORDINATOR_BOUND),
-            )[group]
-            if not isinstance(answer, Missing):
-                return
-            self.pause(CONFIRM_S)
-        raise no_such_group(self._settings, group)
+
+        def ask(_: Bound) -> None:
+            future = self._client.delete_consumer_groups([group], **COORDINATOR_BOUND)[group]
+            if isinstance(self._answer(Request.DELETE, future, group), Missing):
+                raise KafkaException(KafkaError(KafkaError.GROUP_ID_NOT_FOUND), group)
+
+        self._asked(Request.DELETE, f"deleting group {group!r}", ask)
 
     def move_committed(
         self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str] | None = None

@@ -13,10 +13,10 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.asking import until_answered
+from spark_group_source.kafka.asking import Retry
 from spark_group_source.kafka.described import CommittedOffset
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.settings import COORDINATOR_IDLE
+from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, portions, to_kafka
 from spark_group_source.model import TopicPartition
 
@@ -39,14 +39,8 @@ class GroupOffsets:
 
     def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._settings = {
-            **COORDINATOR_IDLE,
-            **settings,
-            "group.id": group,
-            "group.protocol": "classic",
-            "enable.auto.commit": "false",
-        }
-        self._asker = Asker.of(settings, group=group)
+        self._settings = {**COORDINATOR_IDLE, **settings, **NEVER_JOINS, "group.id": group}
+        self._retry = Retry(Asker.of(settings, group=group), runtime)
         self._consumers: dict[bool, Any] = {}
 
     def read(
@@ -62,14 +56,7 @@ class GroupOffsets:
             AccessDenied: the user may not read the group, told twice.
         """
         asked = [[to_kafka(tp) for tp in portion] for portion in portions(tps)]
-        return until_answered(
-            Request.COMMITTED,
-            "reading committed offsets",
-            lambda: self._read(asked, stable),
-            asker=self._asker,
-            now_ms=self._runtime.now_ms,
-            pause=self._runtime.pause,
-        )
+        return self._retry(Request.COMMITTED, "reading committed offsets", lambda: self._read(asked, stable))
 
     def _read(self, asked: list[list[Any]], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
         """One try. What is asked again of one partition says nothing of the others: a broker may not have heard of a

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.settings import NEVER_JOINS
 from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
 
-GROUP = "spark-group-exporter"
-"""The library asks for a name; nothing is joined, committed or read under it."""
 AT_ONCE = 50
 """Partitions that are assigned at one time. A broker answers with one batch at least, however large, and with batches
 of other partitions only if they fit: of larger ones one comes with each answer, and each names all of them."""
@@ -37,9 +36,7 @@ MESSAGES_MAX = 10_000
 NO_TIME = -1
 
 _SETTINGS = {
-    "group.id": GROUP,
-    "group.protocol": "classic",
-    "enable.auto.commit": "false",
+    **NEVER_JOINS,
     "enable.auto.offset.store": "false",
     "enable.partition.eof": "true",  # the only sign that a consumer gets nothing
     "auto.offset.reset": "earliest",  # of offsets that are gone: the first record still there is the next one

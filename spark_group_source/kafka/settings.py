@@ -15,6 +15,8 @@ from spark_group_source.options.client import without_secrets
 from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 
+NEVER_JOINS = {"group.id": "spark-group-source-reader", "group.protocol": "classic", "enable.auto.commit": "false"}
+"""Of consumers that join no group. The library demands a group id; under another one, committed offsets are read."""
 COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
 """Of clients that ask coordinators. After a connection was reset librdkafka may wait for a change that does not come,
 whatever time the call was given (its issues 5456 and 5511); an idle connection that is closed is such a change."""

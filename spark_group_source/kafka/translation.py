@@ -144,6 +144,8 @@ def translate(
             )
         case Meaning.FENCED:
             return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
+        case Meaning.GONE if request is Request.DELETE:
+            return GroupError(f"{op}: there is no group {asker.group or name!r} on {servers}", op=op)
         case Meaning.ENDS:
             return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
     if lacks_token(error.code(), text):

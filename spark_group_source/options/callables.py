@@ -20,15 +20,6 @@ argument is ``sasl.oauthbearer.config``, or an empty text."""
 CALLABLES: Final = frozenset({TOKEN_CALLABLE})
 """Settings that may name a function."""
 
-_PYTHON_ONLY: Final = ("sasl.oauthbearer.metadata.authentication.type", "aws_iam")
-"""What the Python package does with a function of its own."""
-
-
-def needs_python(settings: Mapping[str, str]) -> bool:
-    """Whether a client with these settings calls Python functions, which only the plain client of the tasks can."""
-    name, value = _PYTHON_ONLY
-    return bool(CALLABLES & settings.keys()) or settings.get(name, "").strip().lower() == value
-
 
 def imported(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with functions in place of their names.

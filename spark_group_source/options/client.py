@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from spark_group_source.errors import OptionError
-from spark_group_source.options.callables import CALLABLES, TOKEN_CALLABLE, needs_python
+from spark_group_source.options.callables import CALLABLES, TOKEN_CALLABLE
 from spark_group_source.options.java import translate
 
 MASK: Final = "***"
@@ -126,8 +126,6 @@ def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str,
         _refuse_owned(name)
     settings, notes = translate(given)
     _check_token_callable(settings)
-    if needs_python(settings):
-        notes.append("a Python function gives the client its tokens: tasks read with the plain client, more slowly")
     if group_protocol == "consumer":
         _check_consumer_protocol(settings)
     else:

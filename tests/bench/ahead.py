@@ -25,16 +25,16 @@ import pyarrow as pa
 from confluent_kafka import Consumer, Message, TopicCollection
 from confluent_kafka import TopicPartition as ConfluentPartition
 from confluent_kafka.admin import AdminClient
+from reading import read as read_batches
 
 from bench.throughput import BROKER_JAVA, fill
 from spark_group_source.channel.messages import Ahead
-from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.agent.processes import Process
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.local.broker import Broker
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 CONSUMED = 10_000
 """Messages of one call; fewer are slower, more are not faster."""
@@ -90,7 +90,7 @@ class Topic(NamedTuple):
     def read_directly(self) -> Cost:
         began_s, cpu_s = time.perf_counter(), own_cpu_s()
         ranges = [OffsetRange(tp, 0, end) for tp, end in self.ends.items()]
-        rows = count(fetch.read_ranges(self.settings, ranges, topic_ids=self.ids))
+        rows = count(read_batches(self.settings, ranges, topic_ids=self.ids))
         return Cost(rows, own_cpu_s() - cpu_s, time.perf_counter() - began_s)
 
     def read_ahead(self, home: Home, plan: int, step: int) -> tuple[Cost, Cost, list[float]]:
@@ -104,7 +104,7 @@ class Topic(NamedTuple):
             agents.await_read(home, until)
             asked_s, cpu_s = time.perf_counter(), own_cpu_s()
             ranges = [OffsetRange(tp, at[tp], until[tp]) for tp in at]
-            batches, rest = near.ask(home, ranges, self.ids, {}, include_headers=False)
+            batches, rest = near.ask(home, Piece(tuple(ranges), self.ids, {}), include_headers=False)
             if rest:
                 raise AssertionError(f"{rest} was not in memory")
             rows += count(iter(batches))

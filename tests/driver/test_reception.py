@@ -13,12 +13,12 @@ from kafka_words import await_until
 from spark_group_source.driver.reception import Reception
 from spark_group_source.executor import tasks
 from spark_group_source.executor.tally import Tally
-from spark_group_source.executor.tasks import Call, Ranges
+from spark_group_source.executor.tasks import Call
 from spark_group_source.group import events as ev
 from spark_group_source.group.claims import Plan
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.members.dialect import codec
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
@@ -48,7 +48,7 @@ class Listening:
         """One try of the task."""
         here = self.reception
         call = Call(here.addresses, here.secret, here.run, self.plan.name, 0, late=False)
-        with tasks._claimed(call, Ranges(self.plan.pieces[0].ranges, {}, {}), HERE, tally):
+        with tasks._claimed(call, Piece(self.plan.pieces[0].ranges), HERE, tally):
             if error is not None:
                 raise error
 
@@ -94,6 +94,6 @@ def test_a_task_with_too_much_to_tell_ends_all_the_same(
     monkeypatch.setattr(codec(), "bytes_max", 10_000)
     with caplog.at_level(logging.WARNING):
         listening.task(tally)
-    assert "is not told what this task read" in caplog.text
+    assert "gets no counts of what this task read" in caplog.text
     await_until(lambda: not listening.reception._claims._running, SOON_S, what="word that the task ended")
     assert listening.told == []

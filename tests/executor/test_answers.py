@@ -1,7 +1,6 @@
 """What a task makes of each answer of a broker, with librdkafka itself and brokers that answer as the test says.
 
-Nothing is lost on a client's word. Every test runs over both clients. Rows of the table wait at the same time, each
-with a cluster of its own.
+Nothing is lost on a client's word. Rows of the table wait at the same time, each with a cluster of its own.
 """
 
 import logging
@@ -11,41 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until
+from kit.fake_reader import FakeChunk, Message
 from kit.mock_cluster import Api, MockCluster
+from reading import read as read_batches
 
 from spark_group_source.answers import Meaning, Request, meaning
-from spark_group_source.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DataLoss,
-    GroupError,
-    OptionError,
-    ReadTimeout,
-    TopicMissing,
-)
-from spark_group_source.executor import (
-    asking,
-    doubts,
-    failures,
-    fetch,
-    histories,
-    plain,
-    progress,
-    questions,
-    ranges,
-    records,
-    tally,
-)
-from spark_group_source.executor import client as clients
-from spark_group_source.executor.client import ANSWER_S_MAX
-from spark_group_source.executor.patience import Patience
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
+from spark_group_source.executor import failures, fetch, intake, questions, ranges, records, tally
+from spark_group_source.executor.inquiry import Patience
+from spark_group_source.executor.questions import ANSWER_S_MAX, Question
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -60,24 +40,17 @@ DEADLINE_S = 60
 """Without any progress, on a machine that is busy."""
 
 
-@pytest.fixture(params=["fast", "plain"])
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doubts, "GRACE_S", GRACE_S)
     monkeypatch.setattr(failures, "GRACE_S", GRACE_S)
     monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.1)
-    for module in (questions, plain, ranges):
-        monkeypatch.setattr(module, "ANSWER_S_MAX", 1.0)
+    monkeypatch.setattr(questions, "ANSWER_S_MAX", 1.0)
 
 
 @pytest.fixture(autouse=True)
 def no_client_is_kept() -> Iterator[None]:
     yield
-    fetch._pool.close()
+    fetch.close_idle()
 
 
 @contextmanager
@@ -92,7 +65,7 @@ def orders() -> Iterator[MockCluster]:
 def cluster() -> Iterator[MockCluster]:
     with orders() as made:
         yield made
-        fetch._pool.close()
+        fetch.close_idle()
 
 
 def each(codes: Iterable[int], play: Callable[[MockCluster, int], None]) -> None:
@@ -146,14 +119,10 @@ def topic_id(cluster: MockCluster) -> str:
 Read = Callable[..., list[int]]
 
 
-def rows_of(cluster: MockCluster, path: str = "auto", start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
+def rows_of(cluster: MockCluster, start: int = 0, end: int = COUNT, **options: Any) -> list[int]:
     """The offsets that were read."""
-    found = fetch.read_ranges(
-        {**servers(cluster), "reconnect.backoff.max.ms": "200"},
-        [OffsetRange(TP, start, end)],
-        path=path,
-        **{"deadline_s": DEADLINE_S, **options},
-    )
+    settings = {**servers(cluster), "reconnect.backoff.max.ms": "200"}
+    found = read_batches(settings, [OffsetRange(TP, start, end)], **{"deadline_s": DEADLINE_S, **options})
     return [offset for batch in found for offset in batch.column("offset").to_pylist()]
 
 
@@ -162,9 +131,9 @@ def servers(cluster: MockCluster) -> dict[str, str]:
 
 
 @pytest.fixture
-def read(cluster: MockCluster, path: str) -> Read:
+def read(cluster: MockCluster) -> Read:
     """``read(start=0, end=COUNT, **options)`` -> the offsets."""
-    return partial(rows_of, cluster, path)
+    return partial(rows_of, cluster)
 
 
 # --- the table, row by row
@@ -176,43 +145,43 @@ OF_FETCH = (1, 2, 70, 71, 106, 109)
 """And a fetch alone; the last two are known to no table."""
 
 
-def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated(path: str) -> None:
+def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         assert meaning(Request.FETCH, code) is Meaning.AGAIN
         cluster.push_partition_errors(TP, Api.FETCH, [code, code])
-        assert rows_of(cluster, path) == list(range(COUNT))
+        assert rows_of(cluster) == list(range(COUNT))
 
     each(PASSES + OF_FETCH, play)
 
 
-def test_bounds_that_are_answered_with_a_passing_error_are_asked_again(path: str) -> None:
+def test_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> None:
     """The range lies beyond the log's end, so that its bounds are asked for, beyond the grace; then the log grows."""
 
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 3_000)
         grace = over(2 * GRACE_S)
         with as_soon_as(lambda: grace() and len(cluster.requests(Api.LIST_OFFSETS)) >= 4, produce, cluster, 5):
-            assert rows_of(cluster, path, end=COUNT + 5) == list(range(COUNT + 5))
+            assert rows_of(cluster, end=COUNT + 5) == list(range(COUNT + 5))
 
     each(PASSES, play)
 
 
-def test_a_refusal_that_passes_is_none(path: str) -> None:
+def test_a_refusal_that_passes_is_none() -> None:
     """librdkafka stops to fetch at the first 29, and tells it once: a fresh client finds out that it is over."""
 
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_partition_errors(TP, Api.FETCH, [code])
-        assert rows_of(cluster, path) == list(range(COUNT))
+        assert rows_of(cluster) == list(range(COUNT))
 
     each([29, 30, 31], play)
 
 
-def test_a_refusal_that_stays_ends_the_task_after_a_second_try(path: str) -> None:
+def test_a_refusal_that_stays_ends_the_task_after_a_second_try() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_partition_errors(TP, Api.FETCH, [code] * 3_000)
         started = time.monotonic()
         with pytest.raises(AccessDenied, match="orders"):
-            rows_of(cluster, path)
+            rows_of(cluster)
         assert time.monotonic() - started >= GRACE_S
 
     each([29, 30, 31], play)
@@ -226,12 +195,12 @@ def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read) -> None:
     assert read() == list(range(COUNT))
 
 
-def test_metadata_that_refuses_is_believed_the_second_time(path: str) -> None:
+def test_metadata_that_refuses_is_believed_the_second_time() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         planned = {"orders": topic_id(cluster)}
         cluster.set_topic_error("orders", code)
         with pytest.raises(AccessDenied):
-            rows_of(cluster, path, topic_ids=planned)
+            rows_of(cluster, topic_ids=planned)
 
     each([29, 31], play)
 
@@ -246,28 +215,28 @@ def test_what_asking_again_cannot_help_ends_the_task(cluster: MockCluster, read:
 # --- gone
 
 
-def test_a_topic_is_gone_when_metadata_says_so_over_the_grace(path: str) -> None:
+def test_a_topic_is_gone_when_metadata_says_so_over_the_grace() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         planned = {"orders": topic_id(cluster)}
         cluster.set_topic_error("orders", code)
         started = time.monotonic()
         with pytest.raises(TopicMissing) as caught:
-            rows_of(cluster, path, topic_ids=planned)
+            rows_of(cluster, topic_ids=planned)
         assert time.monotonic() - started >= GRACE_S
         assert caught.value.fields == {"topics": ["orders"]}
 
     each([3, 100], play)
 
 
-def test_what_metadata_says_for_a_moment_only_is_waited_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doubts, "GRACE_S", LONG_S)
+def test_what_metadata_says_for_a_moment_only_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", LONG_S)
 
     def play(cluster: MockCluster, code: int) -> None:
         planned = {"orders": topic_id(cluster)}
         cluster.set_topic_error("orders", code)
         cluster.forget_requests()
         with as_soon_as(lambda: len(cluster.requests(Api.METADATA)) >= 6, cluster.set_topic_error, "orders", 0):
-            assert rows_of(cluster, path, topic_ids=planned) == list(range(COUNT))
+            assert rows_of(cluster, topic_ids=planned) == list(range(COUNT))
 
     each([3, 100, 5, 29], play)
 
@@ -296,41 +265,40 @@ def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockC
         assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
 
 
-def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead(path: str) -> None:
+def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead() -> None:
     """librdkafka asks the broker that it was told as the controller, also when another one is by now."""
     with MockCluster(2) as cluster:
         cluster.create_topic("orders")
         cluster.set_leader(TP, 1)
         cluster.set_controller(2)
         produce(cluster)
-        wanted = {"topic_ids": {"orders": topic_id(cluster)}, "deadline_s": 10, "path": path}
-
-        def read(start: int, end: int) -> list[int]:
-            found = fetch.read_ranges(servers(cluster), [OffsetRange(TP, start, end)], **wanted)  # type: ignore[arg-type]
-            return [offset for batch in found for offset in batch.column("offset").to_pylist()]
-
+        read = partial(rows_of, cluster, topic_ids={"orders": topic_id(cluster)})
         assert read(0, 5) == [0, 1, 2, 3, 4]
         cluster.set_broker_down(2)
         cluster.set_controller(1)
         assert read(5, COUNT) == list(range(5, COUNT))
-        fetch._pool.close()
+        fetch.close_idle()
 
 
 @dataclass
-class Brokers:
-    """What a client hears: answers by the number of the question, the others never."""
+class Requests:
+    """What a client receives: answers by the number of the request, the others never."""
 
-    answers: dict[int, records.Bounds | Event]
-    asked: int = 0
+    answered: dict[int, records.Bounds | Event]
+    sent: int = 0
     looked: int = 0
     given_up: list[int] = field(default_factory=list)
 
-    def ask_bounds(self, tp: TopicPartition) -> int:
-        self.asked += 1
-        return self.asked
+    def send(self) -> tuple[int, ...]:
+        self.sent += 1
+        return (self.sent,)
 
-    def answer(self, numbers: Iterable[int], wait_s: float) -> tuple[int, records.Bounds | Event] | None:
-        return next(((number, self.answers.pop(number)) for number in numbers if number in self.answers), None)
+    def receive(self, wait_s: float) -> None: ...
+
+    def answers(self, numbers: Sequence[int]) -> list[Any]:
+        return [self.answered[number] for number in numbers if number in self.answered]
+
+    def failure(self, event: Any) -> None: ...
 
     def give_up(self, numbers: Iterable[int]) -> None:
         self.given_up += numbers
@@ -339,26 +307,26 @@ class Brokers:
         self.looked += 1
 
 
-def test_a_question_is_asked_again_and_the_first_answer_of_any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_sent_again_and_the_first_answer_of_any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker that does not answer is dead or slow: another one is asked, and this one's answer is still good."""
-    clock = ManualClock()
-    monkeypatch.setattr(asking, "time", clock)
-    brokers = Brokers({})
-    question: asking.Asking[records.Bounds] = asking.Asking(brokers, lambda: brokers.ask_bounds(TP))  # type: ignore[arg-type]
-    assert (question.take(0), brokers.asked, brokers.looked) == (None, 1, 0)
+    clock = Clock()
+    monkeypatch.setattr(questions, "time", clock)
+    requests: Any = Requests({})
+    question: Question[Any] = Question(requests, requests.send, itemgetter(0), requests.look_for_brokers)
+    assert (question.take(0), requests.sent, requests.looked) == (None, 1, 0)
     for seconds in (1, 2):
-        clock.now_s += asking.OVERDUE_S
-        assert (question.take(0), brokers.asked, brokers.looked) == (None, 1 + seconds, seconds)
+        clock.now_s += questions.OVERDUE_S
+        assert (question.take(0), requests.sent, requests.looked) == (None, 1 + seconds, seconds)
     failure = Event(questions.NO_ANSWER, "no answer in time", TP, -1)
-    brokers.answers = {1: failure}
+    requests.answered = {1: failure}
     assert question.take(0) == (failure, 0.0)
-    brokers.answers = {2: records.Bounds(0, 9)}
-    assert question.take(0) == (records.Bounds(0, 9), asking.OVERDUE_S)
-    assert brokers.given_up == [3]
+    requests.answered = {2: records.Bounds(0, 9)}
+    assert question.take(0) == (records.Bounds(0, 9), questions.OVERDUE_S)
+    assert requests.given_up == [1, 2, 3]
 
 
 @dataclass
-class ManualClock:
+class Clock:
     now_s: float = 0.0
 
     def monotonic(self) -> float:
@@ -379,14 +347,14 @@ def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
     assert patience.left_s(156) == 0
 
 
-def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster, path: str) -> None:
+def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster) -> None:
     """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
-    client = fetch._open(fetch._ClientKey({**fetch._DEFAULTS, **fetch._FORCED, **servers(cluster)}, path))
+    client = fetch.open_client(servers(cluster))
 
     def bounds() -> object:
-        answer = client.answer([client.ask_bounds(TP)], 2 * ANSWER_S_MAX)
+        answer = client.ask_bounds(TP).take(2 * ANSWER_S_MAX)
         assert answer is not None
-        return answer[1]
+        return answer[0]
 
     def told() -> None:
         """A busy machine may need more than one bound of a question for the first answer of a client."""
@@ -431,18 +399,14 @@ def test_a_topic_made_anew_is_skipped_in_full_and_counted(
 
 @pytest.mark.parametrize("loss_fails", [True, False])
 def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
-    cluster: MockCluster, path: str, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
+    cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 5)
     monkeypatch.setattr(ranges, "PROOF_S", 0)
     planned = {"orders": topic_id(cluster)}
-    found = fetch.read_ranges(
-        servers(cluster),
-        [OffsetRange(TP, 0, COUNT)],
-        topic_ids=planned,
-        fail_on_data_loss=loss_fails,
-        path=path,
-        deadline_s=20,
+    wanted = [OffsetRange(TP, 0, COUNT)]
+    found = read_batches(
+        servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, deadline_s=DEADLINE_S
     )
     assert next(found).num_rows == 5
     cluster.delete_topic("orders")
@@ -452,7 +416,6 @@ def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
         list(found)
 
 
-@pytest.mark.parametrize("path", ["fast"])  # the plain client asks through a second one, which has connections to make
 @pytest.mark.parametrize(("proof_s", "questions"), [(1000, 1), (0, 2)])
 def test_how_often_a_small_task_asks_for_its_topic(
     cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, proof_s: float, questions: int
@@ -489,17 +452,7 @@ def test_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
     assert counts.brokers == {TP: COUNT - 4}
 
 
-# --- doubts and what was skipped, by themselves
-
-
-def test_a_doubt_needs_two_voices_and_the_grace() -> None:
-    heard = doubts.Doubts()
-    assert not heard.hear("a", 0.0)
-    assert not heard.hear("a", GRACE_S - 0.1)
-    assert not heard.hear("b", 100.0)
-    assert heard.hear("a", GRACE_S)
-    heard.forget("a")
-    assert not heard.hear("a", 100.0)
+# --- what was skipped, by itself
 
 
 def test_what_was_skipped_is_joined_where_they_touch() -> None:
@@ -527,44 +480,8 @@ def test_epochs_that_leader_and_records_count_in_different_ways_conclude_nothing
     assert read(0, COUNT, leader_epochs={TP: -1}) == list(range(COUNT))
 
 
-class Epochs:
-    """A chunk of which only the leader epochs are looked at."""
-
-    def __init__(self, *epochs: int) -> None:
-        self._epochs = epochs
-
-    def leader_epoch(self, row: int) -> int:
-        return self._epochs[row]
-
-
-@pytest.mark.parametrize(
-    ("epochs", "planned"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)]
-)
-def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], planned: int) -> None:
-    found = histories.Histories({TP: 2})
-    chunk: Any = Epochs(*epochs)
-    assert found.planned(chunk, records.Run(TP, 0, np.arange(10, 14)), 0, 4) == planned
-    stranger = None if planned == 4 else histories.Stranger(10 + planned, 3)
-    assert found.strangers.get(TP) == stranger
-
-
-def test_a_token_that_does_not_come_is_waited_for_like_brokers_that_do_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tries: list[int] = []
-
-    def no_token(key: object) -> clients.Client:
-        tries.append(len(tries))
-        if len(tries) == 3:
-            raise OptionError("the third try")
-        raise BrokerUnavailable("the function for tokens gave none")
-
-    monkeypatch.setattr(fetch, "MAKE_PAUSE_S", 0.01)
-    monkeypatch.setattr(fetch, "_open", no_token)
-    wanted = [OffsetRange(TopicPartition("orders", 0), 0, 1)]
-    with pytest.raises(OptionError, match="the third try"):
-        list(fetch.read_ranges({}, wanted, deadline_s=0, silence_s=60))
-    tries.clear()
-    with pytest.raises(BrokerUnavailable):
-        list(fetch.read_ranges({}, wanted, deadline_s=0))
-    assert len(tries) == 1
+@pytest.mark.parametrize(("epochs", "rows"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)])
+def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], rows: int) -> None:
+    chunk: Any = FakeChunk([Message(TP, 10 + at, epoch=epoch) for at, epoch in enumerate(epochs)])
+    later = None if rows == 4 else intake.LaterLeader(10 + rows, 3)
+    assert intake.next_rows(chunk, chunk.runs[0], 10, 99, 2) == (0, rows, 10 + rows, later)

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.fake_reader import FakeChunk, Message
 
 from spark_group_source.errors import GroupError
-from spark_group_source.executor import plain, rdkafka, records
+from spark_group_source.executor import records
 from spark_group_source.executor.records import Cut, bounded
 from spark_group_source.model import TopicPartition
 
@@ -39,7 +40,7 @@ def memory() -> Memory:
 
 
 def column(addresses: list[int], lengths: list[int]) -> pa.Array:
-    found = rdkafka.binary_column(np.array(addresses, dtype=np.uint64), np.array(lengths, dtype=np.uint64))
+    found = records.binary_column(np.array(addresses, dtype=np.uint64), np.array(lengths, dtype=np.uint64))
     found.validate(full=True)
     return found
 
@@ -94,10 +95,10 @@ def test_a_span_is_used_only_where_numpy_can_count_it(low: int, far: int, size: 
     addresses = np.array([low + far, low], dtype=np.uint64)
     fits = True
     try:
-        rdkafka._memory(low, f"|V{size}", far + 1, 1)
+        records._memory(low, f"|V{size}", far + 1, 1)
     except ValueError:
         fits = False
-    assert not rdkafka.spans(addresses, size) or fits
+    assert not records.spans(addresses, size) or fits
 
 
 _sizes = st.lists(st.one_of(st.integers(0, 2000), st.integers(0, 3 * records.BATCH_BYTES_MAX)), min_size=1, max_size=60)
@@ -114,36 +115,9 @@ def test_a_batch_is_within_its_bounds_or_is_one_record(sizes: list[int], borders
         assert len(rows) == 1 or sum(sizes[row] for row in rows) <= records.BATCH_BYTES_MAX
 
 
-class Message:
-    """As much of confluent_kafka's message as the plain client looks at."""
-
-    def __init__(self, offset: int, headers: list[tuple[str, bytes | None]]) -> None:
-        self._offset, self._headers = offset, headers
-
-    def error(self) -> None: ...
-    def topic(self) -> str:
-        return TP.topic
-
-    def partition(self) -> int:
-        return TP.partition
-
-    def offset(self) -> int:
-        return self._offset
-
-    def key(self) -> None: ...
-    def value(self) -> bytes:
-        return b"v"
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, 1_000
-
-    def headers(self) -> list[tuple[str, bytes | None]]:
-        return self._headers
-
-
 def test_header_bytes_count_for_the_bound_of_a_batch() -> None:
     body = bytes(records.BATCH_BYTES_MAX // 3)
-    chunk = plain.PlainChunk.of([Message(at, [("name", body), ("none", None)]) for at in range(5)], [])
+    chunk = FakeChunk([Message(TP, at, headers=[("name", body), ("none", None)]) for at in range(5)])
     assert len(list(bounded([Cut(TP, 0, 5)], chunk.sizes))) == 1
     chunk.count_headers()
     groups = list(bounded([Cut(TP, 0, 5)], chunk.sizes))

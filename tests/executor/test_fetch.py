@@ -1,7 +1,4 @@
-"""Reading ranges from a real Kafka: which rows come, how a range ends, what a loss is, and how long anything may take.
-
-Every test about rows runs over both clients, so neither is trusted for more than the other.
-"""
+"""Reading ranges from a real Kafka: which rows come, how a range ends, what a loss is, and what is waited for."""
 
 import contextlib
 import json
@@ -12,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from operator import itemgetter
@@ -28,13 +25,16 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.fake_reader import FakeChunk, FakeClient, FakeQuestion, Message
+from reading import read as read_batches
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
-from spark_group_source.executor import asking, doubts, fetch, native, plain, progress, ranges, rdkafka, records, tally
-from spark_group_source.executor import client as clients
+from spark_group_source.executor import failures, fetch, intake, native, ranges, records, tally
+from spark_group_source.executor.native import NativeClient
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
+from spark_group_source.librdkafka import refused_setting
 from spark_group_source.local.broker import Broker
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 Row = dict[str, Any]
 Read = Callable[..., list[Row]]
@@ -47,28 +47,22 @@ ENDED_S_MAX = 45.0
 NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
 
 
-@pytest.fixture(params=["fast", "plain"])
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def read(broker: Broker, path: str) -> Read:
+def read(broker: Broker) -> Read:
     """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
-    return reading(broker, path)
+    return reading(broker)
 
 
-def reading(broker: Broker, path: str) -> Read:
+def reading(broker: Broker) -> Read:
     def rows(
         *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
     ) -> list[Row]:
         options.setdefault("deadline_s", DEADLINE_S)
         found: list[Row] = []
-        for batch in fetch.read_ranges(
+        for batch in read_batches(
             {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": isolation},
             wanted,
             include_headers=include_headers,
-            path=path,
             **options,
         ):
             assert batch.schema.equals(arrow_schema(include_headers))
@@ -169,11 +163,10 @@ def test_rows_of_several_ranges_come_once_each_and_nothing_outside(
     assert {row["topic"] for row in rows} == {name}
 
 
-def test_two_ranges_of_one_partition_are_both_read(topic: TopicFactory, produce: Produce, read: Read) -> None:
-    name = topic()
-    produce(name, [str(i) for i in range(50)], partition=0)
-    assert offsets(read(of(name, 40, 50), of(name, 0, 10))) == [*range(10), *range(40, 50)]
-    assert offsets(read(of(name, 5, 15), of(name, 10, 12))) == [*range(5, 15), 10, 11]
+def test_two_ranges_of_one_partition_are_refused(read: Read) -> None:
+    """A client can be assigned a partition only once; planning puts them into different tasks."""
+    with pytest.raises(ValueError, match=r"t-0\[0,10\), t-0\[40,50\)"):
+        read(of("t", 40, 50), of("t", 0, 10))
 
 
 def test_B28_records_that_were_fetched_ahead_are_read_by_the_next_batch(
@@ -300,12 +293,11 @@ def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
     schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
     assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(True)]
     place = itemgetter("topic", "offset")
-    for path in ("fast", "plain"):
-        rows = reading(broker, path)(*(of(name, 0, len(written)) for name in names), include_headers=True)
-        assert sorted(rows, key=place) == sorted(expected, key=place)
+    rows = reading(broker)(*(of(name, 0, len(written)) for name in names), include_headers=True)
+    assert sorted(rows, key=place) == sorted(expected, key=place)
 
 
-def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Broker, path: str) -> None:
+def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Broker) -> None:
     name = topic(config={"max.message.bytes": "20000000"})
     producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "message.max.bytes": 20_000_000})
     sizes = [1_500_000, 10, 17_000_000, 1_200_000, 3]
@@ -313,24 +305,18 @@ def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Br
     for body in bodies:
         producer.produce(name, body, partition=0)
     assert producer.flush(30) == 0
-    found = list(
-        fetch.read_ranges({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], path=path, deadline_s=30)
-    )
+    found = list(read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], deadline_s=30))
     assert [row["value"] for batch in found for row in batch.to_pylist()] == bodies
     for batch in found:
         assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
 
 
-def test_a_large_range_comes_in_bounded_batches(
-    topic: TopicFactory, produce: Produce, broker: Broker, path: str
-) -> None:
+def test_a_large_range_comes_in_bounded_batches(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
     name = topic(2)
     for partition in range(2):
         produce(name, (b"%0100d" % i for i in range(50_000)), partition=partition)
     batches = list(
-        fetch.read_ranges(
-            {"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000, p) for p in range(2)], path=path
-        )
+        read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000, p) for p in range(2)])
     )
     assert all(0 < batch.num_rows <= records.BATCH_ROWS_MAX for batch in batches)
     whole = pa.Table.from_batches(batches).sort_by([("partition", "ascending"), ("offset", "ascending")])
@@ -338,22 +324,21 @@ def test_a_large_range_comes_in_bounded_batches(
     assert [int(v) for v in whole.column("value").to_pylist()] == [*range(50_000)] * 2
 
 
-def test_memory_is_given_back_after_every_batch(
-    topic: TopicFactory, produce: Produce, broker: Broker, path: str
-) -> None:
+def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
     name = topic()
     produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
+    assert_memory_is_given_back(broker, name)
 
+
+def assert_memory_is_given_back(broker: Broker, name: str) -> None:
     def resident_mib() -> int:
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
 
     def read_all(times: int) -> None:
         for _ in range(times):
-            for _batch in fetch.read_ranges(
-                {"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000)], path=path
-            ):
-                pass
+            found = read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000)])
+            assert sum(batch.num_rows for batch in found) == 50_000
 
     read_all(2)
     before_mib = resident_mib()
@@ -362,12 +347,12 @@ def test_memory_is_given_back_after_every_batch(
 
 
 def test_a_finished_range_is_no_longer_fetched(
-    topic: TopicFactory, produce: Produce, read: Read, path: str, monkeypatch: pytest.MonkeyPatch
+    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = topic(2)
     for partition in range(2):
         produce(name, (b"%0100d" % i for i in range(20_000)), partition=partition)
-    client = native.NativeClient if path == "fast" else plain.PlainClient
+    client = NativeClient
     dropped: list[TopicPartition] = []
     drop = client.drop
 
@@ -399,7 +384,6 @@ def test_any_record_comes_back_as_it_was_written(
     written: list[tuple[bytes | None, bytes | None, int, list[tuple[str, bytes | None]]]],
     compression: str,
     round_trip: tuple[str, str],
-    path: str,
 ) -> None:
     servers, name = round_trip
     producer = Producer({"bootstrap.servers": servers, "compression.type": compression})
@@ -417,8 +401,8 @@ def test_any_record_comes_back_as_it_was_written(
     assert producer.flush(30) == 0
     first = min(placed)
     rows: list[Row] = []
-    for batch in fetch.read_ranges(
-        {"bootstrap.servers": servers}, [of(name, first, first + len(written))], include_headers=True, path=path
+    for batch in read_batches(
+        {"bootstrap.servers": servers}, [of(name, first, first + len(written))], include_headers=True
     ):
         batch.validate(full=True)
         rows.extend(batch.to_pylist())
@@ -490,163 +474,164 @@ def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
     assert time.monotonic() - started < ENDED_S_MAX
 
 
-class Silent:
+class Silent(FakeClient):
     """A client that brings nothing, and whose position is at 9 from the second look on."""
 
-    pid = os.getpid()
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def assign(self, positions: object) -> None: ...
-    def add(self, positions: object) -> None: ...
-    def drop(self, tps: object) -> None: ...
-    def move(self, tp: object, offset: int) -> None: ...
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
-
-    def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
-        return plain.PlainChunk.of([], [])
+    looks = 0
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         self.looks += 1
         return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
 
-    def ask_topics(self, names: Sequence[str]) -> int:
-        return 1
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+        return FakeQuestion([{"t": records.TopicTold(0, "", "", 1)}])
 
-    def ask_bounds(self, tp: TopicPartition) -> int:
-        return 2
-
-    def answer(self, numbers: Collection[int], wait_s: float) -> tuple[int, records.Told | records.Bounds] | None:
-        number = min(numbers)
-        return number, {"t": records.TopicTold(0, "", "", 1)} if number == 1 else records.Bounds(0, 100)
-
-    def give_up(self, numbers: Collection[int]) -> None: ...
-    def look_for_brokers(self) -> None: ...
+    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
+        return FakeQuestion([records.Bounds(0, 100)])
 
 
 @dataclass
 class Held:
     """A client that is not from the pool."""
 
-    client: clients.Client
+    client: Any
 
     def renew(self) -> None:
         raise AssertionError
 
 
-def reader(client: clients.Client, *wanted: OffsetRange) -> ranges.RangeReader:
-    return ranges.RangeReader(
-        Held(client),
-        wanted,
-        "",
-        user="the user",
-        topic_ids={},
-        leader_epochs={},
-        tally=tally.Tally(),
-        fail_on_data_loss=True,
-        deadline_s=2.0,
-        silence_s=2.0,
-    )
+def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iterator[tuple[int, int]]:
+    """(partition, offset) of each row that a reader with this client hands over."""
+    epochs = options.pop("leader_epochs", {})
+    given = ranges.ReadOptions({}, **{"deadline_s": LONG_S, "silence_s": LONG_S, **options})
+    reader = ranges.RangeReader(Held(client), Piece(wanted, {}, epochs), given, tally.Tally())
+    for batch in reader.batches():
+        yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
 
 
-@dataclass
-class Plainly:
-    """A record of ``t``-0, as confluent_kafka hands it over."""
-
-    at: int
-
-    def error(self) -> None: ...
-    def topic(self) -> str:
-        return "t"
-
-    def partition(self) -> int:
-        return 0
-
-    def offset(self) -> int:
-        return self.at
-
-    def key(self) -> None: ...
-    def value(self) -> bytes:
-        return b"v"
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, 0
+T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 
 
 class Torn(Silent):
     """Each fetch brings offsets in pairs; the first time, the second pair comes with a wrong checksum: librdkafka says
     so, and goes on behind it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.moves: list[int] = []
-        self.polls = 0
-
-    def move(self, tp: object, offset: int) -> None:
-        self.moves.append(offset)
-        self.looks = 0
+    polls = 0
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, 9)
 
-    def poll(self, rows_max: int, wait_s: float) -> records.Chunk:
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
         at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
-        codes = {2: min(progress.DAMAGED), 4: ranges.EOF}
-        events = [records.Event(codes[n], "", TopicPartition("t", 0), 9) for n in codes if n == self.polls]
-        return plain.PlainChunk.of([Plainly(offset) for offset in at], events)
+        codes = {2: min(intake.DAMAGED), 4: intake.EOF}
+        events = [records.Event(codes[n], "", T0, 9) for n in codes if n == self.polls]
+        return FakeChunk([Message(T0, offset) for offset in at], events)
 
 
-def test_what_comes_behind_a_damaged_batch_is_fetched_again_with_it() -> None:
+def test_what_comes_behind_a_damaged_batch_is_fetched_again_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.01)
     client = Torn()
-    rows = [
-        offset
-        for batch in reader(client, of("t", 1, 9)).batches(False)
-        for offset in batch.column("offset").to_pylist()
-    ]
-    assert rows == list(range(1, 9))
-    assert client.moves == [3]
+    assert list(offsets_by(client, of("t", 1, 9))) == [(0, offset) for offset in range(1, 9)]
+    assert client.moves == [(T0, 3)]
 
 
 def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -> None:
     client = Silent()
-    assert list(reader(client, of("t", 5, 9)).batches(False)) == []
+    assert list(offsets_by(client, of("t", 5, 9))) == []
     assert client.looks == 2
 
 
 class Unanswered(Silent):
-    """Nobody answers its questions. Records that come all the same are those of the third second."""
+    """Nobody answers its questions. Its position moves all the same, a while after the first one was sent."""
 
     asked = 0
 
-    def ask_topics(self, names: Sequence[str]) -> int:
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
         self.asked += 1
-        return self.asked
-
-    def answer(self, numbers: Collection[int], wait_s: float) -> None:
-        assert wait_s == 0, "records may come meanwhile"
+        return FakeQuestion([])
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        return dict.fromkeys(tps, 9 if self.asked > 1 else -1001)
+        self.looks += self.asked
+        return dict.fromkeys(tps, 9 if self.looks > 5 else -1001)
 
 
 def test_a_range_is_read_while_a_question_about_it_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader died: who is asked may be dead too, and its successor has the records long before that is clear."""
     monkeypatch.setattr(ranges, "TRIAGE_AFTER_S", 0.01)
-    monkeypatch.setattr(asking, "OVERDUE_S", 0.1)
     client = Unanswered()
-    assert list(reader(client, of("t", 5, 9)).batches(False)) == []
-    assert client.asked == 2
+    assert list(offsets_by(client, of("t", 5, 9))) == []
+    assert client.asked == 1
 
 
-def test_B33_a_log_that_still_grows_is_waited_for(
-    topic: TopicFactory, produce: Produce, broker: Broker, path: str
-) -> None:
+class LaterLeader(Silent):
+    """``t``-0 brings offset 0, and one of a later leader at 1, with the log's end behind it. ``t``-1 brings an offset
+    with each poll, and its leader answers when that partition is read to its end.
+
+    Args:
+        answer: what the leader of ``t``-0 says of its log.
+    """
+
+    def __init__(self, answer: records.Bounds) -> None:
+        super().__init__()
+        self.answer = answer
+        self.polls = 0
+        self.question = FakeQuestion([])
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        if self.polls == 1 or self.moves:
+            first = [] if self.moves else [Message(T0, 0, epoch=1)]
+            messages = [*first, *(Message(T0, at, epoch=2) for at in (1, 2))]
+            return FakeChunk(messages, [records.Event(intake.EOF, "", T0, 3)])
+        if self.polls == 7:
+            self.question.answers = [self.answer]
+        return FakeChunk([Message(T1, self.polls - 2, epoch=1)] if self.polls < 7 else [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, -1001)
+
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+        return FakeQuestion([{"t": records.TopicTold(0, "", "", 2)}])
+
+    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
+        assert tp == T0
+        return self.question
+
+
+EPOCHS = {T0: 1, T1: 1}
+
+
+def test_one_range_is_read_while_the_leader_of_another_one_is_asked() -> None:
+    """Nothing of a partition whose log may be cut is taken, nor does its log's end count, until its leader answers."""
+    client = LaterLeader(records.Bounds(0, 3, 2))
+    found: list[tuple[int, int]] = []
+    with pytest.raises(DataLoss, match=r"cut at 1 or before it.* in leader epoch 2"):
+        found.extend(offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS))
+    assert found == [(0, 0), *((1, offset) for offset in range(5))]
+
+
+def test_a_log_that_was_cut_is_skipped_where_loss_is_no_failure() -> None:
+    client, counts = LaterLeader(records.Bounds(0, 3, 2)), tally.Tally()
+    given = ranges.ReadOptions({}, deadline_s=LONG_S, fail_on_data_loss=False)
+    piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
+    rows = sum(batch.num_rows for batch in ranges.RangeReader(Held(client), piece, given, counts).batches())
+    assert rows == 6
+    counts.end()
+    assert counts.lost == (of("t", 1, 3),)
+
+
+def test_a_leader_that_counts_in_another_way_than_its_records_concludes_nothing() -> None:
+    client = LaterLeader(records.Bounds(0, 3, 0))
+    rows = offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS)
+    assert sorted(rows) == [*((0, offset) for offset in range(3)), *((1, offset) for offset in range(5))]
+    assert client.moves == [(T0, 1)]
+
+
+def test_B33_a_log_that_still_grows_is_waited_for(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
     name = topic()
     produce(name, ["0", "1"], partition=0)
-    found = fetch.read_ranges({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 4)], path=path)
+    found = read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 4)])
     first = next(found)
     assert first.column("offset").to_pylist() == [0, 1]
     produce(name, ["2", "3"], partition=0)
@@ -656,7 +641,7 @@ def test_B33_a_log_that_still_grows_is_waited_for(
 def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
     topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(doubts, "GRACE_S", 0.2)
+    monkeypatch.setattr(failures, "GRACE_S", 0.2)
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
     with pytest.raises(DataLoss) as caught:
@@ -667,15 +652,15 @@ def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
 
 
 def test_B34_two_readers_in_one_process_each_get_their_range(
-    topic: TopicFactory, produce: Produce, broker: Broker, path: str, monkeypatch: pytest.MonkeyPatch
+    topic: TopicFactory, produce: Produce, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
     produce(name, [str(i) for i in range(100)], partition=0)
     servers = {"bootstrap.servers": broker.bootstrap_servers}
 
     def start(first: int, last: int) -> Iterator[int]:
-        for batch in fetch.read_ranges(servers, [of(name, first, last)], path=path):
+        for batch in read_batches(servers, [of(name, first, last)]):
             yield from batch.column("offset").to_pylist()
 
     assert list(start(0, 1)) == [0]  # from now on a client is kept
@@ -692,9 +677,9 @@ def test_B35_the_client_is_kept_and_a_retry_after_an_error_has_a_fresh_one(
     produce(name, ["0", "1", "2"], partition=0)
 
     def kept() -> list[object]:
-        return list(fetch._pool.idle.values())
+        return list(fetch.idle.values())
 
-    fetch._pool.close()
+    fetch.close_idle()
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
     first = kept()
     assert len(first) == 1
@@ -707,13 +692,13 @@ def test_B35_the_client_is_kept_and_a_retry_after_an_error_has_a_fresh_one(
     assert kept() != first
 
 
-def test_B36_an_unreachable_broker_is_named_within_the_deadline(path: str) -> None:
+def test_B36_an_unreachable_broker_is_named_within_the_deadline() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     started = time.monotonic()
     with pytest.raises(ReadTimeout) as caught:
-        list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2, path=path))
+        list(read_batches({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2))
     assert 1.9 < time.monotonic() - started < 6
     assert address in str(caught.value)
     assert "orders-0[7,9)" in str(caught.value)
@@ -722,29 +707,25 @@ def test_B36_an_unreachable_broker_is_named_within_the_deadline(path: str) -> No
     assert caught.value.fields["ranges"] == [("orders", 0, 7, 9)]
 
 
-def test_B36_a_broker_that_takes_connections_and_never_answers_is_bounded(path: str) -> None:
+def test_B36_a_broker_that_takes_connections_and_never_answers_is_bounded() -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         started = time.monotonic()
         with pytest.raises(ReadTimeout, match=address):
-            list(fetch.read_ranges({"bootstrap.servers": address}, [of("orders", 0, 9)], deadline_s=2, path=path))
+            list(read_batches({"bootstrap.servers": address}, [of("orders", 0, 9)], deadline_s=2))
         assert time.monotonic() - started < 6
 
 
-def test_B36_a_broker_that_stops_answering_half_way_is_bounded(
-    topic: TopicFactory, produce: Produce, path: str
-) -> None:
+def test_B36_a_broker_that_stops_answering_half_way_is_bounded(topic: TopicFactory, produce: Produce) -> None:
     with Broker() as own:
         from conftest import create_topic, produce_to
 
         admin = AdminClient({"bootstrap.servers": own.bootstrap_servers})
         create_topic(admin, "orders")
         produce_to(Producer({"bootstrap.servers": own.bootstrap_servers}), "orders", ["0", "1"], partition=0)
-        reading = fetch.read_ranges(
-            {"bootstrap.servers": own.bootstrap_servers}, [of("orders", 0, 9)], deadline_s=2, path=path
-        )
+        reading = read_batches({"bootstrap.servers": own.bootstrap_servers}, [of("orders", 0, 9)], deadline_s=2)
         assert next(reading).num_rows == 2
         own.pause(1)
         started = time.monotonic()
@@ -794,20 +775,18 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     produce: Produce,
     admin: AdminClient,
     broker: Broker,
-    path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "BATCH_ROWS_MAX", 10)
+    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)
     name = topic()
     produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
-    reading = fetch.read_ranges(
+    reading = read_batches(
         {
             "bootstrap.servers": broker.bootstrap_servers,
             "queued.max.messages.kbytes": "2000",  # nothing is fetched far ahead
             "max.partition.fetch.bytes": "1000000",
         },
         [of(name, 0, 60)],
-        path=path,
     )
     next(reading)
     forget(admin, name, 50)
@@ -819,7 +798,7 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
 def test_B39_a_start_past_the_logs_end_gives_nothing(
     topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doubts, "GRACE_S", 0.2)
+    monkeypatch.setattr(failures, "GRACE_S", 0.2)
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
     assert read(of(name, 5, 10), fail_on_data_loss=False) == []
@@ -831,7 +810,7 @@ def test_B39_a_start_past_the_logs_end_gives_nothing(
 def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(
     topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doubts, "GRACE_S", 0.2)
+    monkeypatch.setattr(failures, "GRACE_S", 0.2)
     name = topic()
     produce(name, [str(i) for i in range(10)], partition=0)
     assert len(read(of(name, 0, 10))) == 10  # the kept client has seen the longer log
@@ -877,31 +856,29 @@ def test_a_topic_deleted_after_it_was_read(
 # -------------------------------------------------------------------------------------------- clients and processes
 
 
-@pytest.mark.parametrize("path", ["fast", pytest.param("plain", marks=pytest.mark.soak)], indirect=True)
 def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
     topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = topic(1000)
     produce(name, [Record(b"%d" % p, partition=p) for p in range(1000)])
     opened = []
-    open_one = fetch._open
 
-    def counted(key: fetch._ClientKey) -> clients.Client:
-        opened.append(key)
-        return open_one(key)
+    def counted(given: Mapping[str, str]) -> NativeClient:
+        opened.append(given)
+        return NativeClient(given)
 
-    fetch._pool.close()
-    monkeypatch.setattr(fetch, "_open", counted)
+    fetch.close_idle()
+    monkeypatch.setattr(fetch, "NativeClient", counted)
     wanted = [of(name, 0, 1, p) for p in range(1000)]
     rows = read(*wanted)
     assert sorted((row["partition"], row["value"]) for row in rows) == [(p, b"%d" % p) for p in range(1000)]
-    assert len(opened) == len(fetch._rounds(wanted)) == 1
+    assert len(opened) == 1
 
 
 def test_an_abandoned_read_leaves_nothing_behind(
-    topic: TopicFactory, produce: Produce, read: Read, path: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    topic: TopicFactory, produce: Produce, read: Read, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = native.NativeClient if path == "fast" else plain.PlainClient
+    client = NativeClient
     cleared: list[object] = []
     clear = client.clear
 
@@ -914,10 +891,9 @@ def test_an_abandoned_read_leaves_nothing_behind(
     produce(name, [str(i) for i in range(20_000)], partition=0)
     produce(other, ["0", "1"], partition=0)
     for _ in range(3):
-        reading = fetch.read_ranges(
+        reading = read_batches(
             {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"},
             [of(name, 0, 20_000)],
-            path=path,
         )
         next(reading)
         cleared.clear()
@@ -925,17 +901,17 @@ def test_an_abandoned_read_leaves_nothing_behind(
         assert len(cleared) == 1  # nothing is fetched on while no one reads
         assert offsets(read(of(other, 0, 2))) == [0, 1]
         assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
-    assert len(fetch._pool.idle) >= 1
+    assert len(fetch.idle) >= 1
 
 
 FORKED = """
 import json, os, signal, sys
 from spark_group_source.executor import fetch
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 given = json.loads(sys.argv[1])
 def count():
-    wanted = [OffsetRange(TopicPartition(given["topic"], 0), 0, 3)]
-    return sum(batch.num_rows for batch in fetch.read_ranges(given["settings"], wanted, path=given["path"]))
+    wanted = Piece((OffsetRange(TopicPartition(given["topic"], 0), 0, 3),))
+    return sum(batch.num_rows for batch in fetch.read_ranges(wanted, fetch.ReadOptions(given["settings"])))
 assert count() == 3  # the parent has a client now
 child = os.fork()
 if child == 0:
@@ -943,7 +919,7 @@ if child == 0:
     found = 99
     try:
         found = count()
-        fetch._pool.close()
+        fetch.close_idle()
     finally:
         os._exit(found)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
@@ -953,18 +929,18 @@ FORKED_S = 60
 
 
 def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
-    topic: TopicFactory, produce: Produce, broker: Broker, path: str
+    topic: TopicFactory, produce: Produce, broker: Broker
 ) -> None:
     """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
     settings = {"bootstrap.servers": broker.bootstrap_servers}
-    given = {"topic": name, "path": path, "settings": settings, "bound_s": FORKED_S // 2}
+    given = {"topic": name, "settings": settings, "bound_s": FORKED_S // 2}
     subprocess.run([sys.executable, "-c", FORKED, json.dumps(given)], timeout=FORKED_S, check=True)
 
 
 def test_settings_for_members_do_not_disturb_a_reader(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker, path: str
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker
 ) -> None:
     name = topic()
     produce(name, ["0", "1"], partition=0)
@@ -978,10 +954,10 @@ def test_settings_for_members_do_not_disturb_a_reader(
         "auto.offset.reset": "earliest",
         "enable.auto.commit": "true",
     }
-    assert sum(batch.num_rows for batch in fetch.read_ranges(odd, [of(name, 0, 1)], path=path)) == 1
+    assert sum(batch.num_rows for batch in read_batches(odd, [of(name, 0, 1)])) == 1
     forget(admin, name, 1)
     with pytest.raises(DataLoss):  # and not the earliest record that is left
-        list(fetch.read_ranges(odd, [of(name, 0, 2)], path=path, deadline_s=DEADLINE_S))
+        list(read_batches(odd, [of(name, 0, 2)], deadline_s=DEADLINE_S))
 
 
 # ------------------------------------------------------------------------------------------------------ what is shown
@@ -1003,71 +979,76 @@ def sasl(broker: Broker, password: str) -> dict[str, str]:
     }
 
 
-def test_refused_credentials_are_told_at_once_and_never_shown(guarded: Broker, path: str) -> None:
+def test_refused_credentials_are_told_at_once_and_never_shown(guarded: Broker) -> None:
     started = time.monotonic()
     with pytest.raises(AccessDenied) as caught:
-        list(fetch.read_ranges(sasl(guarded, "wrong-secret"), [of("orders", 0, 5)], path=path, deadline_s=LONG_S))
+        list(read_batches(sasl(guarded, "wrong-secret"), [of("orders", 0, 5)], deadline_s=LONG_S))
     assert time.monotonic() - started < ENDED_S_MAX
     assert guarded.sasl_bootstrap_servers in str(caught.value)
     assert "wrong-secret" not in repr(caught.value) + str(caught.value.fields)
     assert pickle.loads(pickle.dumps(caught.value)).fields == caught.value.fields
 
 
-def test_credentials_are_used(guarded: Broker, path: str) -> None:
+def test_credentials_are_used(guarded: Broker) -> None:
     from conftest import create_topic, produce_to
 
     right = sasl(guarded, "ann-secret")
-    create_topic(AdminClient(dict(right)), f"orders-{path}")
-    produce_to(Producer(right), f"orders-{path}", ["0", "1"], partition=0)
-    rows = list(fetch.read_ranges(right, [of(f"orders-{path}", 0, 2)], path=path, deadline_s=DEADLINE_S))
+    create_topic(AdminClient(dict(right)), "orders")
+    produce_to(Producer(right), "orders", ["0", "1"], partition=0)
+    rows = list(read_batches(right, [of("orders", 0, 2)], deadline_s=DEADLINE_S))
     assert sum(batch.num_rows for batch in rows) == 2
-    assert "ann-secret" not in repr(fetch._pool.idle)
+    assert "ann-secret" not in repr(fetch.idle)
 
 
-def test_a_refused_setting_is_named_without_its_value(path: str) -> None:
+def test_a_refused_setting_is_named_without_its_value() -> None:
     wrong = {"bootstrap.servers": "127.0.0.1:1", "sasl.mechanism": "PLAIN", "sasl.password": "hush", "no.such": "thing"}
     with pytest.raises(OptionError, match=r"no\.such") as caught:
-        list(fetch.read_ranges(wrong, [of("orders", 0, 5)], path=path))
+        list(read_batches(wrong, [of("orders", 0, 5)]))
     assert "hush" not in str(caught.value) + repr(caught.value.__cause__)
     assert caught.value.fields == {"names": ["no.such"]}
 
 
 def test_a_secret_in_the_librarys_own_words_is_taken_out() -> None:
     told = {"ssl.key.password": "hush", "client.id": "etl"}
-    refused = plain.refused_setting(told, 'cannot use "hush" of "ssl.key.password" for etl')
+    refused = refused_setting(told, 'cannot use "hush" of "ssl.key.password" for etl')
     assert str(refused).endswith('cannot use "***" of "ssl.key.password" for etl')
     assert refused.fields == {"names": ["ssl.key.password"]}
 
 
-# ---------------------------------------------------------------------------------------------------- the fast client
+# ------------------------------------------------------------------------------------- what is trusted of librdkafka
 
 
-def test_a_machine_without_the_fast_client_reads_through_the_plain_one(
-    topic: TopicFactory,
-    produce: Produce,
-    broker: Broker,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.fixture
+def other_lists(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """A librdkafka that keeps lists of messages in another way, or has no calls for them."""
+    if request.param == "layout":
+        monkeypatch.setattr(np, "array", lambda *_, **__: np.zeros(4, dtype=np.uint64))
+    else:
+        monkeypatch.setitem(native._LISTS, "no_such_call", (None,))
+    native.list_calls.cache_clear()
+    assert native.list_calls() is None
+    assert "destroyed singly" in caplog.text
+    monkeypatch.undo()
+    yield
+    native.list_calls.cache_clear()
+
+
+@pytest.mark.parametrize("other_lists", ["layout", "calls"], indirect=True)
+def test_messages_are_destroyed_singly_where_lists_are_not_as_expected(
+    topic: TopicFactory, produce: Produce, broker: Broker, other_lists: None
 ) -> None:
-    def refused() -> None:
-        raise ImportError("librdkafka is not as expected")
-
-    monkeypatch.setattr(rdkafka, "library", refused)
-    fetch._pool.close()
+    """A later librdkafka that changes what only this package relies on is read more slowly, and read."""
     name = topic()
-    produce(name, ["0"], partition=0)
-    servers = {"bootstrap.servers": broker.bootstrap_servers}
-    assert sum(batch.num_rows for batch in fetch.read_ranges(servers, [of(name, 0, 1)])) == 1
-    assert "not as expected" in caplog.text
-    with pytest.raises(ImportError):
-        list(fetch.read_ranges(servers, [of(name, 0, 1)], path="fast"))
+    produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
+    assert_memory_is_given_back(broker, name)
 
 
 def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
     topic: TopicFactory,
     produce: Produce,
     read: Read,
-    path: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -1076,7 +1057,7 @@ def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
     monkeypatch.setattr(native, "_STAMP", native._OFFSET)
     stamps = [row["timestamp"].microsecond for row in read(of(name, 0, 5))]
     assert stamps == [0, 1000, 2000, 3000, 4000]
-    assert ("asked for singly" in caplog.text) == (path == "fast")
+    assert "asked for singly" in caplog.text
 
 
 def test_a_batch_has_the_rows_of_its_cuts_and_no_others(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
@@ -1096,13 +1077,6 @@ def test_a_batch_has_the_rows_of_its_cuts_and_no_others(topic: TopicFactory, pro
     client.close()
 
 
-def test_the_layout_of_message_lists_is_checked_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = rdkafka.words_at
-    monkeypatch.setattr(rdkafka, "words_at", lambda address, count: real(address + 8, count))
-    with pytest.raises(ImportError, match="lists of messages"):
-        rdkafka.Library()
-
-
 _column = st.lists(st.one_of(st.none(), st.binary(max_size=30)), min_size=1, max_size=50)
 
 
@@ -1112,6 +1086,6 @@ def test_a_column_copied_from_raw_memory_is_what_was_there(values: list[bytes | 
     arrays = [None if v is None else np.frombuffer(b"<" + v + b">", dtype=np.uint8) for v in values]
     addresses = np.array([0 if a is None else a.ctypes.data + 1 for a in arrays], dtype=np.uint64)
     lengths = np.array([0 if v is None else len(v) for v in values], dtype=np.uint64)
-    column = rdkafka.binary_column(addresses, lengths)
+    column = records.binary_column(addresses, lengths)
     column.validate(full=True)
     assert column.to_pylist() == values

@@ -1,7 +1,7 @@
 """How a task asks what it is to read, of a stream reader whose channel is real and whose answers are the test's."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,13 @@ from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor import tasks
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.start import Order
-from spark_group_source.executor.tasks import Call, Ranges
+from spark_group_source.executor.ranges import ReadOptions
+from spark_group_source.executor.tasks import Call
 from spark_group_source.members.dialect import codec
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.source import GroupStreamReader, RangesPartition
 
-PLANNED = Ranges((), {}, {})
 CLAIM = Claim(plan="r.1", task=0, executor="here")
 GIVEN = Given(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
 
@@ -59,9 +59,9 @@ def test_a_connection_that_swallows_a_claim_is_given_up_for_another(monkeypatch:
 
     with listening(answers) as call:
         line = tasks._Line(call)
-        found = line.told(CLAIM)
+        found = line.await_piece(CLAIM)
         line.close()
-    assert found == Ranges(GIVEN.ranges, GIVEN.topic_ids, GIVEN.leader_epochs)
+    assert found == Piece(tuple(GIVEN.ranges), GIVEN.topic_ids, GIVEN.leader_epochs)
     assert len(peers) == 2
 
 
@@ -72,7 +72,7 @@ def test_a_task_that_is_told_nothing_ends_with_what_settles_it(monkeypatch: pyte
         listening(lambda *_: None) as call,
         pytest.raises(ChannelBroken, match=r"coordinatorHost and coordinatorPort.*memberHost"),
     ):
-        tasks._Line(call).told(CLAIM)
+        tasks._Line(call).await_piece(CLAIM)
 
 
 def test_a_claim_that_is_refused_is_not_tried_again() -> None:
@@ -83,7 +83,7 @@ def test_a_claim_that_is_refused_is_not_tried_again() -> None:
         peer.send(NotGiven(reason="no plan 'r.1'"), answers=asks)
 
     with listening(answers) as call, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
-        tasks._Line(call).told(CLAIM)
+        tasks._Line(call).await_piece(CLAIM)
     assert asked == [CLAIM]
 
 
@@ -95,7 +95,7 @@ def test_a_stream_reader_that_is_not_reached_costs_the_tasks_of_a_worker_one_wai
     with listening(lambda _, message, __: asked.append(message)) as call:
         line = tasks._Line(call)
         for _ in range(3):
-            assert line.said(CLAIM, PLANNED) is PLANNED
+            line.confirm(CLAIM)
     assert asked == [CLAIM], "the connection was there, and nobody answered on it"
     assert caplog.text.count("the stream reader does not know") == 1
     assert line._again_s > time.monotonic()
@@ -112,11 +112,11 @@ def test_all_clients_of_an_executor_that_names_its_rack_have_it(
     if zone is not None:
         monkeypatch.setenv("ZONE", zone)
     orders: list[Order] = []
-    read: list[dict[str, str]] = []
+    read: list[Mapping[str, str]] = []
     monkeypatch.setattr(tasks, "_lines", {})
 
-    def read_near(_: object, settings: dict[str, str], *__: object, **___: object) -> list[object]:
-        read.append(settings)
+    def read_near(_: object, __: object, given: ReadOptions, ___: object) -> list[object]:
+        read.append(given.settings)
         return []
 
     def answers(peer: Peer, _: object, asks: int) -> None:
@@ -126,7 +126,7 @@ def test_all_clients_of_an_executor_that_names_its_rack_have_it(
     monkeypatch.setattr(near, "read_near", read_near)
     with listening(answers) as call:
         reader = GroupStreamReader(Options.parse(given | more))
-        assert list(reader.read(RangesPartition((), {}, {}, call))) == []
+        assert list(reader.read(RangesPartition(Piece(), call))) == []
     (order,) = orders
     assert [s["client.rack"] for s in (*read, order.settings, order.given["settings"])] == [rack] * 3
     assert dict(reader._options.settings)["client.rack"] == "everywhere", "other executors have their own"

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_group_source.errors import GroupError
-from spark_group_source.executor import fetch
+from spark_group_source.executor.fetch import ReadOptions, read_ranges
 from spark_group_source.kafka.admin import Admin
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 DEADLINE_S = 5.0
 
@@ -28,7 +28,7 @@ def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEAD
     """Every record of the ranges, or how what came differs."""
     settings = {"bootstrap.servers": given["servers"], "reconnect.backoff.max.ms": "500", **given["settings"]}
     came: dict[TopicPartition, list[int]] = {r.tp: [] for r in ranges}
-    for batch in fetch.read_ranges(settings, ranges, deadline_s=seconds, path=given["path"]):
+    for batch in read_ranges(Piece(tuple(ranges)), ReadOptions(settings, deadline_s=seconds)):
         columns = (batch.column(name).to_pylist() for name in ("partition", "offset", "value"))
         for partition, offset, content in zip(*columns, strict=True):
             came[TopicPartition(given["topic"], partition)].append(offset)

@@ -13,9 +13,9 @@ from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction
+from reading import read as read_batches
 
 from spark_group_source.channel.messages import Ahead
-from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import start
 from spark_group_source.executor.agent.processes import Process
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -83,7 +83,7 @@ def test_a_task_reads_from_the_replica_in_its_executors_rack(
 ) -> None:
     near_node = 1 + (leader_of(faulty_three, tp) - 1 + steps) % 3
     given = settings(faulty_three, {"ZONE": f"rack-{near_node}"})
-    rows = sum(batch.num_rows for batch in fetch.read_ranges(given, [OffsetRange(tp, 0, RECORDS)]))
+    rows = sum(batch.num_rows for batch in read_batches(given, [OffsetRange(tp, 0, RECORDS)]))
     assert rows == RECORDS
     assert read_from(passed) == near_node
 
@@ -92,7 +92,7 @@ def test_an_executor_without_a_rack_or_in_none_of_theirs_reads_from_the_leader(
     faulty_three: FaultyCluster, tp: TopicPartition, passed: Passed
 ) -> None:
     given = settings(faulty_three, {"ZONE": "elsewhere"})
-    assert sum(batch.num_rows for batch in fetch.read_ranges(given, [OffsetRange(tp, 0, RECORDS)])) == RECORDS
+    assert sum(batch.num_rows for batch in read_batches(given, [OffsetRange(tp, 0, RECORDS)])) == RECORDS
     assert read_from(passed) == leader_of(faulty_three, tp)
 
 

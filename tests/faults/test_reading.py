@@ -16,11 +16,11 @@ from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Direction, Line
+from reading import read as read_batches
 from rebalance.accounts import await_committed
 from rebalance.conftest import make_options
 
 from faults.queries import RECOVERED_S, Query
-from spark_group_source.executor import fetch
 from spark_group_source.model import OffsetRange, TopicPartition
 
 if TYPE_CHECKING:
@@ -102,15 +102,12 @@ def offsets_of(batches: Iterator[object]) -> dict[TopicPartition, list[int]]:
     return found
 
 
-def struck_read(
-    faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, path: str, *, fail_on_data_loss: bool
-) -> None:
-    batches = fetch.read_ranges(
+def struck_read(faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, *, fail_on_data_loss: bool) -> None:
+    batches = read_batches(
         {"bootstrap.servers": faulty.bootstrap_servers, "isolation.level": "read_committed"},
         large,
         fail_on_data_loss=fail_on_data_loss,
         deadline_s=DEADLINE_S,
-        path=path,
     )
     with Trouble(faulty, fault) as trouble:
         found = offsets_of(batches)
@@ -119,12 +116,11 @@ def struck_read(
     assert trouble.struck, "the read was over before the fault was"
 
 
-@pytest.mark.parametrize("path", ["fast", "plain"])
 @pytest.mark.parametrize("fail_on_data_loss", [True, False])
 def test_a_read_that_is_refused_in_its_middle_has_every_record_once(
-    fail_on_data_loss: bool, path: str, faulty: FaultyCluster, large: list[OffsetRange]
+    fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
 ) -> None:
-    struck_read(faulty, large, Fault("refuse", 1), path, fail_on_data_loss=fail_on_data_loss)
+    struck_read(faulty, large, Fault("refuse", 1), fail_on_data_loss=fail_on_data_loss)
 
 
 @pytest.mark.parametrize("fail_on_data_loss", [pytest.param(True, marks=pytest.mark.soak), False])
@@ -142,7 +138,7 @@ def test_a_read_that_is_refused_in_its_middle_has_every_record_once(
 def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
     fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
 ) -> None:
-    struck_read(faulty, large, fault, "auto", fail_on_data_loss=fail_on_data_loss)
+    struck_read(faulty, large, fault, fail_on_data_loss=fail_on_data_loss)
 
 
 @pytest.mark.spark

@@ -52,14 +52,13 @@ def ends(one_node: FaultyCluster) -> dict[int, int]:
 
 
 def suffered(
-    cluster: FaultyCluster, ends: dict[int, int], spoil: Spoil, *, path: str, seconds: float, **settings: str
+    cluster: FaultyCluster, ends: dict[int, int], spoil: Spoil, *, seconds: float, **settings: str
 ) -> dict[str, int]:
     """What a process got while answers were spoiled: each result, and how often."""
     given = {
         "servers": cluster.bootstrap_servers,
         "topic": TOPIC,
         "ends": ends,
-        "path": path,
         "seconds": seconds,
         "settings": settings,
     }
@@ -87,11 +86,8 @@ def assert_harmless(results: dict[str, int]) -> None:
     assert any(results.get(one) for one in known), results
 
 
-@pytest.mark.parametrize("path", ["fast", "plain"])
-def test_a_flipped_bit_among_records_never_becomes_a_row(
-    path: str, faulty: FaultyCluster, ends: dict[int, int]
-) -> None:
-    results = suffered(faulty, ends, Spoil(SEED, ("flip",), 0.3), path=path, seconds=SECONDS)
+def test_a_flipped_bit_among_records_never_becomes_a_row(faulty: FaultyCluster, ends: dict[int, int]) -> None:
+    results = suffered(faulty, ends, Spoil(SEED, ("flip",), 0.3), seconds=SECONDS)
     assert_harmless(results)
     assert results["read: right"]
 
@@ -100,16 +96,15 @@ def test_a_flipped_bit_among_records_never_becomes_a_row(
 def test_wrong_answers_end_in_what_is_right_or_in_an_error_that_names_the_brokers(
     harm: Harm, faulty: FaultyCluster, ends: dict[int, int]
 ) -> None:
-    assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), path="auto", seconds=SECONDS))
+    assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), seconds=SECONDS))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("path", ["fast", "plain"])
-def test_wrong_answers_for_a_long_time(path: str, share: float, faulty: FaultyCluster, ends: dict[int, int]) -> None:
+def test_wrong_answers_for_a_long_time(share: float, faulty: FaultyCluster, ends: dict[int, int]) -> None:
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
     spoil = Spoil(seed, ("length", "garbage", "flip"), share)
-    assert_harmless(suffered(faulty, ends, spoil, path=path, seconds=SOAK_S))
+    assert_harmless(suffered(faulty, ends, spoil, seconds=SOAK_S))
 
 
 @pytest.mark.soak

@@ -182,6 +182,7 @@ def test_every_offset_is_in_exactly_one_task(
     tasks = pack(given_ranges, min_partitions=min_partitions, max_records=max_records)
     pieces = sorted(piece for task in tasks for piece in task)
     assert all(task and task == sorted(task) for task in tasks)
+    assert all(len({piece.tp for piece in task}) == len(task) for task in tasks), "a client is assigned each once"
     assert all(piece.size > 0 for piece in pieces)
     joined: list[OffsetRange] = []
     for piece in pieces:

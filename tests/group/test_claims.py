@@ -232,11 +232,22 @@ def test_every_offset_is_in_one_piece_within_the_users_bounds(
     pieces = cut_for(ranges, lent, width=width, min_partitions=least, max_records=most)
     assert offsets_of(pieces) == [r for r in ranges if r.size]
     assert all(piece.ranges == tuple(sorted(piece.ranges)) for piece in pieces)
+    assert all(len({r.tp for r in piece.ranges}) == len(piece.ranges) for piece in pieces), (
+        "a client is assigned each once"
+    )
     if least is not None:
         assert len(pieces) >= min(least, sum(r.size for r in ranges))
     if most is not None:
         assert all(piece.size <= most for piece in pieces)
     assert pieces == cut_for(ranges[::-1], lent, width=width, min_partitions=least, max_records=most)
+
+
+def test_two_pieces_of_one_partition_are_not_put_together() -> None:
+    """A task's client is assigned each partition once."""
+    ranges = [OffsetRange(tp(0), 0, 104), OffsetRange(tp(1), 0, 100)]
+    pieces = cut_for(ranges, {tp(0): "a", tp(1): "b"}, width=1, min_partitions=3)
+    assert all(len({r.tp for r in piece.ranges}) == len(piece.ranges) for piece in pieces)
+    assert offsets_of(pieces) == ranges
 
 
 # --- everything together --------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import pytest
 from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandRuntime, refusal
 
-from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, meaning
+from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin, GroupOffsets
 from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
-from spark_group_source.kafka.asking import CONFIRM_S, until_answered
+from spark_group_source.kafka.asking import CONFIRM_S, Retry
 from spark_group_source.kafka.translation import Asker
 
 SETTINGS = {"bootstrap.servers": "b"}
@@ -24,8 +24,9 @@ UNHEARD_OF = 9_999
 REFUSED = refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
-def test_every_code_of_the_library_and_the_protocol_has_one_meaning() -> None:
-    assert CODES == NAMES
+def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
+    """Whatever is in no table is asked again."""
+    assert CODES.items() <= NAMES.items()
     assert ANSWERS.keys() == set(CODES.values())
     assert all(code in ANSWERS and ANSWERS[code] is not means for (_, code), means in EXCEPTIONS.items())
 
@@ -34,8 +35,21 @@ def test_G10_nothing_that_the_library_says_by_itself_means_gone() -> None:
     assert not [code for code in ANSWERS if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
 
 
-def test_a_code_of_a_later_release_is_asked_again() -> None:
-    assert {meaning(request, UNHEARD_OF) for request in Request} == {Meaning.AGAIN}
+@pytest.mark.parametrize("code", [UNHEARD_OF, KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TRANSPORT])
+def test_a_code_that_is_in_no_table_is_asked_again(code: int) -> None:
+    assert {meaning(request, code) for request in Request} == {Meaning.AGAIN}
+
+
+def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
+    suspicions = Suspicions(grace=3.0)
+    assert not suspicions.report("a", 0.0)
+    assert not suspicions.report("a", 2.9)
+    assert not suspicions.report("b", 100.0)
+    assert suspicions.report("a", 3.0)
+    assert "a" in suspicions
+    suspicions.clear("a")
+    assert "a" not in suspicions
+    assert not suspicions.report("a", 100.0)
 
 
 @pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
@@ -51,15 +65,7 @@ def test_every_row_is_followed(request_: Request) -> None:
             return "answer"
 
         def asked(runtime: HandRuntime = runtime) -> str:
-            return until_answered(
-                request_,
-                "asking",
-                ask,
-                asker=Asker("b:9092"),
-                now_ms=runtime.now_ms,
-                pause=runtime.pause,
-                retries=3,
-            )
+            return Retry(Asker("b:9092"), runtime, retries=3)(request_, "asking", ask)
 
         means = meaning(request_, code)
         if means is Meaning.AGAIN:
@@ -69,7 +75,7 @@ def test_every_row_is_followed(request_: Request) -> None:
         with pytest.raises(GroupError, match="asking") as failure:
             asked()
         assert isinstance(failure.value, AccessDenied) == (means is Meaning.REFUSED)
-        assert next(tries) == (3 if means is Meaning.REFUSED else 2)
+        assert next(tries) == (3 if means in (Meaning.REFUSED, Meaning.GONE) else 2)
 
 
 def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(runtime: HandRuntime) -> None:

@@ -13,54 +13,52 @@ import ctypes as c
 from collections.abc import Sequence
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from spark_group_source.librdkafka import calls
+from spark_group_source.librdkafka import (
+    CLIENT,
+    INT,
+    INT64,
+    POINTER,
+    POINTERS,
+    PRODUCER,
+    SIZE,
+    TEXT,
+    Client,
+    Library,
+    Signatures,
+)
 from spark_group_source.model import TopicPartition
 
-_P, _PP, _INT, _I16, _I32, _I64, _SIZE, _STR = (
-    c.c_void_p,
-    c.POINTER(c.c_void_p),
-    c.c_int,
-    c.c_int16,
-    c.c_int32,
-    c.c_int64,
-    c.c_size_t,
-    c.c_char_p,
-)
-_CALLS: dict[str, tuple[Any, ...]] = {  # name: result, arguments
-    "conf_new": (_P,),
-    "conf_set": (_INT, _P, _STR, _STR, _STR, _SIZE),
-    "new": (_P, _INT, _P, _STR, _SIZE),
-    "destroy": (None, _P),
-    "err2str": (_STR, _INT),
-    "mock_cluster_new": (_P, _P, _INT),
-    "mock_cluster_destroy": (None, _P),
-    "mock_cluster_bootstraps": (_STR, _P),
-    "mock_topic_create": (_INT, _P, _STR, _INT, _INT),
-    "mock_topic_delete": (_INT, _P, _STR),
-    "mock_topic_set_error": (None, _P, _STR, _INT),
-    "mock_partition_delete_records": (_INT, _P, _STR, _I32, _I64),
-    "mock_partition_set_leader": (_INT, _P, _STR, _I32, _I32),
-    "mock_partition_push_leader_response": (_INT, _P, _STR, _INT, _I32, _I32),
-    "mock_partition_push_request_errors": (_INT, _P, _STR, _I32, _I16, _SIZE),  # and that many codes
-    "mock_push_request_errors_array": (None, _P, _I16, _SIZE, c.POINTER(_INT)),
-    "mock_clear_request_errors": (None, _P, _I16),
-    "mock_broker_push_request_error_rtts": (_INT, _P, _I32, _I16, _SIZE),  # and that many codes, each with its ms
-    "mock_set_controller_id": (None, _P, _I32),
-    "mock_broker_set_down": (_INT, _P, _I32),
-    "mock_broker_set_up": (_INT, _P, _I32),
-    "mock_broker_set_rtt": (_INT, _P, _I32, _INT),
-    "mock_set_apiversion": (_INT, _P, _I16, _I16, _I16),
-    "mock_start_request_tracking": (None, _P),
-    "mock_clear_requests": (None, _P),
-    "mock_get_requests": (_PP, _P, c.POINTER(_SIZE)),
-    "mock_request_destroy_array": (None, _PP, _SIZE),
-    "mock_request_id": (_I32, _P),
-    "mock_request_api_key": (_I16, _P),
-    "mock_request_timestamp": (_I64, _P),
+_I16, _I32 = c.c_int16, c.c_int32
+_CALLS: Signatures = {
+    **CLIENT,  # name: result, arguments
+    "mock_cluster_new": (POINTER, POINTER, INT),
+    "mock_cluster_destroy": (None, POINTER),
+    "mock_cluster_bootstraps": (TEXT, POINTER),
+    "mock_topic_create": (INT, POINTER, TEXT, INT, INT),
+    "mock_topic_delete": (INT, POINTER, TEXT),
+    "mock_topic_set_error": (None, POINTER, TEXT, INT),
+    "mock_partition_delete_records": (INT, POINTER, TEXT, _I32, INT64),
+    "mock_partition_set_leader": (INT, POINTER, TEXT, _I32, _I32),
+    "mock_partition_push_leader_response": (INT, POINTER, TEXT, INT, _I32, _I32),
+    "mock_partition_push_request_errors": (INT, POINTER, TEXT, _I32, _I16, SIZE),  # and that many codes
+    "mock_push_request_errors_array": (None, POINTER, _I16, SIZE, c.POINTER(INT)),
+    "mock_clear_request_errors": (None, POINTER, _I16),
+    "mock_broker_push_request_error_rtts": (INT, POINTER, _I32, _I16, SIZE),  # and that many codes, each with its ms
+    "mock_set_controller_id": (None, POINTER, _I32),
+    "mock_broker_set_down": (INT, POINTER, _I32),
+    "mock_broker_set_up": (INT, POINTER, _I32),
+    "mock_broker_set_rtt": (INT, POINTER, _I32, INT),
+    "mock_set_apiversion": (INT, POINTER, _I16, _I16, _I16),
+    "mock_start_request_tracking": (None, POINTER),
+    "mock_clear_requests": (None, POINTER),
+    "mock_get_requests": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "mock_request_destroy_array": (None, POINTERS, SIZE),
+    "mock_request_id": (_I32, POINTER),
+    "mock_request_api_key": (_I16, POINTER),
+    "mock_request_timestamp": (INT64, POINTER),
 }
-_PRODUCER = 0
 _ARGUMENTS_MAX = 500
 """Of one call of C; ctypes has a limit."""
 
@@ -106,20 +104,13 @@ class MockCluster:
         settings: of the librdkafka client that hosts them, such as ``debug``.
 
     Raises:
-        ImportError: this librdkafka has no mock cluster, or another one.
+        SetupError: this librdkafka has no mock cluster, or another one.
     """
 
     def __init__(self, brokers: int = 1, settings: dict[str, str] | None = None) -> None:
-        self._lib = lib = _Library()
-        conf = lib.conf_new()
-        why = c.create_string_buffer(512)
-        for name, value in {"log_level": "3", **(settings or {})}.items():
-            if lib.conf_set(conf, name.encode(), value.encode(), why, len(why)):
-                raise ValueError(why.value.decode())
-        self._rk = lib.new(_PRODUCER, conf, why, len(why))
-        if not self._rk:
-            raise RuntimeError(why.value.decode())
-        self._handle = lib.mock_cluster_new(self._rk, brokers)
+        self._lib = lib = Library(_CALLS)
+        self._client = Client(lib, PRODUCER, {"log_level": "3", **(settings or {})})
+        self._handle = lib.mock_cluster_new(self._client.rk, brokers)
         self.set_controller(1)
         lib.mock_start_request_tracking(self._cluster)
 
@@ -240,7 +231,7 @@ class MockCluster:
         handle, self._handle = self._handle, None
         if handle:
             self._lib.mock_cluster_destroy(handle)
-            self._lib.destroy(self._rk)
+            self._client.close()
 
     def __enter__(self) -> "MockCluster":
         return self
@@ -253,13 +244,3 @@ class MockCluster:
     def _check(self, code: int) -> None:
         if code:
             raise RuntimeError(self._lib.err2str(code).decode())
-
-
-class _Library:
-    """librdkafka's calls by their names without ``rd_kafka_``."""
-
-    def __init__(self) -> None:
-        vars(self).update(calls(_CALLS))
-
-    def __getattr__(self, name: str) -> Any:  # Any: ctypes functions, set by name above
-        raise AttributeError(name)

@@ -2,16 +2,20 @@
 
 import logging
 import pickle
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kafka_words import await_until
 
+from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.executor import fetch
-from spark_group_source.executor.plain import PlainClient
 from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.options.callables import find, imported, needs_python
+from spark_group_source.options.callables import find, imported
 from spark_group_source.options.table import Options
 
 HERE = "security.test_callables"
@@ -90,16 +94,60 @@ def test_other_functions_stay_refused() -> None:
         options(f"{HERE}:token", **{"kafka.error_cb": f"{HERE}:token"})
 
 
-def test_tasks_read_with_the_client_that_can_call_python_and_the_log_says_so() -> None:
-    chosen = options(f"{HERE}:token")
-    assert any("tasks read with the plain client" in note for note in chosen.notes)
-    client = fetch._open(fetch._ClientKey(chosen.consumer_settings(), "auto"))
-    try:
-        assert isinstance(client, PlainClient)
-    finally:
-        client.close()
-    assert needs_python({"sasl.oauthbearer.metadata.authentication.type": "aws_iam"})
-    assert not needs_python({"sasl.oauthbearer.method": "oidc"})
+def test_a_reading_client_gets_its_token_from_the_function() -> None:
+    calls.clear()
+    given = options(f"{HERE}:token", **{"kafka.sasl.oauthbearer.config": "for=us"})
+    fetch.open_client(given.consumer_settings()).close()
+    assert calls == ["for=us"]
+
+
+def test_why_a_reading_client_has_no_token_is_in_its_error() -> None:
+    """As long as there is none it is silence: the function may work in a moment."""
+    client = fetch.open_client(options(f"{HERE}:refuses").consumer_settings())
+
+    def is_reported() -> bool:
+        client.serve(100)
+        return bool(client.errors)
+
+    await_until(is_reported, 30, what="the error")
+    code, words = client.errors[0]
+    client.close()
+    assert "the function for tokens raised RuntimeError: no role is assumed" in words
+    assert meaning(Request.FETCH, code, words) is Meaning.AGAIN
+
+
+AWS_IAM = {
+    "bootstrap.servers": NOWHERE,
+    "security.protocol": "SASL_PLAINTEXT",
+    "sasl.mechanism": "OAUTHBEARER",
+    "sasl.oauthbearer.method": "oidc",
+    "sasl.oauthbearer.metadata.authentication.type": "aws_iam",
+    "sasl.oauthbearer.config": "region=eu-central-1,audience=a",
+    "sasl.oauthbearer.extensions": "one=two",
+}
+
+
+def test_a_reading_client_uses_the_packages_own_function_for_aws_iam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka has none: the Python package makes one of the settings."""
+    calls.clear()
+    made: list[tuple[str, str | None]] = []
+
+    def create_handler(config: str, extensions: str | None) -> Callable[[str], tuple[str, float]]:
+        made.append((config, extensions))
+        return token
+
+    package: Any = SimpleNamespace(create_handler=create_handler)
+    monkeypatch.setitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", package)
+    fetch.open_client(AWS_IAM).close()
+    assert made == [("region=eu-central-1,audience=a", "one=two")]
+    assert calls == ["region=eu-central-1,audience=a"]
+
+
+def test_aws_iam_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "confluent_kafka._oauthbearer.aws.aws_autowire", raising=False)
+    with pytest.raises(OptionError, match=r"pip install 'confluent-kafka\[oauthbearer-aws\]' on every executor"):
+        fetch.open_client(AWS_IAM)
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from kafka_words import await_until, committed_of
+from reading import read as read_batches
 from streams import Engine, numbered, texts, values_of
 
 from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
 from spark_group_source.answers import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
-from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -73,7 +73,7 @@ def test_a_run_outlives_its_tokens(
 
     def read(end: int) -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, end)]
-        return sum(batch.num_rows for batch in read_ranges(options.consumer_settings(), wanted, deadline_s=20))
+        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=20))
 
     assert read(5) == 5
     with Engine(query(KINDS[kind](guarded), group_id, topic)) as engine:
@@ -157,7 +157,7 @@ def test_a_task_without_a_token_says_so_and_is_not_refused(
 
     def read() -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, 5)]
-        return sum(batch.num_rows for batch in read_ranges(options.consumer_settings(), wanted, deadline_s=12))
+        return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=12))
 
     assert read() == 5
     guarded.tokens.close()

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from reading import read as read_batches
 from streams import Engine
 
 from security.certificates import Authority
 from security.guarded import Guarded, query
 from spark_group_source.errors import AccessDenied, GroupError
-from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.model import OffsetRange, TopicPartition
 
 pytestmark = pytest.mark.broker
@@ -68,5 +68,5 @@ def test_a_task_is_refused_as_well(case: str, guarded: Guarded, group_id: str) -
     """Certificates and passwords are files and variables of a machine: those of an executor may be others."""
     given = Engine(query(CASES[case][0](guarded), group_id, "t")).options
     with pytest.raises(AccessDenied, match="as the executors see them") as failure:
-        list(read_ranges(given.consumer_settings(), [OffsetRange(TopicPartition("t", 0), 0, 5)], deadline_s=60))
+        list(read_batches(given.consumer_settings(), [OffsetRange(TopicPartition("t", 0), 0, 5)], deadline_s=60))
     assert WRONG not in str(failure.value)

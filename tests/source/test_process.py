@@ -91,9 +91,10 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
 LOADED = """
 import sys
 from pyspark.sql.types import StructType
+from spark_group_source.model import Piece
 from spark_group_source.source import KafkaGroupDataSource, RangesPartition
 options = {"kafka.bootstrap.servers": "127.0.0.1:1", "kafka.group.id": "g", "subscribe": "t"}
-KafkaGroupDataSource(options).streamReader(StructType()).read(RangesPartition((), {}, {}))
+KafkaGroupDataSource(options).streamReader(StructType()).read(RangesPartition(Piece()))
 print(*(name for name in sys.modules if name.startswith("spark_group_source.")))
 """
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 
 from spark_group_source.errors import SourceError
 from spark_group_source.executor.agent.reader import Stock
-from spark_group_source.executor.client import Client
+from spark_group_source.executor.native import NativeClient
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 1.0
-"""The longest wait for an answer; after that tasks read directly, where outages are waited for."""
+ANSWER_S = 0.9
+"""The longest wait for an answer, shorter than a question waits before it is sent again; after that tasks read
+directly, where outages are waited for."""
 PAUSE_S = 2.0
 """After a question without an answer none is asked for so long, lest every task waits for one."""
 
@@ -27,10 +28,10 @@ PAUSE_S = 2.0
 class Confirmer:
     """Asks about topics for those who serve; one question at a time, whose answer is good for all who wait."""
 
-    def __init__(self, stock: Stock, open_client: Callable[[], Client]) -> None:
+    def __init__(self, stock: Stock, open_client: Callable[[], NativeClient]) -> None:
         self._stock, self._open = stock, open_client
         self._asking = threading.Lock()
-        self._client: Client | None = None
+        self._client: NativeClient | None = None
         self._confirmed: dict[tuple[str, str], int] = {}
         self._not_before_s = 0.0
 
@@ -61,11 +62,13 @@ class Confirmer:
             number = buffers.number
         try:
             self._client = self._client or self._open()
-            answer = self._client.answer([self._client.ask_topics(names)], ANSWER_S)
+            question = self._client.ask_topics(names)
+            answer = question.take(ANSWER_S)
+            question.give_up()
         except (SourceError, RuntimeError) as exc:
             log.warning("topics cannot be asked about: %s", exc)
             answer = None
-        told = answer[1] if answer else None
+        told = answer[0] if answer else None
         if not isinstance(told, dict):
             self._not_before_s = time.monotonic() + PAUSE_S
             self.close()

@@ -24,8 +24,8 @@ from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.executor.agent.processes import Process, Watch
 from spark_group_source.executor.agent.reader import Reader, Stock
 from spark_group_source.executor.agent.server import Server
-from spark_group_source.executor.client import Client
 from spark_group_source.executor.fetch import open_client
+from spark_group_source.executor.native import NativeClient
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Agent:
         self._members = members(given["given"])
         self._server = server(self._home, self._stock, self._confirmer, include_headers=headers)
 
-    def _reading_client(self) -> Client:
+    def _reading_client(self) -> NativeClient:
         return open_client(
             self._settings,
             queued_max_messages_kbytes=QUEUE_KBYTES,

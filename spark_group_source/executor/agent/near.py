@@ -10,8 +10,8 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -19,10 +19,10 @@ from spark_group_source.channel import frames
 from spark_group_source.channel.codec import Codec, WireError
 from spark_group_source.channel.messages import Given, Part, Served
 from spark_group_source.executor.agent.home import Home, is_ours
-from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.executor.fetch import ReadOptions, read_ranges
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -35,57 +35,34 @@ READ_BYTES = 64 << 10
 """Columns that are larger are read into their place; a larger buffer would hold a copy of each."""
 
 
-def read_near(
-    home: Home | None,
-    settings: Mapping[str, str],
-    ranges: Sequence[OffsetRange],
-    *,
-    topic_ids: Mapping[str, str] | None = None,
-    leader_epochs: Mapping[TopicPartition, int] | None = None,
-    include_headers: bool = False,
-    tally: Tally | None = None,
-    **options: Any,
-) -> Iterator[pa.RecordBatch]:
+def read_near(home: Home | None, piece: Piece, options: ReadOptions, tally: Tally) -> Iterator[pa.RecordBatch]:
     """What :func:`~spark_group_source.executor.fetch.read_ranges` yields, and from the agent what that has in memory.
 
     Args:
         home: of the agent; None reads everything directly.
+        piece: what is read.
+        options: how brokers are read.
         tally: counts what is read, and from where.
-        options: those of ``read_ranges`` that concern brokers only.
 
     Raises:
         GroupError: as ``read_ranges`` does. Nothing is raised for an agent.
     """
-    topic_ids, leader_epochs, tally = topic_ids or {}, leader_epochs or {}, tally or Tally()
     batches: list[pa.RecordBatch] = []
-    rest = list(ranges)
-    if home is not None and ranges:
-        batches, rest = ask(home, ranges, topic_ids, leader_epochs, include_headers=include_headers, tally=tally)
+    rest = list(piece.ranges)
+    if home is not None and rest:
+        batches, rest = ask(home, piece, include_headers=options.include_headers, tally=tally)
     batches.reverse()
     while batches:
         yield batches.pop()  # and its memory goes when Spark has it
-    yield from read_ranges(
-        settings,
-        rest,
-        topic_ids=topic_ids,
-        leader_epochs=leader_epochs,
-        include_headers=include_headers,
-        tally=tally,
-        **options,
-    )
+    yield from read_ranges(piece._replace(ranges=tuple(rest)), options, tally)
 
 
 def ask(
-    home: Home,
-    ranges: Sequence[OffsetRange],
-    topic_ids: Mapping[str, str],
-    leader_epochs: Mapping[TopicPartition, int],
-    *,
-    include_headers: bool,
-    tally: Tally | None = None,
+    home: Home, piece: Piece, *, include_headers: bool, tally: Tally | None = None
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
-    """The rows that the agent has of the beginnings of these ranges, and what is left of them."""
-    wanted = Given(ranges=tuple(ranges), topic_ids=topic_ids, leader_epochs=leader_epochs)
+    """The rows that the agent has of the beginnings of a piece's ranges, and what is left of them."""
+    ranges = piece.ranges
+    wanted = Given(ranges=ranges, topic_ids=piece.topic_ids, leader_epochs=piece.leader_epochs)
     until_s = time.monotonic() + ASK_S
     try:
         with connected(home, until_s) as connection:

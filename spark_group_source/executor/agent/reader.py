@@ -17,11 +17,10 @@ import numpy as np
 from spark_group_source.channel.messages import Ahead
 from spark_group_source.errors import SourceError
 from spark_group_source.executor.agent.buffers import UNKNOWN, Buffers, Piece, Reached
-from spark_group_source.executor.client import Client
-from spark_group_source.executor.histories import Histories
-from spark_group_source.executor.progress import RecordSize
-from spark_group_source.executor.ranges import EOF, LINGER_S
-from spark_group_source.executor.records import Chunk, Cut, Event, Ints, Run, bounded
+from spark_group_source.executor.intake import EOF, RecordSize, next_rows
+from spark_group_source.executor.native import NativeChunk, NativeClient
+from spark_group_source.executor.ranges import LINGER_S
+from spark_group_source.executor.records import Cut, Event, Ints, Run, bounded
 from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ ROOM_S = 1.0
 """How long it waits at a time for room, or for something to read."""
 REOPEN_S = 5.0
 """After a client that failed for good."""
+OFFSET_MAX = 2**63 - 1
 SMALL_ROW_BYTES = 64
 """One poll brings at most as many rows as there is room for, were they this small."""
 
@@ -86,7 +86,7 @@ class Reader:
         open_client: makes the client; one that fails for good is followed by another.
     """
 
-    def __init__(self, stock: Stock, open_client: Callable[[], Client], *, include_headers: bool) -> None:
+    def __init__(self, stock: Stock, open_client: Callable[[], NativeClient], *, include_headers: bool) -> None:
         self._stock, self._open, self._include_headers = stock, open_client, include_headers
         self._stopping = threading.Event()
         self._assigned: dict[TopicPartition, int] = {}
@@ -142,7 +142,7 @@ class Reader:
 
     # --- which partitions are read
 
-    def _adjust(self, client: Client) -> None:
+    def _adjust(self, client: NativeClient) -> None:
         """Read those that are to be read and have room. A full one waits, unassigned, unless all are full: then nothing
         is polled, and what the library has fetched meanwhile is not lost."""
         with self._stock.locked() as buffers:
@@ -162,7 +162,7 @@ class Reader:
             client.add(new)
         self._assigned, self._full = turns, full
 
-    def _poll(self, client: Client) -> None:
+    def _poll(self, client: NativeClient) -> None:
         with self._stock.locked() as buffers:
             rows_max = self._record_size.rows_max(max(1, buffers.free_bytes // SMALL_ROW_BYTES))
         chunk = client.poll(rows_max, LINGER_S) if self._busy else client.poll(1, IDLE_S)
@@ -177,7 +177,7 @@ class Reader:
 
     # --- what came
 
-    def _take_in(self, chunk: Chunk) -> None:
+    def _take_in(self, chunk: NativeChunk) -> None:
         # What came damaged has its place somewhere among the rows: none of them is taken.
         stopped = {event.tp for event in chunk.events if event.code != EOF and event.tp is not None}
         torn = frozenset(stopped)
@@ -199,7 +199,7 @@ class Reader:
             self._assigned[tp] = 0  # no turn: what its client has is not next
             self._full.add(tp)  # look again
 
-    def _convert(self, chunk: Chunk, group: list[Cut], offsets: Ints, stopped: set[TopicPartition]) -> None:
+    def _convert(self, chunk: NativeChunk, group: list[Cut], offsets: Ints, stopped: set[TopicPartition]) -> None:
         """Take in those rows of the group that are next and that there is room for."""
         parts: list[Reached] = []
         reached: dict[TopicPartition, int] = {}
@@ -228,7 +228,7 @@ class Reader:
     def _accepted(
         self,
         buffers: Buffers,
-        chunk: Chunk,
+        chunk: NativeChunk,
         cut: Cut,
         offsets: Ints,
         reached: dict[TopicPartition, int],
@@ -238,12 +238,11 @@ class Reader:
         if held is None or held.halted or held.turn != self._assigned.get(cut.tp):
             return None
         start = reached.get(cut.tp, held.position)
-        first, last = int(np.searchsorted(offsets, start)), len(offsets)
-        if held.epoch != UNKNOWN:
-            planned = Histories({cut.tp: held.epoch}).planned(chunk, Run(cut.tp, cut.first, offsets), first, last)
-            if planned < last:
-                held.halted, last = True, planned
-                stopped.add(cut.tp)
+        epoch = held.epoch if held.epoch != UNKNOWN else None
+        first, last, _, later = next_rows(chunk, Run(cut.tp, cut.first, offsets), start, OFFSET_MAX, epoch)
+        if later is not None:
+            held.halted = True
+            stopped.add(cut.tp)
         if first >= last:
             return None
         count, room = buffers.reserve(cut.tp, chunk.sizes[cut.first + first : cut.first + last])

@@ -13,16 +13,17 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from kafka_words import await_markers
+from reading import read as read_batches
+from reading import read_near
 
 from spark_group_source.channel.messages import Ahead, Given, Served
 from spark_group_source.errors import TopicMissing
-from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
 from spark_group_source.local.broker import Broker
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 Row = dict[str, Any]
 StartAgent = Callable[..., Home]
@@ -123,9 +124,9 @@ def test_rows_from_memory_are_those_of_a_direct_read(
     home = reader(include_headers=headers)
     agents.tell(home, Ahead(dict.fromkeys(ends, 0), topic_ids=ids))
     agents.await_read(home, ends)
-    reading = fetch.read_ranges(settings, all_of(ends), topic_ids=ids, include_headers=headers)
+    reading = read_batches(settings, all_of(ends), topic_ids=ids, include_headers=headers)
     direct = rows_of(reading, include_headers=headers)
-    batches, rest = near.ask(home, all_of(ends), ids, {}, include_headers=headers)
+    batches, rest = near.ask(home, Piece(tuple(all_of(ends)), ids, {}), include_headers=headers)
     assert rest == [], "also where the log ends without a record"
     assert rows_of(iter(batches), include_headers=headers) == direct
     assert direct, "the comparison says something"
@@ -146,16 +147,16 @@ def test_a_compacted_log_is_covered_up_to_its_end(
     def compacted() -> int:
         produce(name, [Record(b"push", b"push")], partition=0)  # a new segment lets the cleaner at the former one
         end = produce(name, [Record(b"last", b"last")], partition=0)[0][1] + 1
-        rows = rows_of(fetch.read_ranges(settings, [OffsetRange(tp, 0, end)]))
+        rows = rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
         return end if len(rows) < 400 else 0
 
     end = await_until(compacted, 90, what="compaction")
     home = reader()
     agents.tell(home, Ahead({tp: 0}))
     agents.await_read(home, {tp: end})
-    batches, rest = near.ask(home, [OffsetRange(tp, 0, end)], {}, {}, include_headers=False)
+    batches, rest = near.ask(home, Piece((OffsetRange(tp, 0, end),)), include_headers=False)
     assert rest == []
-    assert rows_of(iter(batches)) == rows_of(fetch.read_ranges(settings, [OffsetRange(tp, 0, end)]))
+    assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
 
 
 def test_each_task_gets_its_own_ranges_and_no_other_row(
@@ -177,8 +178,8 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
     found = []
     for ranges in tasks:
         tally = Tally()
-        rows = rows_of(near.read_near(home, settings, ranges, tally=tally))
-        assert rows == rows_of(fetch.read_ranges(settings, ranges))
+        rows = rows_of(read_near(home, settings, ranges, tally=tally))
+        assert rows == rows_of(read_batches(settings, ranges))
         found.append((agents.looked(home).rows, tally.memory.total(), tally.brokers.total()))
     assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
 
@@ -192,7 +193,7 @@ def test_a_range_is_served_once_and_read_directly_then(
     home = reader()
     agents.tell(home, Ahead({tp: 0}))
     agents.await_read(home, {tp: 1_000})
-    rows = [rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
+    rows = [rows_of(read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
     assert rows[0] == rows[1] == rows[2]
     assert len(rows[0]) == agents.looked(home).rows == 1_000
 
@@ -209,7 +210,7 @@ def test_a_stream_is_read_from_memory_batch_after_batch(
         produce(name, [Record(b"%d:%d" % (plan, i), partition=i % 3) for i in range(300)])
         until = {tp: position + 100 for tp, position in at.items()}
         agents.tell(home, Ahead(until, keep=at))
-        seen += rows_of(near.read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
+        seen += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
         at = until
     assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
     agents.tell(home, Ahead(at))
@@ -253,8 +254,8 @@ def test_an_agent_that_is_killed_costs_no_row_and_doubles_none(
             return answered[0]
 
         monkeypatch.setattr(near, "receive", killing)
-    rows = rows_of(near.read_near(home, settings, ranges))
-    assert rows == rows_of(fetch.read_ranges(settings, ranges))
+    rows = rows_of(read_near(home, settings, ranges))
+    assert rows == rows_of(read_batches(settings, ranges))
     assert len(rows) == 8_000
     assert [answer.rows for answer in answered] == ([] if moment == "before" else [8_000])
 
@@ -266,7 +267,7 @@ def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
     answer = agents.exchange(home, Given(ranges=tuple(ranges)))
     assert isinstance(answer, Served) and answer.rows == 8_000  # and its connection is closed, with the rows in it
     await_until(lambda: agents.looked(home).used == 0, agents.END_S, what="free memory")
-    assert len(rows_of(near.read_near(home, settings, ranges))) == 8_000
+    assert len(rows_of(read_near(home, settings, ranges))) == 8_000
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -292,7 +293,7 @@ def test_huge_records_stay_within_the_memory(
     rows: list[Row] = []
     for _ in range(100):  # what was read makes room for more
         until = {tp: min(20, position + 3) for tp, position in at.items()}
-        rows += rows_of(near.read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
+        rows += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
         at = until
         agents.tell(home, Ahead(at))
         full()
@@ -315,9 +316,9 @@ def test_a_partition_with_much_to_read_leaves_room_for_the_others(
     for tp in others:
         produce(name, [os.urandom(1_000) for _ in range(50)], partition=tp.partition)
     agents.await_read(home, dict.fromkeys(others, 50))
-    _, rest = near.ask(home, [OffsetRange(tp, 0, 50) for tp in others], {}, {}, include_headers=False)
+    _, rest = near.ask(home, Piece(tuple(OffsetRange(tp, 0, 50) for tp in others)), include_headers=False)
     assert rest == []
-    assert near.ask(home, [OffsetRange(hog, 0, 9)], {}, {}, include_headers=False)[1] == []
+    assert near.ask(home, Piece((OffsetRange(hog, 0, 9),)), include_headers=False)[1] == []
 
 
 def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
@@ -357,7 +358,7 @@ def test_partitions_that_are_not_ours_any_more_are_dropped(
     found = agents.looked(home)
     assert (found.first, found.next) == ({tps[0]: 50}, {tps[0]: 100})
     wanted = [OffsetRange(tps[1], 0, 100), OffsetRange(tps[0], 0, 50)]
-    assert near.ask(home, wanted, {}, {}, include_headers=False) == ([], wanted)
+    assert near.ask(home, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
 
 
 def test_after_a_rewind_it_reads_again_from_there(
@@ -370,7 +371,7 @@ def test_after_a_rewind_it_reads_again_from_there(
     agents.await_read(home, {tp: 100})
     agents.tell(home, Ahead({tp: 10}))
     agents.await_read(home, {tp: 100})
-    batches, rest = near.ask(home, [OffsetRange(tp, 10, 100)], {}, {}, include_headers=False)
+    batches, rest = near.ask(home, Piece((OffsetRange(tp, 10, 100),)), include_headers=False)
     assert (sum(batch.num_rows for batch in batches), rest) == (90, [])
 
 
@@ -391,11 +392,11 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     new = ids_of(admin, name)
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
-        assert near.ask(home, wanted, planned, {}, include_headers=False) == ([], wanted)
+        assert near.ask(home, Piece(tuple(wanted), planned, {}), include_headers=False) == ([], wanted)
     assert agents.looked(home).used == 0, "it is known to be another one now"
     agents.tell(home, Ahead({tp: 0}, topic_ids=new))
     agents.await_read(home, {tp: 80})
-    rows = rows_of(near.read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
+    rows = rows_of(read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
     assert agents.looked(home).rows == 80
 
@@ -409,8 +410,8 @@ def test_records_of_a_leader_after_the_plans_wait_for_the_next_plan(
     home, wanted = reader(), [OffsetRange(tp, 0, 10)]
     agents.tell(home, Ahead({tp: 0}, leader_epochs={tp: 0}))
     agents.await_read(home, {tp: 10})
-    assert near.ask(home, wanted, {}, {tp: 1}, include_headers=False) == ([], wanted)
-    assert near.ask(home, wanted, {}, {tp: 0}, include_headers=False)[1] == []
+    assert near.ask(home, Piece(tuple(wanted), {}, {tp: 1}), include_headers=False) == ([], wanted)
+    assert near.ask(home, Piece(tuple(wanted), {}, {tp: 0}), include_headers=False)[1] == []
 
 
 def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told(
@@ -427,4 +428,4 @@ def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told
     gone = OffsetRange(TopicPartition(f"{tp.topic}-gone", 0), 0, 5)
     agents.tell(home, Ahead({tp: 5, gone.tp: 0}))
     with pytest.raises(TopicMissing):
-        rows_of(near.read_near(home, settings, [OffsetRange(tp, 5, 10), gone]))
+        rows_of(read_near(home, settings, [OffsetRange(tp, 5, 10), gone]))

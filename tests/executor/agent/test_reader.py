@@ -1,15 +1,11 @@
 """What an agent's reader takes of what its client brings, with a client that says what a test wants."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import pytest
+from kit.fake_reader import FakeChunk, FakeClient, Message
 
 from spark_group_source.channel.messages import Ahead
 from spark_group_source.executor.agent.reader import Reader, Stock
-from spark_group_source.executor.plain import PlainChunk
-from spark_group_source.executor.progress import DAMAGED
-from spark_group_source.executor.ranges import EOF
+from spark_group_source.executor.intake import DAMAGED, EOF
 from spark_group_source.executor.records import Event
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -18,52 +14,19 @@ WANTED = [OffsetRange(TP, 0, 99)]
 EPOCH = {TP: 3}
 
 
-@dataclass
-class Message:
-    """A record of ``t``-0, as confluent_kafka hands it over."""
-
-    at: int
-    epoch: int = 3
-    size: int = 1
-
-    def error(self) -> None: ...
-    def topic(self) -> str:
-        return "t"
-
-    def partition(self) -> int:
-        return 0
-
-    def offset(self) -> int:
-        return self.at
-
-    def leader_epoch(self) -> int:
-        return self.epoch
-
-    def key(self) -> None: ...
-    def value(self) -> bytes:
-        return b"v" * self.size
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, 0
+def message(at: int, *, epoch: int = 3, size: int = 1) -> Message:
+    return Message(TP, at, b"v" * size, epoch)
 
 
-class Scripted:
-    """A client that brings one thing after the other, and notes what it is asked to read."""
+class Scripted(FakeClient):
+    """A client that brings one thing after the other."""
 
     def __init__(self) -> None:
-        self.reads: dict[TopicPartition, int] = {}
-        self.next = PlainChunk.of([], [])
+        super().__init__()
+        self.next = FakeChunk()
 
-    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        assert not self.reads.keys() & dict(positions).keys(), "it is read already"
-        self.reads.update(positions)
-
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
-        for tp in tps:
-            del self.reads[tp]
-
-    def poll(self, rows_max: int, wait_s: float) -> PlainChunk:
-        found, self.next = self.next, PlainChunk.of([], [])
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        found, self.next = self.next, FakeChunk()
         return found
 
 
@@ -81,7 +44,7 @@ class Scene:
 
     def bring(self, *what: Message | Event) -> None:
         records = [one for one in what if isinstance(one, Message)]
-        self.client.next = PlainChunk.of(records, [one for one in what if isinstance(one, Event)])
+        self.client.next = FakeChunk(records, [one for one in what if isinstance(one, Event)])
         self.reader._poll(self.client)  # type: ignore[arg-type]  # see above
         self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
 
@@ -100,19 +63,19 @@ def eof(at: int) -> Event:
 def scene() -> Scene:
     made = Scene()
     made.tell(0)
-    assert made.client.reads == {TP: 0}
+    assert made.client.assigned == {TP: 0}
     return made
 
 
 def test_gaps_and_the_logs_end_are_known_to_hold_no_record(scene: Scene) -> None:
-    scene.bring(Message(2), Message(5))
+    scene.bring(message(2), message(5))
     scene.bring(eof(9))
     assert scene.until() == 9
 
 
 def test_records_below_the_position_are_not_taken_twice(scene: Scene) -> None:
-    scene.bring(Message(0), Message(1))
-    scene.bring(Message(1), Message(2))
+    scene.bring(message(0), message(1))
+    scene.bring(message(1), message(2))
     with scene.stock.locked() as buffers:
         (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         assert sum(piece.last - piece.first for piece in taken.pieces) == 3
@@ -120,39 +83,39 @@ def test_records_below_the_position_are_not_taken_twice(scene: Scene) -> None:
 
 @pytest.mark.parametrize("event", [Event(min(DAMAGED), "damaged", TP, -1), Event(29, "refused", TP, -1)])
 def test_nothing_is_taken_of_what_comes_with_trouble_or_behind_it(scene: Scene, event: Event) -> None:
-    scene.bring(Message(0))
-    scene.bring(Message(1), Message(3), event, eof(4))
-    scene.bring(Message(4), eof(5))
-    assert scene.client.reads == {}
+    scene.bring(message(0))
+    scene.bring(message(1), message(3), event, eof(4))
+    scene.bring(message(4), eof(5))
+    assert scene.client.assigned == {}
     assert scene.until() == 1
     scene.tell(1)
-    assert scene.client.reads == {TP: 1}
+    assert scene.client.assigned == {TP: 1}
 
 
 def test_records_of_a_later_leader_wait_until_that_is_told(scene: Scene) -> None:
-    scene.bring(Message(0), Message(1, epoch=4), eof(2))
-    assert scene.client.reads == {}
+    scene.bring(message(0), message(1, epoch=4), eof(2))
+    assert scene.client.assigned == {}
     assert scene.until() == 1
 
 
 def test_what_there_is_no_room_for_is_fetched_again_and_not_skipped() -> None:
     scene = Scene(64 << 10)
     scene.tell(0)
-    scene.bring(*(Message(at, size=10_000) for at in range(9)), eof(9))
+    scene.bring(*(message(at, size=10_000) for at in range(9)), eof(9))
     until = scene.until()
     assert 0 < until < 9, "the log's end behind them proves nothing"
-    assert scene.client.reads == {}
+    assert scene.client.assigned == {}
     with scene.stock.changing() as buffers:  # the task has it
         buffers.drop("none")
         buffers.used = 0
     scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
-    assert scene.client.reads == {TP: until}
+    assert scene.client.assigned == {TP: until}
 
 
 def test_what_was_read_for_a_former_plan_is_not_taken(scene: Scene) -> None:
     scene.stock.follow(Ahead({TP: 50}, leader_epochs=EPOCH))  # and its client does not know yet
     scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
-    scene.client.next = PlainChunk.of([Message(60)], [eof(61)])
+    scene.client.next = FakeChunk([message(60)], [eof(61)])
     scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
     with scene.stock.locked() as buffers:
         assert buffers.partitions[TP].position == 50
@@ -162,10 +125,10 @@ def test_a_full_partition_makes_way_for_others_and_comes_back() -> None:
     scene, other = Scene(64 << 10), TopicPartition("t", 1)
     scene.stock.follow(Ahead({TP: 0, other: 0}, leader_epochs=EPOCH))
     scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
-    scene.bring(*(Message(at, size=8_000) for at in range(9)))
-    assert scene.client.reads == {other: 0}
+    scene.bring(*(message(at, size=8_000) for at in range(9)))
+    assert scene.client.assigned == {other: 0}
     with scene.stock.changing() as buffers:
         (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         buffers.free(taken.pieces)
     scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
-    assert scene.client.reads == {other: 0, TP: taken.until}
+    assert scene.client.assigned == {other: 0, TP: taken.until}

@@ -17,7 +17,7 @@ from spark_group_source.channel.frames import framed
 from spark_group_source.channel.messages import Part
 from spark_group_source.executor.agent import near, server
 from spark_group_source.executor.agent.home import Home
-from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 ENDED_S = 20.0
 
@@ -79,7 +79,7 @@ def test_silent_callers_are_bounded_in_number_and_time(home: Home) -> None:
         for connection in silent[-3:]:
             assert is_closed(connection)
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
-        assert near.ask(home, wanted, {}, {}, include_headers=False) == ([], wanted)
+        assert near.ask(home, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
         for connection in silent:
             assert is_closed(connection)
     agents.await_ready(home)

@@ -1,0 +1,32 @@
+"""Reading ranges as a task does, from a test's arguments."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from spark_group_source.executor.agent import near
+from spark_group_source.executor.agent.home import Home
+from spark_group_source.executor.fetch import ReadOptions
+from spark_group_source.executor.tally import Tally
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
+
+
+def read(settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any) -> Iterator[pa.RecordBatch]:
+    """The batches, straight from the brokers; ``options`` as for :func:`read_near`."""
+    return read_near(None, settings, ranges, **options)
+
+
+def read_near(
+    home: Home | None,
+    settings: Mapping[str, str],
+    ranges: Iterable[OffsetRange],
+    *,
+    topic_ids: Mapping[str, str] | None = None,
+    leader_epochs: Mapping[TopicPartition, int] | None = None,
+    tally: Tally | None = None,
+    **options: Any,
+) -> Iterator[pa.RecordBatch]:
+    """The same, from the agent what that has in memory; ``options`` are those of :class:`ReadOptions`."""
+    piece = Piece(tuple(ranges), topic_ids or {}, leader_epochs or {})
+    return near.read_near(home, piece, ReadOptions(settings, **options), tally or Tally())
