@@ -109,8 +109,7 @@ def main(
     """Kafka consumer groups in PySpark."""
 
 
-NodesOption = Annotated[int, typer.Option(help="1 or 3.")]
-PortOption = Annotated[int, typer.Option(min=1, max=65_533, help="Of the first node; the next ones follow it.")]
+PortOption = Annotated[int, typer.Option(min=1, max=65_535, help="The port for clients.")]
 DataOption = Annotated[
     Path | None, typer.Option(file_okay=False, help="Keep the data here; by default it goes when the broker stops.")
 ]
@@ -121,7 +120,6 @@ TopicOption = Annotated[
 
 @broker_app.command("start")
 def broker_start(
-    nodes: NodesOption = 1,
     port: PortOption = 9092,
     data_dir: DataOption = None,
     topic: TopicOption = None,
@@ -132,7 +130,7 @@ def broker_start(
 
     topics = local_broker.parse_topics(topic or [])
     with console.status("starting Kafka ..."):
-        state = local_broker.start(nodes=nodes, port=port, data_dir=data_dir)
+        state = local_broker.start(port=port, data_dir=data_dir)
         local_broker.create_topics(state.bootstrap_servers, topics)
     typer.echo(json.dumps(asdict(state), indent=2) if as_json else state.bootstrap_servers)
 
@@ -163,15 +161,13 @@ def broker_status(as_json: JsonOption = False) -> None:
         raise typer.Exit(3)
     if as_json:
         return
-    table = Table("bootstrap servers", "pid", "nodes (pid)", "logs")
-    nodes = ", ".join(f"{node} ({pid})" for node, pid in state.nodes.items())
-    table.add_row(state.bootstrap_servers, str(state.pid), nodes, state.log_dir)
+    table = Table("bootstrap servers", "pid", "Kafka's pid", "logs")
+    table.add_row(state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
     console.print(table)
 
 
 @broker_app.command("run")
 def broker_run(
-    nodes: NodesOption = 1,
     port: PortOption = 9092,
     data_dir: DataOption = None,
     topic: TopicOption = None,
@@ -188,7 +184,8 @@ def broker_run(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with Broker(nodes, ports=local_broker.ports_from(port, nodes), data_dir=data_dir) as broker:
+    local_broker.check_free(port)
+    with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)
         if record:
             local_broker.record(broker)
@@ -197,7 +194,7 @@ def broker_run(
         while not stop.wait(WATCH_S) and broker.pids:
             pass
         if not stop.is_set():
-            raise SourceError(f"every node ended by itself; see {broker.log_dir}")
+            raise SourceError(f"the broker ended by itself; see {broker.log_dir}")
 
 
 @app.command(hidden=True)

@@ -25,6 +25,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.broker_cluster import BrokerCluster
 from kit.fake_reader import FakeChunk, FakeClient, FakeQuestion, Message
 from reading import read as read_batches
 
@@ -33,7 +34,6 @@ from spark_group_source.executor import failures, fetch, intake, native, ranges,
 from spark_group_source.executor.native import NativeClient
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.librdkafka import refused_setting
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 Row = dict[str, Any]
@@ -48,12 +48,12 @@ NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
 
 
 @pytest.fixture
-def read(broker: Broker) -> Read:
+def read(broker: BrokerCluster) -> Read:
     """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
     return reading(broker)
 
 
-def reading(broker: Broker) -> Read:
+def reading(broker: BrokerCluster) -> Read:
     def rows(
         *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
     ) -> list[Row]:
@@ -82,7 +82,7 @@ def offsets(rows: Sequence[Row]) -> list[int]:
 
 
 @pytest.fixture
-def transactions(broker: Broker) -> Iterator[Callable[..., None]]:
+def transactions(broker: BrokerCluster) -> Iterator[Callable[..., None]]:
     """``transactions(topic, values, commit=True)`` writes the values to partition 0 in one transaction."""
     producer = Producer(
         {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": f"tx-{os.urandom(4).hex()}"}
@@ -275,7 +275,7 @@ Path(scratch, "rows").write_bytes(pickle.dumps((table.schema, table.to_pylist())
 
 
 def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
-    topic: TopicFactory, produce: Produce, broker: Broker, tmp_path: Path
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, tmp_path: Path
 ) -> None:
     kept = {"retention.ms": "-1"}
     names = [topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})]
@@ -297,7 +297,7 @@ def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
     assert sorted(rows, key=place) == sorted(expected, key=place)
 
 
-def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Broker) -> None:
+def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: BrokerCluster) -> None:
     name = topic(config={"max.message.bytes": "20000000"})
     producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "message.max.bytes": 20_000_000})
     sizes = [1_500_000, 10, 17_000_000, 1_200_000, 3]
@@ -311,7 +311,7 @@ def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Br
         assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
 
 
-def test_a_large_range_comes_in_bounded_batches(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
+def test_a_large_range_comes_in_bounded_batches(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
     name = topic(2)
     for partition in range(2):
         produce(name, (b"%0100d" % i for i in range(50_000)), partition=partition)
@@ -324,13 +324,13 @@ def test_a_large_range_comes_in_bounded_batches(topic: TopicFactory, produce: Pr
     assert [int(v) for v in whole.column("value").to_pylist()] == [*range(50_000)] * 2
 
 
-def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
+def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
     name = topic()
     produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
     assert_memory_is_given_back(broker, name)
 
 
-def assert_memory_is_given_back(broker: Broker, name: str) -> None:
+def assert_memory_is_given_back(broker: BrokerCluster, name: str) -> None:
     def resident_mib() -> int:
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
@@ -423,7 +423,7 @@ def test_any_record_comes_back_as_it_was_written(
 
 
 @pytest.fixture
-def round_trip(broker: Broker, topic: TopicFactory) -> tuple[str, str]:
+def round_trip(broker: BrokerCluster, topic: TopicFactory) -> tuple[str, str]:
     # The timestamps are far from now: too far ahead is refused by default, too long ago would be deleted.
     limits = {"message.timestamp.after.max.ms": "9223372036854775807", "retention.ms": "-1"}
     return broker.bootstrap_servers, topic(config=limits)
@@ -465,7 +465,7 @@ def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers
 
 
 def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker, read: Read
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster, read: Read
 ) -> None:
     name = compacted(topic, produce, admin, broker.bootstrap_servers)
     started = time.monotonic()
@@ -628,7 +628,7 @@ def test_a_leader_that_counts_in_another_way_than_its_records_concludes_nothing(
     assert client.moves == [(T0, 1)]
 
 
-def test_B33_a_log_that_still_grows_is_waited_for(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
+def test_B33_a_log_that_still_grows_is_waited_for(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
     name = topic()
     produce(name, ["0", "1"], partition=0)
     found = read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 4)])
@@ -652,7 +652,7 @@ def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
 
 
 def test_B34_two_readers_in_one_process_each_get_their_range(
-    topic: TopicFactory, produce: Produce, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
@@ -719,7 +719,7 @@ def test_B36_a_broker_that_takes_connections_and_never_answers_is_bounded() -> N
 
 
 def test_B36_a_broker_that_stops_answering_half_way_is_bounded(topic: TopicFactory, produce: Produce) -> None:
-    with Broker() as own:
+    with BrokerCluster() as own:
         from conftest import create_topic, produce_to
 
         admin = AdminClient({"bootstrap.servers": own.bootstrap_servers})
@@ -774,7 +774,7 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     topic: TopicFactory,
     produce: Produce,
     admin: AdminClient,
-    broker: Broker,
+    broker: BrokerCluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)
@@ -876,7 +876,7 @@ def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
 
 
 def test_an_abandoned_read_leaves_nothing_behind(
-    topic: TopicFactory, produce: Produce, read: Read, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    topic: TopicFactory, produce: Produce, read: Read, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = NativeClient
     cleared: list[object] = []
@@ -929,7 +929,7 @@ FORKED_S = 60
 
 
 def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
-    topic: TopicFactory, produce: Produce, broker: Broker
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster
 ) -> None:
     """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
     name = topic()
@@ -940,7 +940,7 @@ def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
 
 
 def test_settings_for_members_do_not_disturb_a_reader(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: Broker
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster
 ) -> None:
     name = topic()
     produce(name, ["0", "1"], partition=0)
@@ -964,12 +964,12 @@ def test_settings_for_members_do_not_disturb_a_reader(
 
 
 @pytest.fixture(scope="module")
-def guarded(jvm: None) -> Iterator[Broker]:
-    with Broker(sasl={"ann": "ann-secret"}) as own:
+def guarded(jvm: None) -> Iterator[BrokerCluster]:
+    with BrokerCluster(sasl={"ann": "ann-secret"}) as own:
         yield own
 
 
-def sasl(broker: Broker, password: str) -> dict[str, str]:
+def sasl(broker: BrokerCluster, password: str) -> dict[str, str]:
     return {
         "bootstrap.servers": broker.sasl_bootstrap_servers,
         "security.protocol": "SASL_PLAINTEXT",
@@ -979,7 +979,7 @@ def sasl(broker: Broker, password: str) -> dict[str, str]:
     }
 
 
-def test_refused_credentials_are_told_at_once_and_never_shown(guarded: Broker) -> None:
+def test_refused_credentials_are_told_at_once_and_never_shown(guarded: BrokerCluster) -> None:
     started = time.monotonic()
     with pytest.raises(AccessDenied) as caught:
         list(read_batches(sasl(guarded, "wrong-secret"), [of("orders", 0, 5)], deadline_s=LONG_S))
@@ -989,7 +989,7 @@ def test_refused_credentials_are_told_at_once_and_never_shown(guarded: Broker) -
     assert pickle.loads(pickle.dumps(caught.value)).fields == caught.value.fields
 
 
-def test_credentials_are_used(guarded: Broker) -> None:
+def test_credentials_are_used(guarded: BrokerCluster) -> None:
     from conftest import create_topic, produce_to
 
     right = sasl(guarded, "ann-secret")
@@ -1037,7 +1037,7 @@ def other_lists(
 
 @pytest.mark.parametrize("other_lists", ["layout", "calls"], indirect=True)
 def test_messages_are_destroyed_singly_where_lists_are_not_as_expected(
-    topic: TopicFactory, produce: Produce, broker: Broker, other_lists: None
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, other_lists: None
 ) -> None:
     """A later librdkafka that changes what only this package relies on is read more slowly, and read."""
     name = topic()
@@ -1060,7 +1060,9 @@ def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
     assert "asked for singly" in caplog.text
 
 
-def test_a_batch_has_the_rows_of_its_cuts_and_no_others(topic: TopicFactory, produce: Produce, broker: Broker) -> None:
+def test_a_batch_has_the_rows_of_its_cuts_and_no_others(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster
+) -> None:
     name = topic(2)
     for partition in range(2):
         produce(name, [f"{partition}:{i}" for i in range(100)], partition=partition)
