@@ -10,15 +10,12 @@ command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong
 
 import json
 import logging
-import signal
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from typer.core import TyperGroup
 
 from spark_group_source import __version__, fits
@@ -30,7 +27,7 @@ from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.move import reset
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.run import run
-from spark_group_source.cli.shared import JsonOption, console
+from spark_group_source.cli.shared import JsonOption, console, stop_on_signals, table_of
 from spark_group_source.cli.watch import watch
 from spark_group_source.errors import SourceError
 
@@ -161,9 +158,8 @@ def broker_status(as_json: JsonOption = False) -> None:
         raise typer.Exit(3)
     if as_json:
         return
-    table = Table("bootstrap servers", "pid", "Kafka's pid", "logs")
-    table.add_row(state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
-    console.print(table)
+    row = (state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
+    console.print(table_of("bootstrap servers", "pid", "Kafka's pid", "logs", rows=[row]))
 
 
 @broker_app.command("run")
@@ -181,9 +177,7 @@ def broker_run(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s [%(threadName)s] %(name)s: %(message)s"
     )
     topics = local_broker.parse_topics(topic or [])
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     local_broker.check_free(port)
     with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)

@@ -257,17 +257,6 @@ def test_a_sibling_whose_batch_nobody_reads_waits_for_us_if_it_is_of_this_very_q
             assert run.waiting_sibling() is None, "it does not wait for us: maybe its query was just stopped"
 
 
-def test_numbers_of_another_release_are_not_shown_as_ours(directory: Path) -> None:
-    run = runs.Publisher("etl")
-    run.publish(statistics())
-    assert runs.snapshot("etl", STREAM) == statistics()
-    (path,) = directory.glob("*.json")
-    doc = json.loads(path.read_text())
-    del doc["commits"]
-    path.write_text(json.dumps(doc))
-    assert runs.snapshot("etl", STREAM) is None
-
-
 def test_queries_are_not_counted_where_threads_have_no_names() -> None:
     assert not runs.only_one_query(2**22 + 1)
     assert not runs.only_one_query(os.getpid())
