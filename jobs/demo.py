@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 from demo_proof import Evidence, check
 from demo_screen import Screen, shown
-from demo_stage import ADMIN_S, DemoFailed, Stage
+from demo_stage import DemoFailed, Stage
 
 from spark_group_source.local.broker import Broker
 
@@ -69,7 +69,7 @@ class Story:
         stage, view = self.stage, self.stage.view
         stage.start_consumer()
         joined = "an ordinary consumer joins the group: Kafka moves partitions to it"
-        self._until(lambda: view.owned("ordinary") and self._shared and view.ordinary > 0, joined)
+        self._until(lambda: view.owned["ordinary"] and self._shared and view.ordinary > 0, joined)
         self._tell(f"an ordinary consumer joined, Kafka moved partitions: {self._owners()}")
         view.described = stage.described()
         left_s = time.monotonic() + 0.2 * self.seconds
@@ -128,12 +128,12 @@ class Story:
 
     @property
     def _job_has_all(self) -> bool:
-        return self.stage.view.owned("job") == self._all and not self.stage.view.owned("ordinary")
+        return self.stage.view.owned["job"] == self._all and not self.stage.view.owned["ordinary"]
 
     @property
     def _shared(self) -> bool:
         view = self.stage.view
-        return sorted(view.owned("job") + view.owned("ordinary")) == self._all
+        return sorted(view.owned["job"] + view.owned["ordinary"]) == self._all
 
     def _at(self, share: float) -> bool:
         return time.monotonic() - self._began_s >= share * self.seconds
@@ -144,7 +144,7 @@ class Story:
 
     def _owners(self) -> str:
         view = self.stage.view
-        ordinary = f", consumer {shown(view.owned('ordinary'))}" if view.owned("ordinary") else ""
+        ordinary = f", consumer {shown(view.owned('ordinary'))}" if view.owned["ordinary"] else ""
         return f"job {shown(view.owned('job'))}{ordinary}"
 
     def _tell(self, text: str) -> None:
@@ -181,7 +181,7 @@ def watching(stage: Stage) -> Any:
         yield
     finally:
         end.set()
-        thread.join(ADMIN_S)
+        thread.join(STEP_S)
 
 
 def conclude(screen: Screen, evidence: Evidence) -> bool:
@@ -201,7 +201,9 @@ def _own_directory(stack: contextlib.ExitStack, keep: Path | None) -> Path:
     else:
         made = tempfile.TemporaryDirectory(prefix="spark-group-demo-", ignore_cleanup_errors=True)
         directory = Path(stack.enter_context(made))
-    (directory / "tmp").mkdir()
+    scratch = directory / "tmp"
+    scratch.mkdir()
+    tempfile.tempdir = str(scratch)  # the job's TMPDIR, where it publishes what it does: `describe()` looks there
     return directory
 
 
