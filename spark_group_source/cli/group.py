@@ -116,7 +116,7 @@ def describe(
         if not state:
             console.print(report.heading(one), highlight=False)
         if members or (everything and verbose):
-            console.print(report.members_table(one))
+            console.print(report.members_table(one, assignment=verbose))
         if offsets or everything:
             console.print(report.partitions_table(one))
             for line in report.expiry_text(one):

@@ -235,9 +235,9 @@ def heading(report: GroupReport, per_s: float | None = None) -> Text:
     )
 
 
-def members_table(report: GroupReport) -> Table:
-    """The members with their partitions and the lag of these."""
-    table = table_of("member", "client", "host", "partitions", "lag", "assignment")
+def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
+    """The members with the number and lag of their partitions; with ``assignment`` also which they are."""
+    table = table_of("member", "client", "host", "partitions", "lag", *(["assignment"] if assignment else []))
     lags: dict[str, int] = {}
     for row in report.partitions:
         lags[row.member] = lags.get(row.member, 0) + (row.lag or 0)
@@ -245,11 +245,12 @@ def members_table(report: GroupReport) -> Table:
         topics: dict[str, list[int]] = {}
         for tp in m.partitions:
             topics.setdefault(tp.topic, []).append(tp.partition)
-        assigned = "; ".join(f"{topic} {spans(numbers)}" for topic, numbers in sorted(topics.items()))
+        assigned = ["; ".join(f"{topic} {spans(numbers)}" for topic, numbers in sorted(topics.items()))]
         lag = lags.get(name_of(m), 0) if report.partitions else None
-        table.add_row(*cells((name_of(m), m.client_id, m.host, len(m.partitions), lag, assigned)))
+        shown = (name_of(m), m.client_id, m.host, len(m.partitions), lag, *(assigned if assignment else []))
+        table.add_row(*cells(shown))
     if unowned := lags.get("", 0):
-        table.add_row(*cells((NOBODY, "", "", "", unowned, "")), style="red")
+        table.add_row(*cells((NOBODY, "", "", "", unowned)), style="red")
     return table
 
 
