@@ -287,7 +287,8 @@ class Options:
         doc="Where the stream reader listens: for agents and tasks when members live beside executors, for what "
         "tasks skipped when failOnDataLoss is false.")
     coordinator_host: str | None = _option(
-        "coordinatorHost", non_empty, "name or address", default=None, shown="address towards the brokers, then host name",
+        "coordinatorHost", non_empty, "name or address", default=None,
+        shown="address towards the brokers, then host name",
         doc="How executors reach the stream reader's host.")
     agent_memory_bytes: int = _option(
         "agentMemory", memory_bytes(1 << 20, 1 << 40), "size", default=64 << 20, shown="64m",
