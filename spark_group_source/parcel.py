@@ -41,7 +41,7 @@ def _open(version: str, content: bytes) -> Any:
     if not trouble:
         import spark_group_source as ours
 
-        there = getattr(ours, "__version__", "of before 0.1.0")
+        there = ours.__version__
         if there != version:
             trouble = (
                 f"{where} has spark-group-source {there}, and the driver {version}. Install one of them everywhere"

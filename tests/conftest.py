@@ -79,7 +79,7 @@ LANES = {
     "tables": ("tests/delta/",),
     "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
     "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py", "tests/test_docs.py"),
-    "commands": ("tests/cli/", "tests/compat/", "tests/host/test_runs.py", "tests/test_jobs.py", "tests/test_docs.py"),
+    "commands": ("tests/cli/", "tests/host/test_runs.py", "tests/test_jobs.py", "tests/test_docs.py"),
     "faults": ("tests/faults/",),
     "cluster": (
         "tests/rebalance/test_fail_over.py",

@@ -10,7 +10,7 @@ note beside a committed offset (Kafka calls it metadata) says who committed it:
   to itself;
 - ``spark-group-reset:<epoch>``: ``spark-group reset``. The *epoch* counts the resets of a group. Plans that were made
   before the newest one are void, and every later commit carries its number on;
-- anything else: somebody else. Earlier releases wrote notes without an epoch.
+- anything else: somebody else.
 """
 
 import re
@@ -64,8 +64,8 @@ def parse_note(text: str) -> Note:
     try:
         if prefix == RESET_PREFIX and len(parts) == 1:
             return Note(epoch=int(parts[0]))
-        if prefix == STREAM_PREFIX and len(parts) >= 2 and parts[0]:
-            epoch = int(parts[2]) if len(parts) > 2 else 0
+        if prefix == STREAM_PREFIX and len(parts) >= 3 and parts[0]:
+            epoch = int(parts[2])
             cut = [int(word.removeprefix(CUT)) for word in parts[3:] if word.startswith(CUT)]
             return Note(parts[0], int(parts[1]), epoch, followed=FOLLOWED in parts[3:], cut=cut[0] if cut else None)
     except ValueError:

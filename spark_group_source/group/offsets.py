@@ -17,7 +17,7 @@ ones beyond it are new and start at their beginning, whatever ``startingOffsets`
 position that they had before; ``lost`` has it for those that begin after it, because their next records were gone;
 ``began`` lists partitions of which the group had no offset, so that they begin where ``startingOffsets`` says, and that
 is not at their first record; ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`);
-``moved`` lists the partitions whose start *followed* a commit that no stream of ours made (an operator's reset, an
+``followed`` lists the partitions whose start followed a commit that no stream of ours made (an operator's reset, an
 ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
 know yet how far the batches before it came, and ``since`` for some of them the number of the last batch that read them,
 and where it began; and ``turn`` is the partition that got the last spare record of the fair cut.
@@ -95,17 +95,16 @@ class StreamOffset:
             by_topic.setdefault(tp.topic, {})[partition] = bounds
             if (epoch := self.leader_epochs.get(tp)) is not None:
                 leaders.setdefault(tp.topic, {})[partition] = epoch
-        moved = _listed(self.followed)
         doc: dict[str, Any] = {"began": _listed(self.began)} if self.began else {}
         if self.cut:
             doc["cut"] = _nested(self.cut)
         if self.epoch:
             doc["epoch"] = self.epoch
+        if self.followed:
+            doc["followed"] = _listed(self.followed)
         doc["group"] = self.group
         if self.lost:
             doc["lost"] = _nested(self.lost)
-        if moved:
-            doc["moved"] = moved
         if self.owed:
             doc["owed"] = _nested(self.owed)
         doc["seq"] = self.seq
@@ -133,7 +132,7 @@ def parse(document: str | Mapping[str, Any]) -> StreamOffset:
     """Read an offset from its JSON text or from the dict that Spark hands back.
 
     Raises:
-        CheckpointMismatch: it is not JSON, not an offset of this source, of a newer version, or damaged. The message
+        CheckpointMismatch: it is not JSON, not an offset of this source, of another version, or damaged. The message
             shows the part at fault; no part of a damaged offset is ever used.
     """
     doc: Any = document
@@ -156,12 +155,12 @@ def parse(document: str | Mapping[str, Any]) -> StreamOffset:
             known=VERSION,
         )
     try:
-        return _parse_v1(doc)
+        return _parse(doc)
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise CheckpointMismatch(f"the checkpoint's offset is damaged ({exc!r}): {_short(doc)}") from exc
 
 
-def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
+def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     ranges: dict[TopicPartition, tuple[int, int]] = {}
     ids: dict[str, str] = {}
     known: dict[str, int] = {}
@@ -194,7 +193,7 @@ def _parse_v1(doc: Mapping[str, Any]) -> StreamOffset:
         known=known,
         ranges=ranges,
         epoch=epoch,
-        followed=_partitions(doc.get("moved", {})),
+        followed=_partitions(doc.get("followed", {})),
         began=_partitions(doc.get("began", {})),
         leader_epochs=leaders,
         cut=_numbers(doc.get("cut", {})),

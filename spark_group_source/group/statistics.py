@@ -4,7 +4,7 @@ Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (`
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -88,9 +88,7 @@ class Statistics:
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
         """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
-        later = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
-        given = later | dict(doc)  # an earlier release lacks some
-        values: dict[str, Any] = {field.name: given[field.name] for field in fields(cls)}
+        values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
         return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
 
