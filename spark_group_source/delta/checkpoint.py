@@ -35,7 +35,7 @@ RUN_ID = "spark.jobGroup.id"
 ONLY_RUN = "-"
 """Names the run where there is no such property: on Spark Connect a worker for ``foreachBatch`` has only one."""
 
-_BEFORE_GROUP = r'("(began|cut)"\s*:\s*\{.*?\}\s*,\s*)*("epoch"\s*:\s*\d+\s*,\s*)?'
+_BEFORE_GROUP = r'("(began|cut|epoch|followed)"\s*:\s*(\d+|\{.*?\})\s*,\s*)*'
 _OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:\s*(?!\{)')
 """How an offset of this source begins: its keys are sorted. Tells a damaged one from another source's; Kafka's own has
 topics for keys, whatever their names, and objects behind them."""
