@@ -144,8 +144,8 @@ class Story:
 
     def _owners(self) -> str:
         view = self.stage.view
-        ordinary = f", consumer {shown(view.owned('ordinary'))}" if view.owned["ordinary"] else ""
-        return f"job {shown(view.owned('job'))}{ordinary}"
+        ordinary = f", consumer {shown(view.owned['ordinary'])}" if view.owned["ordinary"] else ""
+        return f"job {shown(view.owned['job'])}{ordinary}"
 
     def _tell(self, text: str) -> None:
         self.screen.tell(text)

@@ -42,6 +42,8 @@ def _hint(text: str) -> str:
     """What to do about a refusal of the library's, which says only what it refuses."""
     if text.startswith("No such configuration property"):
         return ". Where the name is right and only Java clients know it, remove it: it has no equal here"
+    if "Unsupported partition.assignment.strategy" in text or "same protocol type" in text:
+        return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
     origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
     return "" if origin is None else f" (kafka.{origin} is the same setting)"
 

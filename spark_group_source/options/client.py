@@ -55,9 +55,6 @@ REFUSED: Final[Mapping[str, str]] = {
 RECONNECT: Final[Mapping[str, str]] = {"reconnect.backoff.max.ms": "1000"}
 """As in Java's clients. With librdkafka's own 10 s a node that is back was found up to 12 s later."""
 
-BROKER_SIDE: Final = frozenset({"session.timeout.ms", "heartbeat.interval.ms", "partition.assignment.strategy"})
-"""With ``group.protocol=consumer`` the broker decides these."""
-
 CONNECTION: Final = (
     "api.", "broker.", "client.", "connections.", "debug", "enable.metrics.", "enable.sasl.", "enable.ssl.", "https.",
     "log.", "metadata.", "oauth", "plugin.", "receive.", "reconnect.", "retry.", "sasl.", "security.", "socket.",
@@ -66,15 +63,6 @@ CONNECTION: Final = (
 """How the names of settings begin that every client gets: of the connection, and of who connects. Those of consumers
 go to consumers alone. A setting of producers reaches no producer, so it cannot change how offsets are committed."""
 
-_ASSIGNORS: Final[Mapping[str, str]] = {
-    "range": "range",
-    "roundrobin": "roundrobin",
-    "cooperative-sticky": "cooperative-sticky",
-    "org.apache.kafka.clients.consumer.rangeassignor": "range",
-    "org.apache.kafka.clients.consumer.roundrobinassignor": "roundrobin",
-    "org.apache.kafka.clients.consumer.cooperativestickyassignor": "cooperative-sticky",
-}
-_COOPERATIVE: Final = "cooperative-sticky"
 _INT32_MAX: Final = 2**31 - 1
 
 
@@ -108,28 +96,24 @@ def principal(settings: Mapping[str, Any]) -> str:
     return f"User:{name}" if name else "the user"
 
 
-def prepare(given: Mapping[str, str], *, group_protocol: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def prepare(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Turn the user's ``kafka.*`` options (names without the prefix) into settings of the client library.
 
     Args:
         given: without group.id, bootstrap.servers, group.protocol and isolation.level, which are options of their own.
-        group_protocol: "classic" or "consumer".
 
     Returns:
         The settings, and a note for each that is read differently, for the log; neither holds a name from
         :data:`REFUSED`, and no note holds a secret.
 
     Raises:
-        OptionError: a setting is the source's own, cannot be translated, or contradicts another.
+        OptionError: a setting is the source's own, or cannot be translated. Whether librdkafka knows the others and
+            takes their values is found out at ``load()`` (``kafka.settings``).
     """
     for name in given:
         _refuse_owned(name)
     settings, notes = translate(given)
     _check_token_callable(settings)
-    if group_protocol == "consumer":
-        _check_consumer_protocol(settings)
-    else:
-        _check_classic_protocol(settings)
     return settings, tuple(notes)
 
 
@@ -173,53 +157,17 @@ def _check_token_callable(settings: Mapping[str, str]) -> None:
         )
 
 
-def _check_consumer_protocol(settings: Mapping[str, str]) -> None:
-    for name in sorted(BROKER_SIDE & settings.keys()):
-        raise OptionError(
-            f"option 'kafka.{name}' does not go with kafka.group.protocol=consumer, where the broker decides it; "
-            "remove it, or use kafka.group.protocol=classic",
-            option=f"kafka.{name}",
-        )
-    number_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
+def check_heartbeats(settings: Mapping[str, str]) -> None:
+    """Refuse heartbeats that come later than the session ends, which librdkafka takes: brokers would drop the member.
 
-
-def _check_classic_protocol(settings: dict[str, str]) -> None:
-    if "group.remote.assignor" in settings:
-        raise OptionError(
-            "option 'kafka.group.remote.assignor' needs kafka.group.protocol=consumer; with the classic protocol use "
-            "kafka.partition.assignment.strategy",
-            option="kafka.group.remote.assignor",
-        )
-    if "partition.assignment.strategy" in settings:
-        settings["partition.assignment.strategy"] = _assignors(settings["partition.assignment.strategy"])
+    Raises:
+        OptionError: that, or one of the times of the classic protocol is no number.
+    """
     session = number_ms(settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
     heartbeat = number_ms(settings, "heartbeat.interval.ms", HEARTBEAT_INTERVAL_MS)
-    max_poll = number_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
+    number_ms(settings, "max.poll.interval.ms", MAX_POLL_INTERVAL_MS)
     if heartbeat >= session:
         raise OptionError(
             f"kafka.heartbeat.interval.ms ({heartbeat}) must be below kafka.session.timeout.ms ({session}); a third "
             "of it is usual"
         )
-    if max_poll < session:
-        raise OptionError(
-            f"kafka.max.poll.interval.ms ({max_poll}) must not be below kafka.session.timeout.ms ({session})"
-        )
-
-
-def _assignors(text: str) -> str:
-    names: list[str] = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name = _ASSIGNORS.get(item.lower())
-        if name is None:
-            raise OptionError(
-                f"option 'kafka.partition.assignment.strategy' names {item!r}; it must be range, roundrobin or "
-                "cooperative-sticky (or the Java class of one of these)"
-            )
-        if name not in names:
-            names.append(name)
-    if not names or (_COOPERATIVE in names and len(names) > 1):
-        raise OptionError(
-            f"option 'kafka.partition.assignment.strategy' is {text!r}; it must be range and roundrobin in any order, "
-            "or cooperative-sticky alone: a group cannot move between the two kinds while it runs"
-        )
-    return ",".join(names)

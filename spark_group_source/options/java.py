@@ -24,6 +24,12 @@ RENAMED: Final[Mapping[str, str]] = {
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
 }
+ASSIGNORS: Final[Mapping[str, str]] = {
+    "RangeAssignor": "range",
+    "RoundRobinAssignor": "roundrobin",
+    "CooperativeStickyAssignor": "cooperative-sticky",
+}
+"""By Java's class, without its package."""
 _OAUTH_HANDLER: Final = "OAuthBearerLoginCallbackHandler"
 _MSK: Final = (
     "use OAUTHBEARER and a function that signs the token, kafka.oauth_cb=package.module:function (docs/security.md "
@@ -74,6 +80,7 @@ def translate(given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """
     settings = _Settings(given)
     _rename(settings)
+    _assignors(settings)
     _truststore(settings)
     _keystore(settings)
     _sasl(settings)
@@ -89,6 +96,13 @@ def _rename(settings: _Settings) -> None:
         if java in native or java not in settings.left:
             continue
         settings.put(name, settings.left.pop(java), java)
+
+
+def _assignors(settings: _Settings) -> None:
+    given = settings.left.get("partition.assignment.strategy", "")
+    names = [name.strip().rpartition(".")[2] for name in given.split(",")]
+    if all(names):  # else the library refuses it
+        settings.left["partition.assignment.strategy"] = ",".join(dict.fromkeys(ASSIGNORS.get(n, n) for n in names))
 
 
 # ---- TLS

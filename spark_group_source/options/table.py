@@ -365,7 +365,9 @@ class Options:
                 raise _unknown(name)
         _check_required(values)
         _check_together(values)
-        settings, notes = client_settings.prepare(kafka, group_protocol=values.get("group_protocol", "classic"))
+        settings, notes = client_settings.prepare(kafka)
+        if values.get("group_protocol") != "consumer":  # else the broker has them, and librdkafka refuses them here
+            client_settings.check_heartbeats(settings)
         return cls(**values, settings=tuple(sorted(settings.items())), notes=notes)
 
     @property

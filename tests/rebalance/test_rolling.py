@@ -14,6 +14,7 @@ from rebalance.conftest import GroupScene
 from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 from spark_group_source.errors import OptionError
+from spark_group_source.kafka.settings import check_settings
 from spark_group_source.options.table import Options as Parsed
 
 
@@ -78,7 +79,7 @@ def test_an_assignment_strategy_changes_through_a_list_of_both(ours_first: bool,
 def test_a_mix_of_eager_and_cooperative_strategies_is_refused_by_name() -> None:
     given = {"kafka.bootstrap.servers": "b:9092", "kafka.group.id": "g", "subscribe": "t"}
     with pytest.raises(OptionError, match="cooperative-sticky alone"):
-        Parsed.parse({**given, "kafka.partition.assignment.strategy": "range,cooperative-sticky"})
+        check_settings(Parsed.parse({**given, "kafka.partition.assignment.strategy": "range,cooperative-sticky"}))
 
 
 @pytest.mark.parametrize("assignor", ["range", "roundrobin"])
