@@ -147,6 +147,17 @@ def test_a_restart_still_knows_which_partitions_are_new() -> None:
     assert fresh.machine.known() == {"orders": 2}
 
 
+def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() -> None:
+    """Also those that another member had when the former topic was deleted, whatever startingOffsets says."""
+    group = GroupHarness(starting=FROM_THE_END)
+    group.born()
+    group.settled(A)
+    group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again", topics=("orders",)))
+    group.echoed()
+    group.assigned(B)
+    assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
+
+
 def test_expired_commits_do_not_send_a_known_partition_back_to_its_start(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)

@@ -8,6 +8,7 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCol
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 from kit.fake_library import NO_OFFSET
+from kit.kafka_group import Code, Entry
 from kit.misfortune import Misfortune
 from kit.runtime import SimulatedRuntime
 from kit.world import Process
@@ -363,6 +364,20 @@ def test_every_misfortune_happens_and_ends_when_it_is_told_to(stage: MakeStage) 
             assert ends(play, *tps) == dict.fromkeys(tps, 0)
 
     play.play(script)
+
+
+def test_offsets_that_come_when_their_transaction_is_over_are_refused(stage: MakeStage) -> None:
+    play = stage("range")
+    play.topic(1)
+    transactions, group = play.cluster.transactions, play.cluster.group(play.group)
+    _, epoch = transactions.init("t")
+    late = ("t", epoch, group, ("", -1, None), {TopicPartition("t", 0): Entry(5, "s", "p", 0)})
+    assert transactions.add("t", epoch, group) is Code.OK
+    assert transactions.send(*late) is Code.OK
+    transactions.end("t", epoch, commit=False, done=lambda _: None)
+    assert transactions.send(*late) is Code.INVALID_TXN_STATE
+    play.world.run_until(1_000)
+    assert group.offsets == {}
 
 
 def test_a_commit_may_be_done_although_the_answer_says_that_it_failed(stage: MakeStage) -> None:

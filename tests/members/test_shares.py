@@ -1,0 +1,37 @@
+"""Which shares of a commit are outdated when their turn comes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from spark_group_source.kafka import Identity
+from spark_group_source.members.shares import Share
+from spark_group_source.model import TopicPartition
+
+A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
+WHO, LATER = Identity(4, "m", b"4"), Identity(5, "m", b"5")
+
+
+@dataclass
+class Holder:
+    """A member, as far as a share asks it."""
+
+    identity: Identity | None
+    held: tuple[TopicPartition, ...]
+
+
+@pytest.mark.parametrize(
+    ("ordered_as", "identity", "held", "why"),
+    [
+        (WHO, WHO, (A, B), None),
+        (WHO, WHO, (A,), "the member has given partitions back since"),
+        (WHO, LATER, (A, B), "the member has joined again since"),
+        (None, WHO, (A, B), "the member is not in the group at the moment"),
+    ],
+)
+def test_G3_a_share_is_committed_only_while_its_member_is_what_it_was_and_has_all_of_its_partitions(
+    ordered_as: Identity | None, identity: Identity | None, held: tuple[TopicPartition, ...], why: str | None
+) -> None:
+    member: Any = Holder(identity, held)
+    assert Share(member, ordered_as, {A: 10, B: 20}).outdated == why
