@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,14 @@ if TYPE_CHECKING:
     from spark_group_source.driver.hosts import Lent
     from spark_group_source.driver.reception import Reception
     from spark_group_source.executor.tasks import Call
-    from spark_group_source.host.runs import Publisher
+    from spark_group_source.host.runs import Load, Publisher
     from spark_group_source.metrics.endpoint import Endpoint
 
 
 FORMAT = "kafka-group"
 LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
+LOAD_WAIT_S = 15.0
+"""How long a former run of the same load() is waited for: the last offsets, the members and the process have to end."""
 METRICS_WAIT_S = 12.0
 """How long metricsPort is waited for: a former run of the query may take some seconds to end."""
 
@@ -67,6 +70,8 @@ class KafkaGroupDataSource(Packed, DataSource):
         super().__init__(dict(options))
         self._parsed = Options.parse(self.options)
         self._path = tuple(sys.path)
+        self._load = uuid.uuid4().hex
+        """Names this load(): Spark pickles the instance along to every stream that reads it."""
 
     @classmethod
     def name(cls) -> str:
@@ -85,7 +90,7 @@ class KafkaGroupDataSource(Packed, DataSource):
         )
 
     def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
-        return GroupStreamReader(self._parsed, self._path)
+        return GroupStreamReader(self._parsed, self._path, self._load)
 
 
 class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -95,18 +100,21 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         options: the query's.
         path: where the planner finds modules, among them those of --py-files: Spark 4.2 gives these to planner and
             executors, and not to the stream reader, which runs on the planner's host.
+        load: the name of the load(); empty: whether another stream of it runs is not looked at.
     """
 
-    def __init__(self, options: Options, path: Sequence[str] = ()) -> None:
+    def __init__(self, options: Options, path: Sequence[str] = (), load: str = "") -> None:
         self._options = options
         self._path = tuple(path)
+        self._load = load
+        self._held: Load | None = None
         self._coordinator: Coordinator | None = None
         self._reception: Reception | None = None
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        unopened = dict.fromkeys(("_coordinator", "_reception", "_endpoint"))
-        return {"_options": self._options, "_path": self._path, **unopened}
+        unopened = dict.fromkeys(("_held", "_coordinator", "_reception", "_endpoint"))
+        return {"_options": self._options, "_path": self._path, "_load": self._load, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
 
@@ -169,7 +177,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         ]
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._started().commit(self._parse(end))
+        """Nothing: it comes a batch late, and latestOffset() has heard of the batch before."""
 
     def stop(self) -> None:
         if self._coordinator is not None:
@@ -181,14 +189,20 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             self._coordinator.close()
             if self._reception is not None:
                 self._reception.stop()
+            if self._held is not None:
+                self._held.release()
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
             from spark_group_source.driver.coordinator import Coordinator
-            from spark_group_source.host.runs import Publisher
+            from spark_group_source.host.runs import Load, Publisher
 
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
+            if self._load and self._held is None:
+                held = Load(self._load)
+                held.hold(wait_s=LOAD_WAIT_S)
+                self._held = held
             publisher = Publisher(self._options.group_id)
             if self._options.metrics_port is not None:
                 self._endpoint = _measured(self._options, publisher)

@@ -7,6 +7,7 @@ believed there, and the log says so. The files:
 
 - ``<pid>.json``: the numbers of :class:`~spark_group_source.group.statistics.Statistics` of the run in that process;
 - ``<pid>.drain``: somebody asks that run to drain;
+- ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the last batch of a stream that a sink says it has. Spark tells a source of a batch only when it
   asks for the next one, so of the last batch of a run nobody else tells it.
 
@@ -14,18 +15,18 @@ A run removes all of its files when it ends in order.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
-from spark_group_source.errors import GroupError
+from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.host.folder import directory, trouble, write
 
@@ -38,15 +39,11 @@ READ_FILES_MAX = 1_000
 DRAIN_S = 60.0
 """How long :func:`drain` waits unless told otherwise: a batch and its commit."""
 LOOK_S = 0.1
-UNREAD = "planned"
-"""The state of a run that has given Spark a batch which Spark does not read: a query with two streams asks
-the other one first. A query that was just stopped shows another state while its reader closes."""
 _WITHOUT = (
     "No statistics are written or read there, queries cannot be drained, and one that is stopped cannot tell what its "
     "sink has. Remove it, or set TMPDIR to a folder of this user's for the driver and for spark-group"
 )
-QUERY_THREAD = "stream execution thread for "
-"""How Spark's name for the thread of a streaming query begins."""
+PID_DIGITS_MAX = 20
 
 
 def mark_durable(stream: str, seq: int) -> None:
@@ -70,25 +67,66 @@ def durable_seq(stream: str) -> int:
     return -1
 
 
-def siblings(group: str) -> list[dict[str, Any]]:
-    """The statistics of the other living runs of a group whose readers have the same driver as this process."""
-    return [doc for doc in read(group) if doc["driver"] == os.getppid() and doc["pid"] != os.getpid()]
+class Load:
+    """The stream of one ``load()``: two that run at the same time would share the group's partitions without a word.
 
+    Held by a lock on a small file, which the system lets go when the process ends, however that happens.
 
-def only_one_query(driver: int) -> bool:
-    """Whether a driver JVM has exactly one streaming query, by the names of its threads; False where none can tell.
-
-    A thread's name has 15 characters here: the first ones, or in newer JVMs the first 7 and the last 6 of it.
+    Args:
+        load: the name of the ``load()``.
     """
-    found = 0
-    try:
-        for task in Path(f"/proc/{driver}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
-                name = (task / "comm").read_text().rstrip("\n")
-                found += name == QUERY_THREAD[:15] or (len(name) == 15 and name.startswith(f"{QUERY_THREAD[:7]}.."))
-    except OSError:
-        return False
-    return found == 1
+
+    def __init__(self, load: str) -> None:
+        self._path = directory() / f"{load}.load"
+        self._file: IO[str] | None = None
+
+    def hold(self, *, wait_s: float) -> None:
+        """Wait until no other process holds it. Where this host's files cannot be used, nothing is held.
+
+        Raises:
+            OptionError: another stream of the same ``load()`` still runs after ``wait_s``.
+        """
+        deadline_s, pause = time.monotonic() + wait_s, threading.Event()
+        while (other := self._holder()) is not None:
+            if time.monotonic() > deadline_s:
+                raise OptionError(
+                    f"another stream of the same load() runs in process {other}, as in a self-join or in two queries "
+                    "of one DataFrame: each would have a part of the group's records. Each stream needs its own "
+                    "load(), and a kafka.group.id of its own if it is to read all records"
+                )
+            pause.wait(LOOK_S)
+
+    def release(self) -> None:
+        """Let another stream have it."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+    def _holder(self) -> str | None:
+        """The process that holds it; None: this one does, or nobody can."""
+        try:
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not _usable():
+                return None
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+        except OSError as exc:
+            log.warning("whether another stream of the same load() runs cannot be seen: %s", exc)
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
+                file.write(str(os.getpid()))
+                file.flush()
+                self._file = file
+                return None
+            other = "unknown"  # its holder has just removed the file
+        except FileNotFoundError:
+            other = "unknown"
+        except OSError:
+            other = file.read(PID_DIGITS_MAX) or "unknown"
+        file.close()
+        return other
 
 
 class Publisher:
@@ -111,15 +149,6 @@ class Publisher:
     def drain_asked(self) -> bool:
         """Whether somebody wants this run to plan no other batch."""
         return _usable() and self._asked.exists()
-
-    def waiting_sibling(self) -> int | None:
-        """Process id of another stream of this group in this very query, whose batch cannot begin before this one's.
-
-        It may also be the reader of a query that was just stopped, which needs a moment to go.
-        """
-        if not only_one_query(os.getppid()):
-            return None
-        return min((int(doc["pid"]) for doc in siblings(self._group) if doc.get("state") == UNREAD), default=None)
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
         statistics = replace(statistics, metrics_port=self.metrics_port)
@@ -183,57 +212,17 @@ def read(group: str) -> list[dict[str, Any]]:
 
 def snapshot(group: str, stream: str) -> Statistics | None:
     """The statistics of one stream, if it runs on this host; of several runs of it, the one that got furthest."""
-    found = [Statistics.from_dict(doc) for doc in read(group) if doc["stream"] == stream]
+    found = []
+    for doc in read(group):
+        if doc["stream"] == stream:
+            with contextlib.suppress(KeyError):  # a run of another release has other numbers
+                found.append(Statistics.from_dict(doc))
     return max(found, key=lambda statistics: statistics.seq, default=None)
 
 
 def ask_to_drain(pid: int) -> None:
     """Ask the run in that process of this host to finish its batch and begin no other."""
     (directory() / f"{pid}{DRAIN}").touch()
-
-
-class Place(NamedTuple):
-    """Where runs of a group publish, and are asked to drain."""
-
-    runs: Callable[[], dict[str, dict[str, Any]]]
-    """What the runs published last, by the run's name."""
-    ask: Callable[[str], None]
-    """Ask the run of that name to finish its batch and begin no other."""
-    look_s: float
-    """From one look to the next."""
-
-
-def drain_at(place: Place, group: str, *, timeout_s: float) -> int:
-    """Ask the runs of a place to finish their batch and begin no other, and wait until they have.
-
-    Returns:
-        How many runs were drained.
-
-    Raises:
-        GroupError: a run did not say in time that it is drained, or another one was started meanwhile.
-    """
-    asked = place.runs()
-    for name in asked:
-        place.ask(name)
-    deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
-    while True:
-        found = place.runs()
-        if found.keys() - asked.keys():
-            raise GroupError(f"a query of group {group!r} was started again meanwhile: ask again", group=group)
-        late = [doc for doc in found.values() if not doc["drained"]]
-        if not late:
-            return len(asked)
-        if time.monotonic() > deadline_s:
-            at = f"in process {late[0]['pid']}"
-            if "written_ms" in late[0]:  # else it is a process of this host, which lives
-                age_s = time.time() - late[0]["written_ms"] / 1000
-                at += f" on host {late[0]['host']}, whose last notice is {age_s:.0f} s old,"
-            raise GroupError(
-                f"the query of group {group!r} {at} did not end its batch within {timeout_s:.0f} s. If it runs, it "
-                "drains when the batch ends: ask again, with more time",
-                group=group,
-            )
-        pause.wait(place.look_s)
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
@@ -257,15 +246,24 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
     """
     if trouble := _trouble(directory()):
         raise GroupError(trouble, group=group)
-
-    def here() -> dict[str, dict[str, Any]]:
-        return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
-
-    if not here():
+    runs = [doc["pid"] for doc in read(group) if driver in (None, doc["driver"])]
+    if not runs:
         raise GroupError(
             f"no query of group {group!r} runs on this host; drain it on the host of its driver", group=group
         )
-    return drain_at(Place(here, lambda pid: ask_to_drain(int(pid)), LOOK_S), group, timeout_s=timeout_s)
+    for pid in runs:
+        ask_to_drain(pid)
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while late := [doc["pid"] for doc in read(group) if doc["pid"] in runs and not doc["drained"]]:
+        if time.monotonic() > deadline_s:
+            raise GroupError(
+                f"the query of group {group!r} in process {late[0]} did not end its batch within {timeout_s:.0f} s; it "
+                "drains when it does. Ask again, with more time",
+                group=group,
+            )
+        pause.wait(LOOK_S)
+    return len(runs)
 
 
 def _usable() -> bool:

@@ -8,17 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from kafka_words import await_until
 
-from spark_group_source.errors import GroupError
-from spark_group_source.group.statistics import Counters, Statistics
+from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.group.statistics import Statistics
 from spark_group_source.host import runs
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 STREAM = "9f2c0d1e2a3b"
 
@@ -31,7 +27,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def statistics(*, stream: str = STREAM, seq: int = 3, state: str = "planned") -> Statistics:
-    return Counters().snapshot(
+    return Statistics(
         group="etl",
         stream=stream,
         seq=seq,
@@ -39,7 +35,6 @@ def statistics(*, stream: str = STREAM, seq: int = 3, state: str = "planned") ->
         generation=1,
         assigned=(2,),
         slots=("assigned",),
-        uncommitted=0,
     )
 
 
@@ -142,7 +137,7 @@ def test_a_directory_of_another_user_can_neither_stall_a_run_nor_tell_it_anythin
     (real / f"{os.getpid()}.drain").touch()
     with other_run(real, driver=os.getppid()):
         assert not run.drain_asked
-        assert runs.read("etl") == runs.siblings("etl") == []
+        assert runs.read("etl") == []
         assert runs.snapshot("etl", STREAM) is None
     run.publish(statistics())
     run.close()
@@ -224,64 +219,67 @@ def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
     assert [(doc["seq"], doc["drained"]) for doc in runs.read("etl")] == [(5, True)]
 
 
-# --- siblings -------------------------------------------------------------------------------------------------------
-
-
-def test_the_other_runs_of_the_group_under_the_same_driver_are_siblings(directory: Path) -> None:
+def test_numbers_of_another_release_are_not_shown_as_ours(directory: Path) -> None:
     run = runs.Publisher("etl")
     run.publish(statistics())
-    driver = os.getppid()
-    with (
-        other_run(directory, driver=driver) as pid,
-        other_run(directory, driver=driver + 1),
-        other_run(directory, driver=driver, group="other"),
-    ):
-        assert [(doc["pid"], doc["state"]) for doc in runs.siblings("etl")] == [(pid, "planned")]
-    assert runs.siblings("etl") == [], "a process that is gone has no run"
+    assert runs.snapshot("etl", STREAM) == statistics()
+    (path,) = directory.glob("*.json")
+    doc = json.loads(path.read_text())
+    del doc["commits"]
+    path.write_text(json.dumps(doc))
+    assert runs.snapshot("etl", STREAM) is None
 
 
-def test_a_sibling_whose_batch_nobody_reads_waits_for_us_if_it_is_of_this_very_query(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = runs.Publisher("etl")
-    run.publish(statistics(state="gathering"))
-    monkeypatch.setattr(runs, "only_one_query", lambda driver: driver == os.getppid())
-    with other_run(directory, driver=os.getppid(), state="planned") as pid:
-        assert run.waiting_sibling() == pid
-        monkeypatch.setattr(runs, "only_one_query", lambda driver: False)
-        assert run.waiting_sibling() is None, "it may be of another query"
-        monkeypatch.setattr(runs, "only_one_query", lambda driver: True)
-    assert run.waiting_sibling() is None
-    for state in ("open", "reading", "stopping"):
-        with other_run(directory, driver=os.getppid(), state=state):
-            assert run.waiting_sibling() is None, "it does not wait for us: maybe its query was just stopped"
+# --- one load() ------------------------------------------------------------------------------------------------------
+
+HOLDS = """
+import sys
+from pathlib import Path
+from spark_group_source.host import runs
+runs.directory = lambda: Path(sys.argv[1])
+load = runs.Load("a1")
+load.hold(wait_s=0)
+print("holds", flush=True)
+sys.stdin.read()
+load.release() if sys.argv[2] == "in order" else __import__("os")._exit(1)
+"""
 
 
-def test_queries_are_not_counted_where_threads_have_no_names() -> None:
-    assert not runs.only_one_query(2**22 + 1)
-    assert not runs.only_one_query(os.getpid())
+@contextlib.contextmanager
+def holder(directory: Path, end: str = "in order") -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs the stream of this load(), until its input ends."""
+    arguments = [sys.executable, "-c", HOLDS, str(directory), end]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "holds\n"
+        yield process
+        process.stdin.close()
 
 
-@pytest.mark.spark
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names there")
-def test_the_queries_of_a_driver_are_counted_by_its_threads(spark: "SparkSession", tmp_path: Path) -> None:
-    jvm = spark._jvm
-    assert jvm is not None
-    driver = int(jvm.java.lang.ProcessHandle.current().pid())
-    assert not runs.only_one_query(driver)
-    rate = spark.readStream.format("rate").load()
+def test_two_streams_of_one_load_are_refused(directory: Path) -> None:
+    with holder(directory) as process:
+        with pytest.raises(OptionError, match=rf"process {process.pid},.*Each stream needs its own load\(\)"):
+            runs.Load("a1").hold(wait_s=0)
+        other = runs.Load("b2")
+        other.hold(wait_s=0)
+        other.release()
 
-    @contextlib.contextmanager
-    def running(name: str) -> Iterator[None]:
-        query = rate.writeStream.format("noop").option("checkpointLocation", str(tmp_path / name)).start()
-        try:
-            yield
-        finally:
-            query.stop()
 
-    with running("a"):
-        await_until(lambda: runs.only_one_query(driver), what="one query")
-        with running("b"):
-            await_until(lambda: not runs.only_one_query(driver), what="two queries")
-        await_until(lambda: runs.only_one_query(driver), what="one query again")
-    await_until(lambda: not runs.only_one_query(driver), what="no query")
+@pytest.mark.parametrize("end", ["in order", "killed"])
+def test_a_former_run_of_the_load_is_waited_for_however_it_ends(directory: Path, end: str) -> None:
+    load = runs.Load("a1")
+    with holder(directory, end) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        load.hold(wait_s=60)
+    with pytest.raises(OptionError, match=f"process {os.getpid()}"):
+        runs.Load("a1").hold(wait_s=0)
+    load.release()
+    assert list(directory.glob("*.load")) == []
+
+
+def test_where_the_files_cannot_be_used_every_stream_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").write_text("no directory")
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    for _ in range(2):
+        runs.Load("a1").hold(wait_s=0)
