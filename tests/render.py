@@ -14,7 +14,7 @@ import typer
 from spark_group_source import answers, errors
 from spark_group_source.cli import app as cli
 from spark_group_source.group import states
-from spark_group_source.group.states import HostState, PartitionState, Phase, RunState, SlotState
+from spark_group_source.group.states import HostState, PartitionState, RunState, SlotState
 from spark_group_source.metrics import groups as group_metrics
 from spark_group_source.metrics import run as run_metrics
 from spark_group_source.metrics.endpoint import Metric
@@ -50,7 +50,6 @@ TEN = (
 Table = Mapping[Any, Enum]  # keys: a state of its own kind, and a cause
 DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
     ("run", RunState, states.RUN),
-    ("stream", Phase, states.PHASES),
     ("slot", SlotState, states.SLOTS),
     ("partition", PartitionState, states.PARTITIONS),
     ("host", HostState, states.HOSTS),

@@ -71,7 +71,6 @@ class Commits:
         runtime: clients.
         known_as: the ids under which the group knows, or knew, the members of this run.
         lent: whether a slot of this run was ever lent to an agent.
-        slots: how many there are.
         handle: takes each event; never raises.
     """
 
@@ -85,10 +84,9 @@ class Commits:
         runtime: Runtime,
         known_as: Collection[str],
         lent: Callable[[], bool],
-        slots: Callable[[], int],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._lent, self._slots = lent, slots
+        self._lent = lent
         self._admin, self._offsets, self._runtime, self._handle = admin, offsets, runtime, handle
         self._group, self._known_as = options.group_id, known_as
         self._stream = stream
@@ -161,8 +159,14 @@ class Commits:
         """A member that has a place of this run, and is none of it."""
         found = self._admin.group(self._group).members
         mine = frozenset(self._known_as)
-        places = {names.instance_id(self._group, self._stream, slot) for slot in range(self._slots())}
-        return next((m for m in found if m.instance_id in places and m.member_id not in mine), None)
+        return next(
+            (
+                member
+                for member in found
+                if names.is_place(self._group, self._stream, member.instance_id) and member.member_id not in mine
+            ),
+            None,
+        )
 
     def settle(self) -> None:
         """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.

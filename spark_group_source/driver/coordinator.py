@@ -13,17 +13,17 @@ in what is due by time, and publishes). The life of a batch::
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
+from spark_group_source.driver.commits import in_whose_name
 from spark_group_source.driver.hosts import Hosts, Lent
-from spark_group_source.driver.questions import Questions
-from spark_group_source.driver.rules import rules_of
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
+from spark_group_source.group.machine import Machine
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.run import Run
+from spark_group_source.group.rules import Rules
 from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
 from spark_group_source.members.member import Member
@@ -35,6 +35,12 @@ from spark_group_source.options.table import Options
 
 log = logging.getLogger(__name__)
 
+HOLD_SHARE = 0.8
+"""Of max.poll.interval.ms, which is the group's rebalance timeout: how long a revocation may be held. The rest is for
+the commit, the member's answer and the time that passed at the broker before we heard of it."""
+LEASE_SHARE = 0.6
+"""Of the session timeout: how long an agent may be silent. The next member takes its place over before the group, which
+may have heard of it later than we did, gives that to others."""
 CLOSE_S_MAX = 8.0
 """How long the members of an ending run may take to close."""
 TICK_S = 0.25
@@ -66,7 +72,7 @@ class Coordinator:
         )
         epoch_ends = EpochEnds(options.admin_settings(), runtime=self._runtime)
         self._questions = Questions(options, self._admin, epoch_ends, self._runtime.now_ms)
-        self._run = Run(rules_of(options))
+        self._run = Machine(rules_of(options))
         self._changed = self._runtime.condition()
         self._publishing = self._runtime.condition()
         self._members: dict[int, SlotMember] = {}
@@ -76,9 +82,7 @@ class Coordinator:
             self._admin,
             runtime=self._runtime,
             topics=self._questions.topics,
-            member=self._members.get,
             handle=self._handle,
-            slots=lambda: self._run.machine.slot_count,
         )
         self._clock = self._runtime.condition()
         self._over = False
@@ -113,18 +117,11 @@ class Coordinator:
             SourceError: the run cannot go on.
         """
         drain = self._publisher.drain_asked
-        end = self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
-        if end is not start:  # Spark asks another stream of this query next, which looks whether this one waits for it
-            self._publish()
-        return end
+        return self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
 
     def replay(self, end: StreamOffset) -> None:
         """A batch that ends at ``end`` is about to be read; join the group if this is the first word of the stream."""
         self._call(ev.Reading(offset=end))
-
-    def commit(self, end: StreamOffset) -> None:
-        """Spark's own word that ``end`` is durable. It comes a batch late, so it only repeats what latest() heard."""
-        self._handle(ev.Durable(offset=end))
 
     def ends(self) -> Mapping[TopicPartition, int]:
         """The end offsets seen last."""
@@ -133,7 +130,7 @@ class Coordinator:
     def lent(self) -> list[Lent]:
         """What is held beside executors now."""
         with self._changed:
-            hosts = self._run.machine.lending.hosts.all
+            hosts = self._run.lending.hosts.all
             at = [(m.host, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
             return [Lent(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
@@ -147,7 +144,7 @@ class Coordinator:
 
     def close(self) -> None:
         """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
-        stream = self._run.machine.stream
+        stream = self._run.stream
         self._call(ev.Stopping(durable=self._publisher.durable_seq(stream) if stream else -1))
         self._end(leave=False)
 
@@ -169,13 +166,12 @@ class Coordinator:
                 case ev.End():
                     self._handle(ev.Closing(leave=step.leave))
                     self._end(leave=step.leave)
-                case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() | ev.LookForSiblings():
-                    answer = self._ask(step)
-                    self._handle(answer)
+                case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe():
+                    self._handle(self._ask(step))
                 case _:
                     assert_never(step)
 
-    def _ask(self, step: ev.Question | ev.LookForSiblings) -> ev.Event:
+    def _ask(self, step: ev.Question) -> ev.Event:
         try:
             match step:
                 case ev.ListTopics():
@@ -186,8 +182,6 @@ class Coordinator:
                     return self._questions.look(step)
                 case ev.Describe():
                     return self._questions.group()
-                case ev.LookForSiblings():
-                    return ev.SiblingsSeen(waiting=self._publisher.waiting_sibling())
                 case _:
                     assert_never(step)
         except BrokerUnavailable as exc:
@@ -230,7 +224,9 @@ class Coordinator:
                 self.hosts.admit(command.host)
             case ev.Dismiss():
                 self.hosts.dismiss(command.host, command.reason)
-            case ev.FetchCommitted() | ev.ResolveStarts() | ev.Echo() | ev.AskReplaced():
+            case ev.Echo():  # now: later a slot may have another member of the same name
+                self._worker.order(in_whose_name(command, self._members.get))
+            case ev.FetchCommitted() | ev.ResolveStarts() | ev.AskReplaced():
                 self._worker.order(command)
             case ev.Say():
                 level = logging.WARNING if command.warn else logging.INFO
@@ -242,7 +238,7 @@ class Coordinator:
 
     def _join(self, join: ev.Join) -> None:
         if not self._members and not self._ended:
-            stream, slots = self._run.machine.stream, self._run.machine.slot_count
+            stream, slots = self._run.stream, len(self._run.slots.all)
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
             self._runtime.spawn("clock", self._tick, died=self.died)
@@ -263,7 +259,7 @@ class Coordinator:
 
     def _report(self, event: ev.Event) -> None:
         """What a member reports. That it has ended matters only where the slot's next one waits for it."""
-        if not isinstance(event, ev.MemberEnded) or self._run.machine.awaits_end(event.slot):
+        if not isinstance(event, ev.MemberEnded) or self._run.awaits_end(event.slot):
             self._handle(event)
 
     def _retire(self, slot: int) -> None:
@@ -308,3 +304,89 @@ class Coordinator:
             with self._changed:
                 statistics, drained = self._run.statistics(), self._run.drained
             self._publisher.publish(statistics, drained=drained)
+
+
+class Questions:
+    """Asks for one query.
+
+    Args:
+        options: which topics, and how far a partition may be read.
+        admin, epoch_ends: the questions to the cluster.
+        now_ms: a clock for durations.
+    """
+
+    def __init__(self, options: Options, admin: Admin, epoch_ends: EpochEnds, now_ms: Callable[[], int]) -> None:
+        self._options = options
+        self._admin = admin
+        self._epoch_ends = epoch_ends
+        self._now_ms = now_ms
+        self._committed = options.isolation_level == "read_committed"
+
+    def topics(self) -> dict[str, int]:
+        """The subscribed topics and their partition counts.
+
+        Raises:
+            TopicMissing: ``subscribe`` names one that does not exist.
+        """
+        if self._options.topic_pattern is None:
+            found = self._admin.require(self._options.topics)
+        else:
+            found = self._admin.topics(self._options.wants)
+        return {name: topic.partitions for name, topic in sorted(found.items())}
+
+    def target(self) -> ev.TargetTaken:
+        """Where every partition of the subscription ends now. A new one that not every broker knows yet is waited for:
+        without its end the run leaves it to the next one, and says so."""
+        tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
+        ends = self._admin.latest_of_all(tps, committed=self._committed)
+        if left := [tp for tp in tps if tp not in ends]:
+            text = "partitions left to the next run, because no broker told their end yet: %d, such as %s"
+            log.warning(text, len(left), left[0])
+        return ev.TargetTaken(ends=ends)
+
+    def look(self, question: ev.Look) -> ev.Looked:
+        """Ask what is asked, in the order of its fields."""
+        began_ms = self._now_ms()
+        ends, leader_epochs = self._admin.ends(question.ends, committed=self._committed)
+        epoch_ends = self._epoch_ends.ask(question.epoch_ends)
+        topics = self._admin.describe(question.topics)
+        firsts = self._admin.earliest(question.firsts, whole=False)
+        log_ends = self._admin.latest(question.log_ends, committed=False, whole=False)
+        return ev.Looked(
+            ends=ends,
+            leader_epochs=leader_epochs,
+            epoch_ends=epoch_ends,
+            firsts=firsts,
+            log_ends=log_ends,
+            topic_ids={name: topic.id for name, topic in topics.items()},
+            took_ms=self._now_ms() - began_ms,
+        )
+
+    def group(self) -> ev.GroupSeen:
+        """Who is in the group."""
+        found = self._admin.group(self._options.group_id)
+        given: dict[str, frozenset[TopicPartition]] = {}
+        for member in found.members:
+            given[member.client_id] = given.get(member.client_id, frozenset()) | frozenset(member.partitions)
+        return ev.GroupSeen(state=found.state, given=given)
+
+
+def rules_of(options: Options) -> Rules:
+    """What the options say to the protocol."""
+    return Rules(
+        group=options.group_id,
+        slots=1 if options.group_members == "auto" else options.group_members,
+        auto_slots=options.group_members == "auto" and options.member_host != "driver",
+        hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),
+        joining_budget_ms=options.max_poll_interval_ms + options.session_timeout_ms,
+        broker_timeout_ms=options.broker_timeout_ms,
+        classic=options.group_protocol == "classic",
+        lease_ms=int(options.session_timeout_ms * LEASE_SHARE),
+        member_host=options.member_host,
+        leave_on_stop=options.leave_on_stop,
+        starting=options.starting,
+        fail_on_data_loss=options.fail_on_data_loss,
+        max_offsets=options.max_offsets_per_trigger,
+        min_offsets=options.min_offsets_per_trigger,
+        max_delay_ms=options.max_trigger_delay_ms,
+    )

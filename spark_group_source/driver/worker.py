@@ -6,7 +6,6 @@ as an event. Nothing that fails here ends the thread: while the run lives, it go
 
 import contextlib
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,7 +24,6 @@ from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
 from spark_group_source.members.settings import topics_every_s
-from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -40,15 +38,11 @@ WORK_MAX = 10_000
 """Orders waiting: at most a lookup for each slot and one echo, far below this."""
 KNOWN_AS_MAX = 2_000
 """Member ids of this run that are kept, to tell its places in the group from another's."""
-RETENTION_AFTER_S, RETENTION_EVERY_S = 60.0, 3_600.0
-"""When the group's coordinator is asked how long it keeps offsets: not by runs that are over soon, and then again,
-because the coordinator may be another broker by then."""
 SHUT_OUT_S_MAX = 2.0
 """How long members wait for the transactional id before they join; it takes milliseconds. Beyond it their places are
 worth more: a session may end meanwhile."""
 
-Order = ev.FetchCommitted | ev.ResolveStarts | ev.Echo | ev.AskReplaced
-_Work = ev.FetchCommitted | ev.ResolveStarts | ev.AskReplaced | commits.Order
+Order = ev.FetchCommitted | ev.ResolveStarts | ev.AskReplaced | commits.Order
 
 
 class Worker:
@@ -58,10 +52,7 @@ class Worker:
         options, admin: the run's.
         runtime: threads, clock and clients.
         topics: lists the subscribed topics and their partition counts; may raise GroupError.
-        member: the member of a slot now, if it has one. Called inside :meth:`order`: later the slot may have another
-            member of the same name.
         handle: takes each event; never raises.
-        slots: how many there are.
     """
 
     def __init__(
@@ -71,12 +62,10 @@ class Worker:
         *,
         runtime: Runtime,
         topics: Callable[[], Mapping[str, int]],
-        member: Callable[[int], SlotMember | None],
         handle: Callable[[ev.Event], None],
-        slots: Callable[[], int],
     ) -> None:
         self._options, self._admin, self._runtime = options, admin, runtime
-        self._topics, self._member, self._handle, self._slots = topics, member, handle, slots
+        self._topics, self._handle = topics, handle
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
         self._commits: commits.Commits | None = None
         self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
@@ -88,8 +77,7 @@ class Worker:
         self._prepare_at_ms = 0.0
         self._topics_every_ms = topics_every_s(options) * 1000
         self._topics_at_ms = 0.0
-        self._retention_at_ms = 0.0
-        self._work: Queue[_Work | None] = runtime.queue(WORK_MAX)
+        self._work: Queue[Order | None] = runtime.queue(WORK_MAX)
 
     def start(self, stream: str) -> None:
         """Begin, with commits fenced by the stream's id. A thread that cannot be started is reported in here."""
@@ -101,11 +89,9 @@ class Worker:
             runtime=self._runtime,
             known_as=self.known_as,
             lent=lambda: self.lent,
-            slots=self._slots,
             handle=self._handle,
         )
         self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
-        self._retention_at_ms = self._runtime.now_ms() + RETENTION_AFTER_S * 1000
         self._runtime.spawn("worker", self._run, died=self._died)
 
     def await_shut_out(self) -> None:
@@ -119,7 +105,7 @@ class Worker:
 
     def order(self, order: Order) -> None:
         """Put an order in the queue; never waits."""
-        self._work.put_nowait(commits.in_whose_name(order, self._member) if isinstance(order, ev.Echo) else order)
+        self._work.put_nowait(order)
 
     def stop(self) -> None:
         """End after the order in hand; what is still waiting is dropped. Nobody asks anything of the run's after it."""
@@ -172,8 +158,6 @@ class Worker:
     def _on_time(self) -> None:
         if not self._prepared and self._runtime.now_ms() >= self._prepare_at_ms:
             self._prepare()
-        if self._runtime.now_ms() >= self._retention_at_ms:
-            self._ask_retention()
         if self._options.topic_pattern is not None and self._runtime.now_ms() >= self._topics_at_ms:
             self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
             try:
@@ -181,7 +165,7 @@ class Worker:
             except GroupError as exc:
                 log.warning("the topics could not be listed: %s", exc)
 
-    def _do(self, work: _Work) -> None:
+    def _do(self, work: Order) -> None:
         assert self._commits is not None
         match work:
             case ev.FetchCommitted():
@@ -206,7 +190,7 @@ class Worker:
         known = epoch if order.beside else None
         return ev.CommittedRead(offsets=offsets, asked=order.partitions, epoch=known, silent=silent)
 
-    def _on_failure(self, work: _Work, exc: SourceError) -> None:
+    def _on_failure(self, work: Order, exc: SourceError) -> None:
         if isinstance(exc, Fenced):
             self._handle(ev.Replaced(reason=str(exc)))
         elif isinstance(work, commits.Order) and not isinstance(exc, AccessDenied):
@@ -222,27 +206,6 @@ class Worker:
         assert self._commits is not None
         self._prepare_at_ms = self._runtime.now_ms() + PREPARE_EVERY_S * 1000
         self._prepared = self._commits.prepare()
-
-    def _ask_retention(self) -> None:
-        """Ask on a thread and with a client of their own: nobody waits for the answer, and the deadlines of the core
-        must not wait for brokers that are away."""
-        self._retention_at_ms = self._runtime.now_ms() + RETENTION_EVERY_S * 1000
-
-        def ask() -> None:
-            admin = Admin(self._options.admin_settings(), runtime=self._runtime, retries=0)
-            try:
-                retention_ms = admin.retention_ms(self._options.group_id)
-            except GroupError as exc:
-                log.info("how long offsets are kept is not known, so idle ones are not renewed: %s", exc)
-                if isinstance(exc, AccessDenied):
-                    self._retention_at_ms = math.inf
-                return
-            finally:
-                admin.close()
-            if retention_ms is not None:
-                self._handle(ev.RetentionTold(retention_ms=retention_ms))
-
-        self._runtime.spawn("retention", ask, died=lambda exc: log.info("the retention was not asked for: %r", exc))
 
     def _any_partition(self) -> TopicPartition:
         """One of the first subscribed topic; nothing is committed for it."""

@@ -5,7 +5,7 @@ same arguments, so a plan made again is the same plan.
 """
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -23,44 +23,43 @@ TASKS_MAX: Final = 1_000_000
 
 
 def cut(
-    backlogs: Mapping[TopicPartition, tuple[int, int]], max_offsets: int | None, turn: TopicPartition | None
-) -> tuple[dict[TopicPartition, int], TopicPartition | None]:
+    backlogs: Mapping[TopicPartition, tuple[int, int]], max_offsets: int | None, seq: int
+) -> dict[TopicPartition, int]:
     """Share ``max_offsets`` fairly among the partitions that have a backlog.
 
     Every partition with a backlog gets an equal share; what one cannot use goes to the others. What is left over when
-    the shares are equal, fewer offsets than partitions, goes one each in sorted order, beginning just after ``turn``.
-    So no partition starves behind a big one, nor behind its name: a partition with a backlog gets at least one offset
-    within as many batches as it takes the turn to go round.
+    the shares are equal, fewer offsets than partitions, goes one each in sorted order, beginning at another partition
+    in each batch: the batch number says at which. So no partition starves behind a big one, nor behind its name: of n
+    held partitions one with a backlog gets at least one offset within n batches.
 
     Args:
         backlogs: position and latest offset of every held partition. Where latest is not above position (also where
             the log shrank) nothing is taken; judging that is not done here.
         max_offsets: at least 1, or None for no limit.
-        turn: the partition that got the last spare offset, from the offset JSON; it need not be held any more.
+        seq: the number of the batch.
 
     Returns:
-        For every partition of ``backlogs`` the offset up to which to read, position <= until <= latest; and the new
-        turn, which is the old one when nothing was left over. The sum of what is taken is ``max_offsets``, or the
-        whole backlog when that is smaller.
+        For every partition of ``backlogs`` the offset up to which to read, position <= until <= latest. The sum of what
+        is taken is ``max_offsets``, or the whole backlog when that is smaller.
     """
     if max_offsets is not None and max_offsets < 1:
         raise InvariantBroken(f"a batch of at most {max_offsets} offsets was asked for", max_offsets=max_offsets)
     sizes = {tp: latest - position for tp, (position, latest) in backlogs.items() if latest > position}
     until = {tp: max(position, latest) for tp, (position, latest) in backlogs.items()}
     if max_offsets is None or sum(sizes.values()) <= max_offsets:
-        return until, turn
+        return until
     share, spare = _water_level(sizes.values(), max_offsets)
-    unsatisfied = [tp for tp, size in sizes.items() if size > share]
-    for tp in unsatisfied:
-        until[tp] = backlogs[tp][0] + share
-    if not spare:
-        return until, turn
-    unsatisfied.sort()
-    first = 0 if turn is None else bisect_right(unsatisfied, turn)
-    lucky = [unsatisfied[(first + i) % len(unsatisfied)] for i in range(spare)]
-    for tp in lucky:
-        until[tp] += 1
-    return until, lucky[-1]
+    unsatisfied = sorted(tp for tp, size in sizes.items() if size > share)
+    first = bisect_left(unsatisfied, _turn(backlogs, seq * max_offsets)) if spare else 0
+    for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
+        until[tp] = backlogs[tp][0] + share + (i < spare)
+    return until
+
+
+def _turn(backlogs: Iterable[TopicPartition], at: int) -> TopicPartition:
+    """The one at this place, where the sorted partitions stand in a circle."""
+    everyone = sorted(backlogs)
+    return everyone[at % len(everyone)]
 
 
 def _water_level(sizes: Iterable[int], amount: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """What can happen to a stream and its group, and what is ordered in answer: frozen values, one class per thing.
 
 Runs in: the stream reader, tests. Deliberately absent: behaviour. Three kinds: *events* come in through
-:meth:`Run.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call what
-to do next.
+:meth:`Machine.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call
+what to do next.
 
 A *slot* is one member of ours, numbered from 0; a *client* counts the consumers that a slot has had, so that a late
 event of a consumer that was replaced is told apart from its successor's.
@@ -148,34 +148,10 @@ class TaskRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Born:
-    """A stream without a past starts: its id, and the partitions that each topic has now."""
-
-    stream: str
-    known: Mapping[str, int]
-    topics: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Durable:
-    """Sink and commit log have the batch that ends at ``offset``. The first one also names the stream.
-
-    ``places``: how many members of a former run of the stream the group still has, as far as that was asked.
-    """
+    """Sink and commit log have the batch that ends at ``offset``."""
 
     offset: StreamOffset
-    topics: tuple[str, ...] = ()
-    places: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """Spark runs a batch again that an earlier run planned: it is in flight until :class:`Durable` names it. ``places``
-    as there."""
-
-    offset: StreamOffset
-    topics: tuple[str, ...] = ()
-    places: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,14 +362,6 @@ class NotAnswered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiblingsSeen:
-    """The answer to :class:`LookForSiblings`. ``waiting``: process id of another stream of this very query and group
-    whose batch cannot begin before this one's; None where there is no such one, or nothing can be told."""
-
-    waiting: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsGone:
     """Positions that had to change because their records, or their whole topic, are gone.
 
@@ -408,15 +376,8 @@ class RecordsGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionTold:
-    """How long the group's coordinator keeps offsets that nobody needs."""
-
-    retention_ms: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A deadline of the machine may have passed."""
+    """A deadline of the run may have passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,17 +388,13 @@ class Boundary:
 MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
 HostReport = HostCame | HostHeard | HostCut | HostGone
 
-MachineEvent = (
+GroupEvent = (
     MemberReport
     | MemberEnded
     | HostReport
     | Boundary
-    | Born
     | Durable
-    | Replay
     | Planned
-    | Closing
-    | Broken
     | CommittedRead
     | StartsResolved
     | LookupFailed
@@ -448,26 +405,29 @@ MachineEvent = (
     | ReplacedUnknown
     | Replaced
     | RecordsGone
-    | RetentionTold
     | Tick
 )
-"""What the machine of slots and positions takes in."""
+"""What changes slots, partitions or commits: the joint rules are looked at after it, and a run that has closed ignores
+it."""
 
-Event = (
-    MachineEvent
-    | Asked
+CallEvent = (
+    Asked
     | Reading
     | TargetAsked
     | TargetTaken
-    | Stopping
     | TopicsListed
     | GroupSeen
     | Looked
     | NotAnswered
-    | SiblingsSeen
+    | Stopping
+    | Closing
+    | Broken
     | HostStocked
     | TaskRead
 )
+"""What Spark says and its thread was answered, how a run ends, and numbers."""
+
+Event = GroupEvent | CallEvent
 """What a run takes in."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -614,6 +574,14 @@ Command = (
 # --- causes: what is noticed inside, for the tables of states ------------------------------------------------------
 
 
+class Born:
+    """A stream without a past has a name; its members join."""
+
+
+class Replay:
+    """The batch in flight is a former run's, which Spark runs again."""
+
+
 class Gathered:
     """The slots have their partitions, and these their positions, as far as the next batch waits for them."""
 
@@ -700,11 +668,6 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookForSiblings:
-    """Look whether another stream of this very query waits for this one; answer with :class:`SiblingsSeen`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Ask the brokers; answer with :class:`Looked`. The questions are asked in the order of the fields: topic ids that
     are read after the ends say that the ends are of that very topic.
@@ -745,4 +708,4 @@ class Raise:
 Question = ListTopics | TakeTarget | Describe | Look
 """Steps that ask the brokers. Where they do not answer, :class:`NotAnswered` comes back."""
 
-Step = Question | LookForSiblings | Wait | End | Answer | Raise
+Step = Question | Wait | End | Answer | Raise

@@ -2,24 +2,26 @@
 failures.
 
 Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and the rules by which an answer
-becomes a position (``positions``, ``starts``).
+becomes a position (``positions``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from spark_group_source.errors import SourceError
+from spark_group_source.errors import DataLoss, OptionError, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.group import starts
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import Positions
-from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.rules import Rules, Starting, pause_ms
 from spark_group_source.group.states import PartitionState
-from spark_group_source.group.statistics import Counters
-from spark_group_source.model import EARLIEST, TopicPartition
+from spark_group_source.group.statistics import Statistics
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 SILENCES_MAX = 6
 """How often in a row an answer may leave out notes that only tell of resets: some ten seconds, after which what they
 would tell is not waited for."""
+
+NAMED_MAX = 10
+"""Partitions that an error names."""
 
 
 class Lookups:
@@ -28,12 +30,12 @@ class Lookups:
     Args:
         rules: where partitions start.
         positions: what is asked for, and takes the answers.
-        counters: what it counts.
+        counts: what it counts.
         out: takes orders and log lines; it has the time.
     """
 
-    def __init__(self, rules: Rules, positions: Positions, counters: Counters, out: Outbox) -> None:
-        self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
+    def __init__(self, rules: Rules, positions: Positions, counts: Statistics, out: Outbox) -> None:
+        self._rules, self._positions, self._counts, self._out = rules, positions, counts, out
         self.known: Mapping[str, int] = {}
         """How many partitions each topic had when the stream first saw it."""
         self.began: set[TopicPartition] = set()
@@ -96,7 +98,7 @@ class Lookups:
         for tp in unknown:
             self._positions.start(tp)
         if unknown:
-            words = starts.words(unknown, self.known, self._rules.starting)
+            words = _words(unknown, self.known, self._rules.starting)
             self.began |= {tp for tp, word in words.items() if word != EARLIEST}
             self._out.order(ev.ResolveStarts(starts=words))
         self._left_out(event.asked, event.offsets, again=bool(unknown))
@@ -110,21 +112,21 @@ class Lookups:
             if at is None:
                 late.append(tp)
                 continue
-            if starts.is_new(tp, self.known) and at > 0 and (error := starts.first_records_gone(tp, at, self._rules)):
+            if _is_new(tp, self.known) and at > 0 and (error := _first_records_gone(tp, at, self._rules)):
                 return error
             self._positions.started(tp, at)
         if late:
-            if (refused := starts.too_young(late, self._rules)) is not None:
+            if (refused := _too_young(late, self._rules)) is not None:
                 return refused
             for tp in late:
                 self._positions.all[tp].questions += 1
-            self._out.order(ev.ResolveStarts(starts=starts.at_the_end(late)))
+            self._out.order(ev.ResolveStarts(starts=_at_the_end(late)))
         self._left_out(event.asked, event.offsets, again=bool(late))
         return None
 
     def _restored(self, tps: list[TopicPartition]) -> None:
         """Of partitions that this stream has read Kafka has no offset. That it had one nobody can say."""
-        self._counters.offsets_restored += len(tps)
+        self._counts.offsets_restored += len(tps)
         if tps:
             self._out.say(
                 f"Kafka has no committed offset of {len(tps)} partitions that this stream has read, such as {tps[0]}: "
@@ -157,3 +159,45 @@ class Lookups:
         self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
         self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)
+
+
+def _is_new(tp: TopicPartition, known: Mapping[str, int]) -> bool:
+    """Whether the partition was added after the stream began: else its first records would be skipped by ``latest``."""
+    return tp.partition >= known.get(tp.topic, 0)
+
+
+def _words(
+    tps: Iterable[TopicPartition], known: Mapping[str, int], starting: Starting
+) -> dict[TopicPartition, StartAt]:
+    """Where to start: by the starting options, or at the beginning for a new partition."""
+    return {tp: EARLIEST if _is_new(tp, known) else starting.of(tp) for tp in tps}
+
+
+def _at_the_end(tps: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
+    return dict.fromkeys(tps, LATEST)
+
+
+def _too_young(tps: Sequence[TopicPartition], rules: Rules) -> OptionError | None:
+    """What ``startingOffsetsByTimestampStrategy`` says of partitions without a record that is young enough."""
+    if rules.starting.no_match == "latest":
+        return None
+    return OptionError(
+        f"no record of {', '.join(map(str, tps[:NAMED_MAX]))} is as young as the starting timestamp "
+        f"{rules.starting.of(tps[0]).value} (milliseconds since the epoch). Give an earlier one, or set "
+        "startingOffsetsByTimestampStrategy to latest to start these at their end",
+        partitions=[str(tp) for tp in tps],
+    )
+
+
+def _first_records_gone(tp: TopicPartition, first: int, rules: Rules) -> DataLoss | None:
+    """What to say of a new partition that does not begin at 0: its first records went before anyone read them."""
+    if not rules.fail_on_data_loss:
+        return None
+    return DataLoss(
+        f"new partition {tp} begins at {first}, not at 0. Set failOnDataLoss to false to go on with the records that "
+        "are left",
+        topic=tp.topic,
+        partition=tp.partition,
+        expected=0,
+        available=first,
+    )

@@ -5,18 +5,18 @@ records while a task reads them (``executor``).
 
 A look has up to three rounds: how far the partitions can be read; then, where something changed or came, the topics'
 ids, the first records of those that came, the ends of the logs behind positions that lie beyond them, and what new
-leaders have of what was read (:mod:`cuts`); then where a topic begins that was made again. What is missing from an
+leaders have of what was read (:class:`Heights`); then where a topic begins that was made again. What is missing from an
 answer, and an end that went back, is a *suspicion*: a broker that just started, or a new leader, says the same for a
 moment. It counts when it was heard again after :data:`GRACE_MS`. A topic is asked for that long also when its
 partitions have left us: the members of a group give up those of a deleted topic.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Generator, Mapping
+from typing import NamedTuple, TypeVar
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
-from spark_group_source.group.cuts import Heights
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
 
 GRACE_MS = 2_000
@@ -26,6 +26,8 @@ SILENT_MS_MAX = 10_000
 """How long the end of a partition may not be told, while others are, before that is said."""
 
 K = TypeVar("K")
+Numbers = Mapping[TopicPartition, int]
+Look = Generator[ev.Look, ev.Looked, None]
 
 
 class Lookout:
@@ -35,15 +37,28 @@ class Lookout:
         self._fail = fail_on_data_loss
         self.topic_ids: dict[str, str] = {}
         self.epoch = 0
-        self.ends: Mapping[TopicPartition, int] = {}
+        self.ends: Numbers = {}
         """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
         self.records_lost = 0
         """Offsets that were still to be read and are gone, as far as planning met them."""
-        self.warnings: list[str] = []
-        """What to say of the last look."""
         self.heights = Heights()
-        self._positions: Mapping[TopicPartition, int] = {}
-        self._former_ends: Mapping[TopicPartition, int] = {}  # of the look before
+        # --- of the last look
+        self.took_ms = 0
+        """How long its questions took together."""
+        self.warnings: list[str] = []
+        self.error: GroupError | None = None
+        """What the run ends with, under failOnDataLoss."""
+        self._look: Look | None = None
+        self._positions: Numbers = {}
+        self._now_ms = 0
+        self._told: Numbers = {}  # the leader epochs that came with the ends
+        self._gone: dict[TopicPartition, int] = {}
+        self._cut: set[TopicPartition] = set()  # those of them whose log was cut
+        self._renewed: set[str] = set()  # topics that were made again, and whose beginnings were told
+        self._reason = ""
+        # --- kept from look to look
+        self._seen: Numbers = {}  # the last ends that leaders of known epochs told
+        self._left: set[str] = set()  # topics whose partitions have all left us since the last question about topics
         self._checked: set[TopicPartition] = set()
         self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
         self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
@@ -51,20 +66,14 @@ class Lookout:
         self._silent_ms: dict[TopicPartition, int] = {}  # partitions whose end is not told, and since when
         self._silence_said = False
         self._said: set[str] = set()
-        self._round = 0
-        self._now_ms = self._took_ms = 0
-        self._left: set[str] = set()  # topics whose partitions have all left us since the last question about topics
-        self._again: dict[str, str] = {}  # topics that were made again, and their new ids
-        self._renewed: set[str] = set()  # those whose beginnings were told
-        self._error: GroupError | None = None
-        self._gone: dict[TopicPartition, int] = {}
-        self._cut: set[TopicPartition] = set()  # those of them whose log was cut
-        self._reason = ""
-        self._told: Mapping[TopicPartition, int] = {}  # the leader epochs of this look
-        self._doubtful: dict[TopicPartition, int] = {}
-        self._seen: Mapping[TopicPartition, int] = {}  # the last ends that leaders of known epochs told
 
-    def begin(self, positions: Mapping[TopicPartition, int], now_ms: int, epoch: int = 0) -> ev.Look:
+    def adopt(self, offset: StreamOffset) -> None:
+        """Go on from a checkpoint."""
+        self.heights.remember(offset)
+        self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
+        self.epoch = offset.epoch
+
+    def begin(self, positions: Numbers, now_ms: int, epoch: int = 0) -> ev.Look:
         """Start a look at these partitions. Returns the first question.
 
         Args:
@@ -75,33 +84,23 @@ class Lookout:
             self.heights.forget(set(self.topic_ids))
             self.epoch, self.topic_ids, self._checked = epoch, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
-        self._positions, self._now_ms, self._took_ms, self._round = positions, now_ms, 0, 1
-        self._error, self._gone, self._reason, self._again, self.warnings = None, {}, "", {}, []
-        self._renewed, self._cut = set(), set()
+        self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
+        self.error, self.warnings = None, []
+        self._gone, self._cut, self._renewed, self._reason = {}, set(), set(), ""
         self._checked.intersection_update(positions)  # what comes back is looked at like what comes
         self._short_ms = {tp: since_ms for tp, since_ms in self._short_ms.items() if tp in positions}
         self._cut_ms = {tp: since_ms for tp, since_ms in self._cut_ms.items() if tp in positions}
-        return ev.Look(ends=tuple(positions))
+        self._look = self._rounds()
+        return next(self._look)
 
     def take(self, answer: ev.Looked) -> ev.Look | None:
         """The answer to the question before. Returns the next question, or None when the look is complete."""
-        self._took_ms += answer.took_ms
-        self._round += 1
-        if self._round == 2:
-            self._former_ends, self.ends, self._told = self.ends, answer.ends, answer.leader_epochs
-            self._doubtful = self.heights.doubtful(self._positions, self._told)
-            kept = {tp: self._seen[tp] for tp in self._doubtful if tp in self._seen}
-            self._seen = {**self.ends, **kept} if kept else self.ends
-            self._note_silence()
-            return self._second_question()
-        if self._round == 3:
-            return self._judge(answer)
-        self._made_again(answer.firsts)
-        return None
-
-    @property
-    def took_ms(self) -> int:
-        return self._took_ms
+        assert self._look is not None
+        self.took_ms += answer.took_ms
+        try:
+            return self._look.send(answer)
+        except StopIteration:
+            return None
 
     @property
     def suspects(self) -> bool:
@@ -115,11 +114,6 @@ class Lookout:
         return all(tp in self.ends or tp.topic in self._missing_ms for tp in self._positions)
 
     @property
-    def error(self) -> GroupError | None:
-        """What the run ends with, under failOnDataLoss."""
-        return self._error
-
-    @property
     def gone(self) -> ev.RecordsGone | None:
         """Where partitions go on whose records are gone."""
         if not self._gone:
@@ -128,11 +122,50 @@ class Lookout:
             offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), cut=frozenset(self._cut)
         )
 
-    def leader_epochs(self, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+    def leader_epochs(self, positions: Numbers) -> dict[TopicPartition, int]:
         """Those to be written down with a plan from these positions."""
         return self.heights.at_ends(positions, self.ends, self._told)
 
-    # --- the rounds -------------------------------------------------------------------------------------------------
+    # --- one look ---------------------------------------------------------------------------------------------------
+
+    def _rounds(self) -> Look:
+        former_ends = self.ends
+        answer = yield ev.Look(ends=tuple(self._positions))
+        self.ends, self._told = answer.ends, answer.leader_epochs
+        doubtful = self.heights.doubtful(self._positions, self._told)
+        kept = {tp: self._seen[tp] for tp in doubtful if tp in self._seen}
+        self._seen = {**self.ends, **kept} if kept else self.ends
+        self._note_silence()
+
+        fresh = tuple(tp for tp in self._positions if tp not in self._checked)
+        suspects = self._missing_ms or self._short_ms or self._left
+        if not fresh and self.ends == self._positions and not suspects and not doubtful:
+            return
+        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys() | self._left))
+        if not topics:
+            return
+        beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
+        firsts = tuple(dict.fromkeys((*fresh, *doubtful)))
+        answer = yield ev.Look(epoch_ends=doubtful, topics=topics, firsts=firsts, log_ends=beyond)
+        self._judge_topics(answer.topic_ids)
+        # brokers before 2.8 have no ids
+        ours = {tp.topic for tp in self._positions}
+        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
+        again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
+        self._prove([tp for tp in doubtful if tp.topic in answer.topic_ids and tp.topic not in again], answer)
+        if not again:
+            self.topic_ids.update(ids)
+            self._aged_out(answer.firsts)
+            self._shrunk(answer)
+            return
+
+        unread = [tp for tp in self._positions if tp.topic in again]
+        self.records_lost += sum(max(0, former_ends.get(tp, 0) - self._positions[tp]) for tp in unread)
+        self._reason = f"topic {min(again)} was deleted and made again: its former records are gone"
+        self._lost(unread[0], self._reason, available=self.ends.get(unread[0], 0))
+        if self.error is None:
+            answer = yield ev.Look(firsts=tuple(unread))
+            self._made_again(again, answer.firsts)
 
     def _note_silence(self) -> None:
         """A partition without a leader waits, and the others are read. The log says so when it begins and ends."""
@@ -149,60 +182,28 @@ class Lookout:
             self._silence_said = False
             self.warnings.append("the end of every partition is told again")
 
-    def _second_question(self) -> ev.Look | None:
-        fresh = tuple(tp for tp in self._positions if tp not in self._checked)
-        suspects = self._missing_ms or self._short_ms or self._left
-        if not fresh and self.ends == self._positions and not suspects and not self._doubtful:
-            return None
-        beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
-        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys() | self._left))
-        firsts = tuple(dict.fromkeys((*fresh, *self._doubtful)))
-        return ev.Look(epoch_ends=self._doubtful, topics=topics, firsts=firsts, log_ends=beyond) if topics else None
-
-    def _judge(self, answer: ev.Looked) -> ev.Look | None:
+    def _judge_topics(self, there: Mapping[str, str]) -> None:
+        """Which topics are missing. Nothing is read of those in this batch: their ends may be of others."""
         ours = {tp.topic for tp in self._positions}
-        for name in sorted((ours | self._missing_ms.keys() | self._left) - answer.topic_ids.keys()):
+        for name in sorted((ours | self._missing_ms.keys() | self._left) - there.keys()):
             self._suspect_topic(name)
             if name not in ours and self._believed(self._missing_ms, name):
                 del self._missing_ms[name]
         self._left = set()
-        # Whether these ends are of the topic that it knows was not told, so nothing of it is read in this batch.
-        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in answer.topic_ids}
-        self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in answer.topic_ids}
-        # brokers before 2.8 have no ids
-        ids = {name: id_ for name, id_ in answer.topic_ids.items() if id_ and name in ours}
-        again = {name: id_ for name, id_ in ids.items() if self.topic_ids.get(name, id_) != id_}
-        self._prove([tp for tp in self._doubtful if tp.topic in answer.topic_ids and tp.topic not in again], answer)
-        if again:
-            return self._topics_made_again(again)
-        self.topic_ids.update(ids)
-        self._aged_out(answer.firsts)
-        self._shrunk(answer)
-        return None
+        self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in there}
+        self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in there}
 
-    def _topics_made_again(self, again: dict[str, str]) -> ev.Look | None:
-        name = min(again)
-        self._again = again
-        unread = (tp for tp in self._positions if tp.topic in again)
-        self.records_lost += sum(max(0, self._former_ends.get(tp, 0) - self._positions[tp]) for tp in unread)
-        self._reason = f"topic {name} was deleted and made again: its former records are gone"
-        tp = next(tp for tp in self._positions if tp.topic in again)
-        self._lost(tp, self._reason, available=self.ends.get(tp, 0))
-        if self._error is not None:
-            return None
-        return ev.Look(firsts=tuple(tp for tp in self._positions if tp.topic in again))
-
-    def _made_again(self, firsts: Mapping[TopicPartition, int]) -> None:
+    def _made_again(self, again: Mapping[str, str], firsts: Numbers) -> None:
         # One whose beginnings were not all told keeps its former id, and is not read: the next look asks again.
-        silent = {tp.topic for tp in self._positions if tp.topic in self._again and tp not in firsts}
+        silent = {tp.topic for tp in self._positions if tp.topic in again and tp not in firsts}
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic not in silent}
-        self._renewed = {name for name in self._again if name not in silent}
-        self.topic_ids.update({name: self._again[name] for name in self._renewed})
+        self._renewed = again.keys() - silent
+        self.topic_ids.update({name: again[name] for name in self._renewed})
         self.heights.forget(self._renewed)
-        self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._again and tp.topic not in silent}
+        self._gone = {tp: at for tp, at in firsts.items() if tp.topic in self._renewed}
         self._reason = f"{self._reason}; its new ones follow"
 
-    def _aged_out(self, firsts: Mapping[TopicPartition, int]) -> None:
+    def _aged_out(self, firsts: Numbers) -> None:
         """Is the position of a partition that came still in the log? Later losses show while reading."""
         for tp, first in firsts.items():
             at = self._positions[tp]
@@ -236,7 +237,7 @@ class Lookout:
             f"records from there on. It ends at {log_end} now, with other records, none of which was read"
         )
         self._lost(tp, text, available=end)
-        if self._error is None:
+        if self.error is None:
             self.records_lost += max(0, self._seen.get(tp, at) - at)
             self._gone[tp] = end
             self._cut.add(tp)
@@ -261,7 +262,7 @@ class Lookout:
             return
         text = f"topic {name} does not exist any more"
         if self._fail:
-            self._error = TopicMissing(
+            self.error = TopicMissing(
                 f"{text}. Take it out of the subscription, or set failOnDataLoss to false to go on without it",
                 topics=[name],
             )
@@ -277,10 +278,75 @@ class Lookout:
         if not self._fail:
             self.warnings.append(f"data loss: {text}")
             return
-        self._error = self._error or DataLoss(
+        self.error = self.error or DataLoss(
             f"{text}. Set failOnDataLoss to false to go on with the records that are left",
             topic=tp.topic,
             partition=tp.partition,
             expected=self._positions[tp],
             available=available,
         )
+
+
+class _Known(NamedTuple):
+    until: int
+    epoch: int
+
+
+class Heights:
+    """Whether the log below a position is still the one that was read: up to where each is known to be that of a leader
+    epoch (KIP-320).
+
+    Every leader of a partition has a number, the *leader epoch*, and every record that of the leader that wrote it. A
+    leader that was elected without having all records (an unclean election), or that lost some with its disk, goes on
+    at the end of what it has: the log is *cut* there. When it has grown again its end tells nothing of that. Its epochs
+    do: whatever lies below an end that was told under epoch E was written under E or before, and a leader can say where
+    such records end now. Where that is below a position, the position's log was cut there, and what stands from there
+    on is other records than those that were read. Only who was elected anew can have cut a log, so it is asked only
+    where the leader epoch is another one than that of the position.
+
+    The epoch of a position is not that of its last record, as a consumer has it: planning sees no records. It is that
+    of the leader that told how far could be read. This one had every record below, and may have written none of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[TopicPartition, _Known] = {}
+
+    def remember(self, offset: StreamOffset) -> None:
+        """A plan, also a former run's: its ends were told under its leader epochs."""
+        epochs = offset.leader_epochs
+        for tp, (_, until) in offset.ranges.items():
+            if (epoch := epochs.get(tp)) is None:
+                self._known.pop(tp, None)
+            else:
+                self._known[tp] = _Known(until, epoch)
+
+    def proven(self, tp: TopicPartition, at: int, epoch: int) -> None:
+        """A leader of this epoch has everything below ``at`` that was read."""
+        self._known[tp] = _Known(at, epoch)
+
+    def forget(self, topics: frozenset[str] | set[str]) -> None:
+        """Topics that were made again: their epochs begin anew."""
+        self._known = {tp: known for tp, known in self._known.items() if tp.topic not in topics}
+
+    def epoch(self, tp: TopicPartition, at: int) -> int | None:
+        """The leader epoch under which, or before which, everything below ``at`` was written; None if nobody told."""
+        known = self._known.get(tp)
+        return known.epoch if known is not None and at <= known.until else None
+
+    def doubtful(self, positions: Numbers, leader_epochs: Numbers) -> dict[TopicPartition, int]:
+        """The positions below which the log may be another one: their epochs, to ask their leaders for."""
+        found = {}
+        for tp, leader in leader_epochs.items():
+            known = self._known.get(tp)
+            if known is not None and known.epoch != leader and tp in positions and positions[tp] <= known.until:
+                found[tp] = known.epoch
+        return found
+
+    def at_ends(self, positions: Numbers, ends: Numbers, leader_epochs: Numbers) -> dict[TopicPartition, int]:
+        """The epochs to write down with a plan from these positions, up to these ends."""
+        found = {}
+        for tp, at in positions.items():
+            epoch = leader_epochs.get(tp) if ends.get(tp, -1) >= at else self.epoch(tp, at)
+            if epoch is not None:
+                found[tp] = epoch
+        return found

@@ -87,6 +87,12 @@ def instance_id(group: str, stream: str, slot: int) -> str:
     return f"{group}.{stream}.{slot}"
 
 
+def is_place(group: str, stream: str, instance_id: str) -> bool:
+    """Whether an instance id is that of a slot of the stream."""
+    before, _, number = instance_id.rpartition(".")
+    return before == transactional_id(group, stream) and number.isdecimal()
+
+
 def client_id(stream: str, slot: int, host: str = "") -> str:
     """``host``: the name of the agent where the member lives, if it is lent to one."""
     at = f"-at-{re.sub(NOT_A_NAME, '_', host)}" if host else ""

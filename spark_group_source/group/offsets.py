@@ -11,16 +11,16 @@ Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic o
 ``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
 offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Nine optional members:
+ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Eight optional members:
 ``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
-(:mod:`cuts`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was cut, the
-position that they had before; ``lost`` has it for those that begin after it, because their next records were gone;
-``began`` lists partitions of which the group had no offset, so that they begin where ``startingOffsets`` says, and that
-is not at their first record; ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`);
+(:class:`loss.Heights`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was
+cut, the position that they had before; ``lost`` has it for those that begin after it, because their next records were
+gone; ``began`` lists partitions of which the group had no offset, so that they begin where ``startingOffsets`` says,
+and that is not at their first record; ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`);
 ``followed`` lists the partitions whose start followed a commit that no stream of ours made (an operator's reset, an
 ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
-know yet how far the batches before it came, and ``since`` for some of them the number of the last batch that read them,
-and where it began; and ``turn`` is the partition that got the last spare record of the fair cut.
+know yet how far the batches before it came; and ``since`` has, for some of them, the number of the last batch that read
+them, and where it began.
 
 Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
 empty.
@@ -60,7 +60,6 @@ class StreamOffset:
     lost: Mapping[TopicPartition, int] = field(default_factory=dict)
     owed: Mapping[TopicPartition, int] = field(default_factory=dict)
     since: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
-    turn: TopicPartition | None = None
 
     @classmethod
     def initial(cls, group: str) -> "StreamOffset":
@@ -119,8 +118,6 @@ class StreamOffset:
                 entry["leaders"] = [leaders[topic].get(partition, NOT_TOLD) for partition in ranges]
             entry["ranges"] = ranges
             doc["topics"][topic] = entry
-        if self.turn is not None:
-            doc["turn"] = list(self.turn)
         doc["v"] = VERSION
         return doc
 
@@ -184,7 +181,6 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     epoch = doc.get("epoch", 0)
     if type(epoch) is not int or epoch < 0:
         raise ValueError(f"epoch {epoch!r}")
-    turn = doc.get("turn")
     return StreamOffset(
         group=str(doc["group"]),
         stream=stream,
@@ -200,7 +196,6 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         lost=_numbers(doc.get("lost", {})),
         owed=_numbers(doc.get("owed", {})),
         since={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("since", {})).items()},
-        turn=None if turn is None else TopicPartition(str(turn[0]), int(turn[1])),
     )
 
 

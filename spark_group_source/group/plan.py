@@ -6,12 +6,15 @@ a :class:`StreamOffset`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from spark_group_source.group import admission
-from spark_group_source.group.machine import GroupMachine
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from spark_group_source.group.machine import Machine
 
 
 class Planner:
@@ -23,13 +26,8 @@ class Planner:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._turn: TopicPartition | None = None
         self._planned_at_ms: int | None = None
         self._target: Mapping[TopicPartition, int] | None = None
-
-    def adopt(self, offset: StreamOffset) -> None:
-        """Go on from a checkpoint: whose turn it is in the fair cut."""
-        self._turn = offset.turn
 
     def take_target(self, ends: Mapping[TopicPartition, int]) -> None:
         """Fix where an AvailableNow run ends; partitions that are not among them are left for the next one."""
@@ -42,7 +40,7 @@ class Planner:
 
     def cut(
         self,
-        machine: GroupMachine,
+        machine: "Machine",
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
         leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],
@@ -73,9 +71,9 @@ class Planner:
         if not (total or first) or not self._enough(total, unlimited=unlimited, now_ms=now_ms):
             return None
         limit = None if unlimited else self._rules.max_offsets
-        until, self._turn = admission.cut(backlogs, limit, self._turn)
+        until = admission.cut(backlogs, limit, machine.seq + 1)
         self._planned_at_ms = now_ms
-        known = machine.known()
+        known = machine.lookups.known
         read = {tp.topic for tp in until}
         followed = machine.positions.followed()
         owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}
@@ -88,13 +86,12 @@ class Planner:
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             epoch=machine.positions.epoch,
             followed=followed & until.keys() if followed else followed,
-            began=machine.began() & until.keys(),
+            began=frozenset(machine.lookups.began & until.keys()),
             leader_epochs=leader_epochs(positions),
             cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
             lost={tp: at for tp, at in machine.positions.lost().items() if tp in until},
             owed=owed,
             since=machine.positions.since(owed),
-            turn=self._turn,
         )
 
     def _enough(self, total: int, *, unlimited: bool, now_ms: int) -> bool:

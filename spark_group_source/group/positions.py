@@ -10,25 +10,130 @@ is *pending*: it is applied to whatever the answer says, as if the answer had co
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
 
+from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.partition import UNKNOWN, Partition, after_batch, is_older
-from spark_group_source.group.states import PARTITIONS, PartitionState
+from spark_group_source.group.states import PARTITIONS, PartitionState, moved
 from spark_group_source.model import TopicPartition
 
+UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
+"""Ours, but where it stands is not known yet."""
 COUNTED = UNKNOWN | {PartitionState.TAKING}
 """How many of ours are in one of these says whether a batch can be planned."""
 
+RENEW_MS = 6 * 3_600_000
+"""An offset that was committed so long ago is committed again where it stands. Nothing of a query's topics expires
+while it runs, however long a partition has been idle. But in a group of KIP-848 each offset's time counts from its last
+commit: when the query stops, an offset that is older than the retention is gone within minutes. The checkpoint brings
+it back; a query with a new checkpoint would have to begin at ``startingOffsets``. This serves every
+``offsets.retention.minutes`` of 7 hours and more; the brokers' default is 7 days."""
+RENEW_LOOK_MS = 600_000
+"""How often it is looked how old the offsets are."""
+
 Ranges = Mapping[TopicPartition, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Partition:
+    """One partition that this run ever heard of."""
+
+    state: PartitionState = PartitionState.AWAY
+    slot: int = -1
+    position: int | None = None  # in a state without a known one: the last that was ours
+    as_of: int = -1  # number of the durable batch up to which that position takes everything into account
+    start: int | None = None  # where that batch began to read it, if a checkpoint says so
+    planned: bool = False  # the position is where the batch after that one begins, which is to be run again
+    committed: int | None = None  # what Kafka is known to have
+    committed_ms: int | None = None  # ... since when, on the run's clock, if that is known
+    theirs: bool = False  # ... under somebody else's name
+    renew: bool = False  # ... for so long that it is to be committed again
+    followed: bool = False  # the position came from a commit that no stream made
+    cut: int | None = None  # it went back to where its log was cut: where it stood before, until Kafka has more
+    lost: int | None = None  # its next records were gone: where it stood before that, until a batch moves it on
+    until: int = 0  # end of what the batch in flight reads of it, in PLANNED
+    pending: tuple[int, int] | None = None  # range that became durable before the position was known
+    uncounted: int = 0  # offsets of that range, or of the batch in flight, that others read, too, as their commit shows
+    began: int = 0  # its first position here: without a commit, the next reader may begin there
+    before: int | None = None  # where it began before a reset: nothing else says so if the group never committed it
+    questions: int = 0  # lookups on their way, maybe from before it left and came back
+
+    @property
+    def reached(self) -> int | None:
+        """The end of what is durable of it, as far as this run can say."""
+        if self.position is None or self.pending is None:
+            return self.position if self.pending is None else self.pending[1]
+        return after_batch(self.position, self.pending)
+
+    @property
+    def without_last(self) -> int | None:
+        """Where it stood before its last batch, as far as this run can say: a reset may have made that void."""
+        if self.start is not None:
+            return self.start
+        if self.position is not None:
+            return self.position
+        return self.before if self.pending is None else self.pending[0]
+
+    @property
+    def owed(self) -> bool:
+        """Whether Kafka may not have its position under our name."""
+        at = self.reached
+        return at is not None and (self.theirs or self.renew or self.committed != at)
+
+    @property
+    def owed_unseen(self) -> bool:
+        """The same of one whose committed offset this run does not know now."""
+        return self.owed and (self.state is PartitionState.AWAY or self.state in UNKNOWN)
+
+    @property
+    def uncommitted(self) -> int:
+        """Offsets of it that are durable and that Kafka does not have."""
+        base = self.began if self.committed is None else self.committed
+        return 0 if self.position is None else max(0, self.position - base)
+
+    def unconfirmed(self, in_flight: tuple[int, int]) -> int:
+        """Offsets that its next reader reads again; ``in_flight`` is what the batch in flight reads of it."""
+        if self.state in UNKNOWN or self.position is None:
+            start, end = self.pending or in_flight
+            if self.start is not None and self.position is not None:
+                start, end = self.start, self.position  # the last batch of the checkpoint
+            return end - start
+        end = self.until if self.state is PartitionState.PLANNED else self.position
+        base = self.began if self.committed is None else self.committed
+        return end - min(self.position, base) + self.uncounted
+
+
+def is_older(committed: ev.Committed, partition: Partition) -> bool:
+    """Whether a commit of ours was made before what we remember."""
+    at, start = committed.offset, partition.start
+    if committed.seq > partition.as_of or (committed.seq == partition.as_of and not partition.planned):
+        return False
+    if committed.seq == partition.as_of:
+        # The batch after it is to be run again. Between the two the position can have moved on: records that were to
+        # be read are gone. Anything else that is before the position was put there since.
+        before_it = partition.position is not None and at < partition.position
+        return not before_it or at == partition.lost
+    # A run whose batch is in flight goes on where another stream or an operator put the group since. Under its own name
+    # that looks like a commit of before; but it is before where that batch began, and no batch of ours ended there.
+    put_back = committed.seq == partition.as_of - 1 and start is not None and at < start
+    return not put_back
+
+
+def after_batch(at: int, batch: tuple[int, int]) -> int:
+    """Where a partition stands after a batch, if it stood at ``at`` before: only one that begins there moves it."""
+    start, end = batch
+    return end if start <= at < end else at
 
 
 class Positions:
     """All partitions of one run."""
 
     def __init__(self) -> None:
+        self.seq = -1
+        """Number of the last durable batch; -1 before the first."""
         self.epoch = 0
+        """The last reset of the group that this run knows of; 0: none."""
         self.all: dict[TopicPartition, Partition] = {}
         self.ours: dict[TopicPartition, Partition] = {}
         self._in_flight: Ranges = {}
@@ -39,28 +144,23 @@ class Positions:
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
-    def remember(
-        self,
-        positions: Mapping[TopicPartition, int],
-        *,
-        as_of: int,
-        ranges: Ranges,
-        since: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
-        planned: bool = False,
-        cut: Mapping[TopicPartition, int] = MappingProxyType({}),
-        lost: Mapping[TopicPartition, int] = MappingProxyType({}),
-    ) -> None:
-        """What a checkpoint says. Whether Kafka has it shows when the partitions come.
-
-        Args:
-            as_of, ranges: the number of the last durable batch, and what it read, if known; ``since``: of another one.
-            planned: the batch after it begins there, and is to be run again.
-            cut, lost: where partitions stood before whose log was cut below that, or whose next records were gone.
-        """
-        for tp, at in positions.items():
-            seq, start = since.get(tp, (as_of, lost.get(tp, ranges[tp][0]) if tp in ranges else None))
-            before = lost.get(tp) if planned else None
-            self.all[tp] = Partition(position=at, as_of=seq, start=start, planned=planned, cut=cut.get(tp), lost=before)
+    def adopt(self, offset: StreamOffset, *, replay: bool) -> None:
+        """What a checkpoint says after its last batch; ``replay``: before it, because that is to be run again."""
+        self.epoch = offset.epoch
+        for tp, at in offset.owed.items():  # the batch itself did not read these
+            as_of, start = offset.since.get(tp, (offset.seq - 1, None))
+            self.all[tp] = Partition(position=at, as_of=as_of, start=start)
+        if replay:
+            self.seq, self._in_flight = offset.seq - 1, offset.takes  # what it reads joins it as the partitions come
+        else:
+            self.seq = offset.seq
+        for tp, (start, until) in offset.ranges.items():
+            cut, lost = offset.cut.get(tp), offset.lost.get(tp)
+            self.all[tp] = (
+                Partition(position=start, as_of=self.seq, planned=True, cut=cut, lost=lost)
+                if replay
+                else Partition(position=until, as_of=self.seq, start=start if lost is None else lost, cut=cut)
+            )
 
     def assign(self, tp: TopicPartition, slot: int) -> None:
         partition = self.all.setdefault(tp, Partition())
@@ -68,11 +168,11 @@ class Positions:
         self.ours[tp] = partition
         self._move(tp, partition, ev.Assigned)
 
-    def drop(self, tp: TopicPartition, cause: type, *, as_of: int) -> None:
+    def drop(self, tp: TopicPartition, cause: type) -> None:
         """It is not ours any more. Its position is remembered, with what is pending."""
         partition = self.all[tp]
         if partition.state not in UNKNOWN:
-            partition.as_of, partition.start, partition.planned = as_of, None, False
+            partition.as_of, partition.start, partition.planned = self.seq, None, False
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
@@ -80,29 +180,31 @@ class Positions:
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def planned(self, ranges: Ranges, takes: Ranges) -> str | None:
-        """A batch that was cut from :meth:`plannable` is in flight. Returns what is wrong with it, if anything is."""
+    def planned(self, ranges: Ranges, takes: Ranges) -> None:
+        """A batch that was cut from :meth:`plannable` is in flight.
+
+        Raises:
+            InvariantBroken: it does not read on where the partitions stand.
+        """
         ready, ours = PartitionState.READY, self.ours
-        planned = _to(ready, ev.Planned)  # looked up once: a batch can have 100,000 partitions
+        planned = moved(
+            PARTITIONS, ready, ev.Planned, "a partition"
+        )  # looked up once: a batch can have 100,000 partitions
         for tp, (start, end) in ranges.items():
             partition = ours.get(tp)
             if partition is None or partition.state is not ready or partition.position != start:
                 at = "another member" if partition is None else partition.position
-                return f"{tp}[{start},{end}) is planned, but the partition is at {at}"
+                raise InvariantBroken(f"{tp}[{start},{end}) is planned, but the partition is at {at}")
             if start < end:
                 partition.until, partition.state = end, planned
         self._in_flight = takes
-        return None
 
-    def replayed(self, takes: Ranges) -> None:
-        """A former run's batch is in flight; what it reads joins it as the partitions come."""
-        self._in_flight = takes
-
-    def durable(self) -> None:
+    def durable(self, seq: int) -> None:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
+        self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
         planned, everything, due = PartitionState.PLANNED, self.all, self._due
-        ready = _to(planned, ev.Durable)
+        ready = moved(PARTITIONS, planned, ev.Durable, "a partition")
         for tp, (start, end) in ranges.items():
             partition = everything[tp]
             if partition.state is planned:
@@ -182,40 +284,39 @@ class Positions:
         Returns:
             Our own position, where somebody else's commit moved the partition away from it.
         """
-        partition = self.ours[tp]
-        ours = partition.position
-        moved_from = None
+        partition, moved_from = self.ours[tp], None
         if committed is None:
-            known = ours if ours is not None else partition.without_last
-            assert known is not None
-            at = known
-            partition.committed = None  # what Kafka had before has expired, or was deleted
-            self._move(tp, partition, ev.CommittedRead)
+            at = self._nobody_committed(partition)
         elif committed.stream == stream:
-            at = committed.offset
-            # One that was made later than what we remember knows better: it may have followed somebody back.
-            if ours is not None and is_older(committed, partition):
-                at = max(at, ours) if partition.cut is None else ours
-            else:
-                partition.cut = committed.cut
-            partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
-            self._move(tp, partition, ev.CommittedRead)
+            at = _we_committed(partition, committed)
         else:
-            at = committed.offset
-            partition.committed, partition.theirs, partition.cut = at, True, None
-            # Another stream that followed somebody says so: where that was back, it still is.
-            partition.followed = committed.stream is None or committed.followed
-            start, end = partition.pending or self._in_flight.get(tp, (0, 0))
-            inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
-            partition.uncounted = (at if inside else end) - start  # others read these, too
-            if ours is not None and at != ours and not inside:
-                moved_from = ours
-            self._move(tp, partition, ev.TheirCommit)
+            at, moved_from = self._others_committed(tp, partition, committed)
+        self._move(tp, partition, ev.TheirCommit if partition.theirs else ev.CommittedRead)
         if committed is not None:
             partition.before, partition.committed_ms = None, committed.at_ms
         partition.lost = None
         self._resolved(tp, partition, at)
         return moved_from
+
+    def _nobody_committed(self, partition: Partition) -> int:
+        """What Kafka had before has expired, or was deleted: it goes on where this stream stood."""
+        known = partition.position if partition.position is not None else partition.without_last
+        assert known is not None
+        partition.committed = None
+        return known
+
+    def _others_committed(
+        self, tp: TopicPartition, partition: Partition, committed: ev.Committed
+    ) -> tuple[int, int | None]:
+        """Another stream, an operator or an ordinary consumer: it goes on where they say."""
+        ours, at = partition.position, committed.offset
+        partition.committed, partition.theirs, partition.cut = at, True, None
+        # Another stream that followed somebody says so: where that was back, it still is.
+        partition.followed = committed.stream is None or committed.followed
+        start, end = partition.pending or self._in_flight.get(tp, (0, 0))
+        inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
+        partition.uncounted = (at if inside else end) - start  # others read these, too
+        return at, ours if ours is not None and at != ours and not inside else None
 
     def started(self, tp: TopicPartition, at: int) -> None:
         """Where a partition without a committed offset starts."""
@@ -274,6 +375,18 @@ class Positions:
                     self._move(tp, partition, ev.EchoDone)
             else:
                 self.account(tp, partition)
+
+    def renew(self, now_ms: int) -> int:
+        """Owe Kafka the offsets of ours that were committed long ago, or nobody knows when. Returns how many."""
+        count = 0
+        for tp, partition in self.ours.items():
+            if partition.committed is None or partition.state in UNKNOWN or partition.owed:
+                continue
+            if partition.committed_ms is None or partition.committed_ms <= now_ms - RENEW_MS:
+                partition.renew = True
+                self.account(tp, partition)
+                count += 1
+        return count
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
@@ -372,7 +485,7 @@ class Positions:
 
     def _move(self, tp: TopicPartition, partition: Partition, cause: type) -> None:
         before = partition.state
-        after = partition.state = _to(before, cause, tp)
+        after = partition.state = moved(PARTITIONS, before, cause, tp)
         if before not in COUNTED and after not in COUNTED:
             return
         self._unknown += (after in UNKNOWN) - (before in UNKNOWN)
@@ -383,18 +496,13 @@ class Positions:
             self._came.discard(tp)
 
 
-def _to(state: PartitionState, cause: type, tp: TopicPartition | None = None) -> PartitionState:
-    """Where a cause leads."""
-    after = PARTITIONS.get((state, cause))
-    if after is None:
-        raise NotInTable(f"{tp or 'a partition'}: {cause.__name__} in state {state.value}")
-    return after
-
-
-class NotInTable(Exception):
-    """A change of a partition that its table does not have; the machine adds the story."""
-
-
-def adopted(offset: StreamOffset, *, replay: bool) -> dict[TopicPartition, int]:
-    """The positions that a checkpoint's batch leads to: after it, or before it if that is to be run again."""
-    return {tp: start for tp, (start, _) in offset.ranges.items()} if replay else offset.positions()
+def _we_committed(partition: Partition, committed: ev.Committed) -> int:
+    """This stream: its own position, unless the commit was made later than what we remember. Then it knows better, as
+    it may have followed somebody back."""
+    ours, at = partition.position, committed.offset
+    if ours is not None and is_older(committed, partition):
+        at = max(at, ours) if partition.cut is None else ours
+    else:
+        partition.cut = committed.cut
+    partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
+    return at

@@ -5,18 +5,65 @@ when a revocation may go (the machine's joint rule), batches and commits.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from spark_group_source.errors import Fenced, RebalanceTimeout, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.group.outbox import Outbox
-from spark_group_source.group.positions import NotInTable, Positions
+from spark_group_source.group.positions import Positions
 from spark_group_source.group.rules import Rules, pause_ms
-from spark_group_source.group.slot import HOME, WITHOUT_PARTITIONS, Slot
-from spark_group_source.group.states import SLOTS, SlotState
-from spark_group_source.group.statistics import Counters
+from spark_group_source.group.states import SLOTS, SlotState, moved
+from spark_group_source.group.statistics import Statistics
 from spark_group_source.model import TopicPartition
+
+HOME = ""
+"""The host that is always there: the stream reader itself."""
+
+WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.MOVING})
+
+
+@dataclass(slots=True)
+class Slot:
+    """One member of ours. ``client`` counts its consumers, so that a late event of a former one is told apart."""
+
+    number: int
+    state: SlotState = SlotState.OUT
+    client: int = 0
+    held: set[TopicPartition] = field(default_factory=set)
+    revoking: set[TopicPartition] = field(default_factory=set)
+    eager: bool = False
+    fenced: bool = False
+    """In ASKING: whether the broker said that another client has its place; else that is only possible."""
+    hold_since_ms: int = 0
+    failing_since_ms: int | None = None
+    failures: int = 0
+    generation: int = -1
+    told: tuple[str, ...] = ()
+    """The topics that its member was told to subscribe to."""
+    host: str = HOME
+    """Where its member lives; of a slot that moves, where the next one will."""
+    left: str = HOME
+    """Of a slot that moves: where its last member still closes."""
+    moved_ms: int | None = None
+    """When it last began to move."""
+    since_ms: int = 0
+    """Since when its members live at its host."""
+    recalls: int = 0
+    """How often it was called back from an agent."""
+    buffered_bytes: int = 0
+    buffered_rows: int = 0
+    """What its agent has read ahead of its partitions, as that said last."""
+    rows_from_memory: int = 0
+    rows_from_brokers: int = 0
+    """Rows of its partitions that tasks read so far, as far as they told."""
+    out_since_ms: int | None = None
+    """Since when it has no assignment from its present host; None: it has one."""
+    vanished: bool = False
+    """Its last member was not heard to close: the broker may think that it lives."""
+    awaited: set[TopicPartition] = field(default_factory=set)
+    """After a move: what it had before, and does not have again."""
 
 
 class Slots:
@@ -25,7 +72,7 @@ class Slots:
     Args:
         rules: how many there are, and their budgets.
         positions: what their partitions stand at.
-        counters: what happened.
+        counts: what happened.
         out: takes orders and log lines; it has the time.
         must_wait: whether a partition that Kafka wants back has to stay for now.
         place, place_name: the host where a slot's next member is to live, and what people call it.
@@ -35,13 +82,14 @@ class Slots:
         self,
         rules: Rules,
         positions: Positions,
-        counters: Counters,
+        counts: Statistics,
         out: Outbox,
+        *,
         must_wait: Callable[[TopicPartition], bool],
         place: Callable[[Slot], str],
         place_name: Callable[[str], str],
     ) -> None:
-        self._rules, self._positions, self._counters, self._out = rules, positions, counters, out
+        self._rules, self._positions, self._counts, self._out = rules, positions, counts, out
         self._must_wait, self._place, self._place_name = must_wait, place, place_name
         self._stream, self.static = "", True
         self._topics: tuple[str, ...] = ()
@@ -71,28 +119,28 @@ class Slots:
         for slot in self.all:
             self.join(slot)
 
-    def take(self, event: ev.MemberReport, *, seq: int) -> SourceError | None:
-        """What a member reports; ``seq`` is the last durable batch. Returns what the run must end with, if anything."""
+    def take(self, event: ev.MemberReport) -> SourceError | None:
+        """What a member reports. Returns what the run must end with, if anything."""
         slot = self.get(event.slot)
         if slot is None or event.client != slot.client or slot.state in WITHOUT_PARTITIONS:
             return None  # a late event of a consumer that was replaced or closed
         match event:
             case ev.Assigned():
-                self._assigned(slot, event, seq=seq)
+                self._assigned(slot, event)
             case ev.Revoking():
                 self._revoking(slot, event)
             case ev.Lost():
-                self._lost(slot, event.partitions, "Kafka took them away without asking", seq=seq)
+                self._lost(slot, event.partitions, "Kafka took them away without asking")
                 if not slot.held:
                     self._move(slot, ev.Lost)
                     self._is_out(slot)
             case ev.MemberFailed():
-                self._lost(slot, tuple(slot.held), event.reason, seq=seq)
+                self._lost(slot, tuple(slot.held), event.reason)
                 self._move(slot, ev.MemberFailed)
                 self._is_out(slot)
                 return self._joins_again(slot, event.reason)
             case ev.MemberFenced():
-                self._lost(slot, tuple(slot.held), event.reason, seq=seq)
+                self._lost(slot, tuple(slot.held), event.reason)
                 self._move(slot, ev.MemberFenced)
                 if slot.failing_since_ms is None:
                     slot.failing_since_ms = self._out.now_ms
@@ -156,7 +204,7 @@ class Slots:
             if slot.state not in (SlotState.OUT, SlotState.MOVING) and not self._comes_back(slot):
                 self._tell(slot)
 
-    def tick(self, *, seq: int) -> None:
+    def tick(self) -> None:
         now_ms = self._out.now_ms
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
@@ -166,13 +214,30 @@ class Slots:
                 self.join(self.all[number])
         for slot in list(self._holds()):
             if now_ms - slot.hold_since_ms >= self._rules.hold_budget_ms:
-                self._release(slot, overrun=True, seq=seq)
+                self._release(slot, overrun=True)
 
-    def release_what_may_go(self, *, seq: int) -> None:
+    def release_what_may_go(self) -> None:
         """Let go of the revocations none of whose partitions has to wait."""
         for slot in list(self._holds()):
             if not any(map(self._must_wait, slot.revoking)):
-                self._release(slot, overrun=False, seq=seq)
+                self._release(slot, overrun=False)
+
+    def stocked(self, event: ev.HostStocked) -> None:
+        """An agent tells what it has read ahead."""
+        for of in event.stock:
+            slot = self.get(of.slot)
+            if slot is not None and slot.host == event.host:
+                slot.buffered_bytes, slot.buffered_rows = of.bytes, of.rows
+
+    def task_read(self, event: ev.TaskRead) -> None:
+        """A task tells what it read. Its rows are those of the slot that has the partition now, if one of ours has."""
+        ours = self._positions.ours
+        for tp, rows in event.memory.items():
+            if tp in ours:
+                self.all[ours[tp].slot].rows_from_memory += rows
+        for tp, rows in event.brokers.items():
+            if tp in ours:
+                self.all[ours[tp].slot].rows_from_brokers += rows
 
     def close(self, *, leave: bool) -> None:
         for slot in self.all:
@@ -185,12 +250,13 @@ class Slots:
         settled = slot.told == self._topics and slot.number not in self._told_at
         return slot.state is SlotState.ASSIGNED and settled and self.static
 
-    def move(self, slot: Slot, host: str, *, seq: int) -> None:
+    def move(self, slot: Slot, host: str) -> None:
         """Its member closes; when that has ended the next one joins from ``host``. Kafka has its positions."""
         slot.awaited = set(slot.held)
-        self._drop(slot, tuple(slot.held), ev.Moves, seq=seq)
+        self._drop(slot, tuple(slot.held), ev.Moves)
         self._move(slot, ev.Moves)
-        slot.left, slot.host, slot.moved_ms, slot.out_since_ms = slot.host, host, self._out.now_ms, None
+        slot.left, slot.moved_ms, slot.out_since_ms = slot.host, self._out.now_ms, None
+        self._live_at(slot, host)
         self._out.order(ev.Leave(slot=slot.number, leave=False))
 
     def add(self) -> None:
@@ -199,16 +265,16 @@ class Slots:
         self.all.append(Slot(number, client=self._former.pop(number, 0)))
         self.join(self.all[-1])
 
-    def remove_last(self, *, seq: int) -> None:
+    def remove_last(self) -> None:
         """The last slot leaves the group. It may move, and Kafka has its positions."""
         slot = self.all[-1]
-        self._drop(slot, tuple(slot.held), ev.Moves, seq=seq)
+        self._drop(slot, tuple(slot.held), ev.Moves)
         self._move(slot, ev.Leave)
         self._former[slot.number] = slot.client
         self.all.pop()
         self._out.order(ev.Leave(slot=slot.number, leave=True))
 
-    def host_lost(self, slot: Slot, host: str, why: str, *, seq: int) -> None:
+    def host_lost(self, slot: Slot, host: str, why: str) -> None:
         """Where its member lived is gone: the next one joins at once. If the first still lives, it is fenced."""
         if slot.state is SlotState.MOVING:
             if slot.left == host:
@@ -216,7 +282,7 @@ class Slots:
                 self.join(slot)
         elif slot.state not in WITHOUT_PARTITIONS:
             slot.vanished = True
-            self._lost(slot, tuple(slot.held), why, seq=seq)
+            self._lost(slot, tuple(slot.held), why)
             self._move(slot, ev.HostLost)
             self.join(slot)
 
@@ -274,14 +340,16 @@ class Slots:
         self._out.order(ev.Subscribe(slot=slot.number, topics=self._topics))
 
     def join(self, slot: Slot) -> None:
-        slot.client += 1
-        if slot.state is not SlotState.MOVING:  # the broker takes no notice of another subscription of who comes back
+        """Its next member joins, from where it belongs now."""
+        moves, host = slot.state is SlotState.MOVING, self._place(slot)
+        if moves or host != slot.host:
+            self._live_at(slot, host)
+            slot.since_ms = self._out.now_ms
+            slot.out_since_ms = self._out.now_ms if host != HOME else None
+        if not moves:  # the broker takes no notice of another subscription of who comes back
             slot.told = self._before if self._comes_back(slot) else self._topics
-        host = self._place(slot)
-        if host != slot.host or slot.state is SlotState.MOVING:
-            slot.host, slot.since_ms = host, self._out.now_ms
-            slot.out_since_ms = slot.since_ms if host != HOME else None
         slot.left = HOME
+        slot.client += 1
         self._told_at.pop(slot.number, None)
         self._move(slot, ev.Join)
         self._out.order(
@@ -291,16 +359,21 @@ class Slots:
                 topics=slot.told,
                 client_id=names.client_id(self._stream, slot.number, self._place_name(host)),
                 instance_id=names.instance_id(self._rules.group, self._stream, slot.number) if self.static else None,
-                host=slot.host,
+                host=host,
                 takes=slot.vanished and self.static and not self._rules.classic,
             )
         )
 
-    def _assigned(self, slot: Slot, event: ev.Assigned, *, seq: int) -> None:
+    def _live_at(self, slot: Slot, host: str) -> None:
+        """Its members live there from now on; what the agent of before has read ahead is of no use there."""
+        if host != slot.host:
+            slot.host, slot.buffered_bytes, slot.buffered_rows = host, 0, 0
+
+    def _assigned(self, slot: Slot, event: ev.Assigned) -> None:
         if slot.revoking:  # an assignment after a hold: the hold is over, whether we let go or not
             late = tuple(tp for tp in slot.revoking if self._must_wait(tp))
-            self._lost(slot, late, "Kafka went on while they were held", seq=seq)
-            self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
+            self._lost(slot, late, "Kafka went on while they were held")
+            self._drop(slot, tuple(slot.revoking), ev.Release)
         self._move(slot, ev.Assigned)
         slot.vanished = False
         slot.failing_since_ms, slot.failures, slot.generation = None, 0, event.generation
@@ -310,11 +383,11 @@ class Slots:
         for tp in new:
             before = self._positions.ours.get(tp)
             if before is not None:  # its former slot was not told yet: Kafka's newest word counts
-                self._lost(self.all[before.slot], (tp,), f"slot {slot.number} has it now", seq=seq)
+                self._lost(self.all[before.slot], (tp,), f"slot {slot.number} has it now")
             self._positions.assign(tp, slot.number)
             slot.held.add(tp)
         if new:
-            self._counters.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
+            self._counts.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
         if slot.told != self._topics:
             self._tell(slot)
             self._told_at[slot.number] = event.generation
@@ -336,9 +409,9 @@ class Slots:
         slot.out_since_ms = None
         slot.revoking |= leaving
         if leaving:
-            self._counters.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
+            self._counts.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
 
-    def _release(self, slot: Slot, *, overrun: bool, seq: int) -> None:
+    def _release(self, slot: Slot, *, overrun: bool) -> None:
         held_ms = self._out.now_ms - slot.hold_since_ms
         if overrun:
             late = [tp for tp in slot.revoking if self._must_wait(tp)]
@@ -347,27 +420,28 @@ class Slots:
                 "without a commit, and their next reader may see the batch in flight again",
                 warn=True,
             )
-            self._lost(slot, tuple(late), "the budget of their hold was used up", seq=seq)
-        self._drop(slot, tuple(slot.revoking), ev.Release, seq=seq)
-        self._counters.released(held_ms, overrun=overrun)
+            self._lost(slot, tuple(late), "the budget of their hold was used up")
+        self._drop(slot, tuple(slot.revoking), ev.Release)
+        self._counts.released(held_ms, overrun=overrun)
         release = ev.ReleaseAll if slot.eager else ev.Release
         self._move(slot, release)
         self._out.order(release(slot=slot.number, client=slot.client))
 
-    def _lost(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str, *, seq: int) -> None:
+    def _lost(self, slot: Slot, partitions: tuple[TopicPartition, ...], why: str) -> None:
         """Somebody else may read these already: never commit them, and count what Kafka does not know."""
         gone = [tp for tp in partitions if tp in slot.held]
         twice = sum(map(self._positions.unconfirmed, gone))
-        self._drop(slot, tuple(gone), ev.Lost, seq=seq)
+        self._drop(slot, tuple(gone), ev.Lost)
         if gone:
             reason = f"slot {slot.number} lost {len(gone)} partitions: {why}"
-            self._counters.lost(len(gone), twice)
-            self._counters.rebalanced(reason, now_ms=self._out.now_ms)
+            self._counts.lost += len(gone)
+            self._counts.maybe_twice += twice
+            self._counts.rebalanced(reason, now_ms=self._out.now_ms)
             self._out.say(f"{reason}; {twice} offsets may be read twice", warn=True)
 
-    def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type, *, seq: int) -> None:
+    def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:
         for tp in partitions:
-            self._positions.drop(tp, cause, as_of=seq)
+            self._positions.drop(tp, cause)
             slot.held.discard(tp)
             slot.revoking.discard(tp)
 
@@ -395,10 +469,8 @@ class Slots:
         return (self.all[number] for number in sorted(self._holding))
 
     def _move(self, slot: Slot, cause: type) -> None:
-        before, to = slot.state, SLOTS.get((slot.state, cause))
-        if to is None:
-            raise NotInTable(f"slot {slot.number}: {cause.__name__} in state {slot.state.value}")
-        slot.state = to
+        before = slot.state
+        slot.state = to = moved(SLOTS, before, cause, f"slot {slot.number}")
         self._assigned_count += (to is SlotState.ASSIGNED) - (before is SlotState.ASSIGNED)
         if to is SlotState.REVOKING:
             self._holding.add(slot.number)

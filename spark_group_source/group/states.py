@@ -1,15 +1,16 @@
-"""The states of a run, the stream between batches, a slot, a partition and a host, and every change that is allowed.
+"""The states of a run, a slot, a partition and a host, and every change that is allowed.
 
-Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``run``, ``machine``, ``positions``).
-The five tables are the whole of it: a change that is not in them raises :class:`InvariantBroken` with the story, and
-the tables and pictures of ``docs/architecture.md`` are rendered from them. A cause is a class of ``events``: an event,
-a command, or what the run noticed itself.
+Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``machine``, ``slots``, ``positions``,
+``lending``). The four tables are the whole of it: a change that is not in them raises :class:`InvariantBroken`, and the
+tables and pictures of ``docs/architecture.md`` are rendered from them. A cause is a class of ``events``: an event, a
+command, or what the run noticed itself.
 """
 
 from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
+from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 
 
@@ -39,15 +40,6 @@ class RunState(State):
     STOPPING = "stopping"  # Spark ends the run: last offsets to Kafka, then the members close
     FAILED = "failed"  # the next call of Spark raises the reason
     CLOSED = "closed"  # the members are closed
-
-
-class Phase(State):
-    """Where the stream stands between Spark's micro-batches."""
-
-    NEW = "new"  # no stream named yet; no member joins
-    OPEN = "open"  # between batches: revocations are released as soon as their offsets are committed
-    PLANNED = "planned"  # a batch is in flight: revocations of its partitions are held
-    CLOSED = "closed"  # the run is over; every event is ignored
 
 
 class SlotState(State):
@@ -126,19 +118,6 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
     **{(state, ev.Fail): RunState.FAILED for state in RunState if state not in ENDED},
 }
 
-PHASES: Mapping[tuple[Phase, type], Phase] = {
-    (Phase.NEW, ev.Born): Phase.OPEN,
-    (Phase.NEW, ev.Durable): Phase.OPEN,
-    (Phase.NEW, ev.Replay): Phase.PLANNED,
-    (Phase.OPEN, ev.Planned): Phase.PLANNED,
-    (Phase.PLANNED, ev.Durable): Phase.OPEN,
-    (Phase.NEW, ev.Closing): Phase.CLOSED,
-    (Phase.OPEN, ev.Closing): Phase.CLOSED,
-    (Phase.PLANNED, ev.Closing): Phase.CLOSED,
-    (Phase.OPEN, ev.Fail): Phase.CLOSED,
-    (Phase.PLANNED, ev.Fail): Phase.CLOSED,
-}
-
 SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
     (SlotState.OUT, ev.Join): SlotState.JOINING,
     (SlotState.JOINING, ev.Assigned): SlotState.ASSIGNED,
@@ -212,3 +191,15 @@ HOSTS: Mapping[tuple[HostState, type], HostState] = {
 }
 
 S = TypeVar("S", bound=State)
+
+
+def moved(table: Mapping[tuple[S, type], S], state: S, cause: type, what: object) -> S:
+    """Where a cause leads. ``what``: whose state it is, for the error.
+
+    Raises:
+        InvariantBroken: the table has no such change.
+    """
+    to = table.get((state, cause))
+    if to is None:
+        raise InvariantBroken(f"{what}: {cause.__name__} in state {state.value}")
+    return to

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
@@ -321,5 +322,5 @@ class Member(OfSlot):
             return None
         return _PlaceInDoubt(f"the member {what}")
 
-    def _me(self) -> dict[str, int]:
+    def _me(self) -> dict[str, Any]:
         return {"slot": self.slot, "client": self.client}

@@ -100,8 +100,6 @@ METRICS: tuple[_Row, ...] = (
     _count("ledger_gap_offsets", "uncommitted_offsets",
            "Offsets that the sink has and Kafka's committed offsets do not: with `DeltaSink`, how far the table's "
            "ledger is ahead of the group."),
-    _count("expiring_offsets", "offsets_expiring",
-           "Partitions whose committed offset nears the end of the brokers' retention; 0 until that is known."),
     _count("offsets_renewed_total", "offsets_renewed",
            "Offsets of idle partitions that were committed again where they stood, before they were forgotten."),
     _count("offsets_restored_total", "offsets_restored",

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import quick_spark
 from crash import calm, channel_faults, churn, kills
-from kit.broker_cluster import BrokerCluster
+
+from spark_group_source.local.broker import Broker
 
 SEEDS = 2**32
 SESSION_MS = 45_000
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="spark-group-agents-") as scratch,
         quick_spark.prepared(),
-        BrokerCluster(settings=churn.broker_settings(session_ms)) as broker,
+        Broker(settings=churn.broker_settings(session_ms)) as broker,
     ):
         os.environ["SPARK_HOME"], os.environ["SPARK_SUBMIT_OPTS"] = (
             str(quick_spark.home()),
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(_wrong(broker, Path(scratch) / "home", given))
 
 
-def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bool:
+def _wrong(broker: Broker, folder: Path, given: argparse.Namespace) -> bool:
     """Whether something was lost or doubled, or a classic group had a rebalance."""
     if given.channel:
         faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)

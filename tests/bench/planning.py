@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.group import events as ev
-from spark_group_source.group.cuts import Heights
-from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.loss import Heights
+from spark_group_source.group.machine import Machine
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.plan import Planner
 from spark_group_source.group.rules import Rules
+from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -93,10 +94,11 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     return best
 
 
-def running(partitions: int, slots: int) -> GroupMachine:
+def running(partitions: int, slots: int) -> Machine:
     """A run whose slots have equal shares of the partitions, all of them at 100."""
-    machine = GroupMachine(Rules(group=GROUP, slots=slots))
-    machine.handle(ev.Born(stream=STREAM, known={"orders": partitions}, topics=("orders",)), now_ms=0)
+    machine = Machine(Rules(group=GROUP, slots=slots))
+    machine.handle(ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
+    machine.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
     orders: list[ev.Command] = []
     for slot in range(slots):
@@ -109,7 +111,7 @@ def running(partitions: int, slots: int) -> GroupMachine:
     return machine
 
 
-def plan(machine: GroupMachine, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
+def plan(machine: Machine, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
     """Plan a batch that reads some of every partition's backlog, as a run does."""
     parts: dict[str, float] = {}
     positions = machine.plannable()
@@ -124,6 +126,7 @@ def plan(machine: GroupMachine, planner: Planner) -> tuple[StreamOffset, dict[st
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
+    machine.state = RunState.LOOKING  # the call of Spark has come that far
     parts["planned"], _ = measure(lambda: machine.handle(ev.Planned(offset=planned), now_ms=0))
     parts["json"], _ = measure(planned.to_json)
     return planned, parts
@@ -158,19 +161,19 @@ def churn(members: int, share: float, *, seconds: int) -> tuple[float, float]:
     return handled / seconds, handled / spent_s
 
 
-def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.MachineEvent]:
+def _change(slot: int, clients: dict[int, int], kind: int) -> list[ev.Event]:
     """One member fails and comes back later, or one partition is given back, or lost, and comes again."""
     tps = (TopicPartition("orders", slot),)
     client = clients[slot]
     if kind == 0:
         return [ev.MemberFailed(slot=slot, client=client, reason="gone")]
-    gone: ev.MachineEvent = ev.Lost(slot=slot, client=client, partitions=tps)
+    gone: ev.Event = ev.Lost(slot=slot, client=client, partitions=tps)
     if kind == 1:
         gone = ev.Revoking(slot=slot, client=client, partitions=tps, eager=False)
     return [gone, ev.Assigned(slot=slot, client=client, partitions=tps, generation=2)]
 
 
-def _answer(order: ev.Command, clients: dict[int, int]) -> ev.MachineEvent | None:
+def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
     match order:
         case ev.Join():
             clients[order.slot] = order.client

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kit.broker_cluster import BrokerCluster
 from kit.proxy import CLEAR, Direction, Line, Proxy
 from rebalance.accounts import Record
 
 from crash.churn import Application, figures
-from spark_group_source.local.broker import free_ports
+from spark_group_source.local.broker import Broker, free_ports
 
 SESSION_MS = 15_000
 LEASE_S = 9.0
@@ -100,7 +99,7 @@ class ChannelFaults:
 
     def __init__(
         self,
-        broker: BrokerCluster,
+        broker: Broker,
         folder: Path,
         *,
         protocol: str,

@@ -1,6 +1,5 @@
 """The worker's thread, moved by hand: what it asks and commits, in which order, and that nothing ends it."""
 
-import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, metadata, refusal
 
-from spark_group_source.driver import worker
-from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS
-from spark_group_source.driver.rules import rules_of
+from spark_group_source.driver.commits import BARRED_MS, DENIED_AGAIN_MS, in_whose_name
 from spark_group_source.driver.worker import Worker
 from spark_group_source.errors import (
     AccessDenied,
@@ -76,9 +73,7 @@ class Scene:
             Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
             runtime=self.runtime,
             topics=self._topics,
-            member=self._member,
             handle=self.handled.append,
-            slots=lambda: rules_of(parsed).slots,
         )
 
     def _topics(self) -> Mapping[str, int]:
@@ -95,16 +90,14 @@ class Scene:
         self.worker.start("s")
         self.runtime.run(*script, self.worker.stop)
 
-    def retention(self) -> None:
-        """The thread that asks how long offsets are kept."""
-        name, run = self.runtime.spawned.pop()
-        assert name == "retention"
-        run()
+    def ordered(self, order: Any) -> Any:
+        """As the coordinator hands it on: an echo with who holds its partitions now."""
+        return in_whose_name(order, self._member) if isinstance(order, ev.Echo) else order
 
     def order(self, *orders: Any) -> Callable[[], None]:
         def give() -> None:
             for order in orders:
-                self.worker.order(order)
+                self.worker.order(self.ordered(order))
 
         return give
 
@@ -115,12 +108,6 @@ class Scene:
         self.runtime.will(
             "describe_topics", {n: SimpleNamespace(topic_id="i", partitions=range(c)) for n, c in partitions.items()}
         )
-
-
-@pytest.fixture(autouse=True)
-def never_asks_for_the_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a test takes on its own clock; but for those that are about it."""
-    monkeypatch.setattr(worker, "RETENTION_AFTER_S", math.inf)
 
 
 @pytest.fixture
@@ -354,7 +341,7 @@ def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> Non
 
     def later() -> None:
         scene.runtime.clock_ms += DENIED_AGAIN_MS
-        scene.worker.order(echo())
+        scene.worker.order(scene.ordered(echo()))
 
     scene.run(scene.order(echo()), scene.order(echo()), later)
     assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
@@ -370,7 +357,7 @@ def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactio
 
     def later() -> None:
         scene.runtime.clock_ms += BARRED_MS
-        scene.worker.order(echo())
+        scene.worker.order(scene.ordered(echo()))
 
     scene.run(scene.order(echo()), scene.order(echo()), later)
     assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoFailed, ev.Broken]
@@ -445,7 +432,7 @@ def test_D13_an_echo_is_committed_for_the_members_of_when_it_was_ordered(scene: 
     scene.shows({A1: 6})
 
     def ordered_then_joined_again() -> None:
-        scene.worker.order(echo())
+        scene.worker.order(scene.ordered(echo()))
         scene.members[0].identity = Identity(9, "m", metadata(9))
 
     scene.run(ordered_then_joined_again)
@@ -458,7 +445,7 @@ def test_G3_what_was_given_back_since_the_order_is_not_committed(scene: Scene) -
     scene.shows({A1: 6})
 
     def ordered_then_given_back() -> None:
-        scene.worker.order(echo())
+        scene.worker.order(scene.ordered(echo()))
         scene.members[0].held = (B0,)
 
     scene.run(ordered_then_given_back)
@@ -477,7 +464,7 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
             scene.members[0].held = (B0,)
 
         scene.runtime.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
-        scene.worker.order(echo())
+        scene.worker.order(scene.ordered(echo()))
 
     scene.run(scene.order(echo()), the_next_one)
     failed, done = scene.handled
@@ -543,62 +530,3 @@ def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Except
     denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
     (failed,) = denied.handled
     assert isinstance(failed, ev.EchoFailed) and not failed.stale
-
-
-# --- how long offsets are kept --------------------------------------------------------------------------------------
-
-
-def described(coordinator: int = 3) -> SimpleNamespace:
-    return SimpleNamespace(
-        state=SimpleNamespace(name="STABLE"),
-        type=SimpleNamespace(name="CLASSIC"),
-        partition_assignor="range",
-        is_simple_consumer_group=False,
-        coordinator=SimpleNamespace(id=coordinator, host="b", port=9092),
-        members=[],
-    )
-
-
-@pytest.mark.parametrize(
-    ("told", "heard"),
-    [
-        ({"offsets.retention.minutes": SimpleNamespace(value="10080")}, [ev.RetentionTold(retention_ms=604_800_000)]),
-        ({"offsets.retention.minutes": SimpleNamespace(value=None)}, []),
-        ({}, []),
-        (refusal(KafkaError._TIMED_OUT), []),
-    ],
-)
-def test_the_groups_coordinator_is_asked_once_an_hour_how_long_it_keeps_offsets(
-    told: Any, heard: list[ev.Event], scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "RETENTION_AFTER_S", 60.0)
-    scene.runtime.will("describe_consumer_groups", *[{"g": described(coordinator=3)}] * 2)
-    scene.runtime.will("describe_configs", told, told)
-
-    def later(wait_s: float) -> Callable[[], None]:
-        def wait() -> None:
-            scene.runtime.clock_ms += int(wait_s * 1000)
-
-        return wait
-
-    scene.run(later(58), later(3), scene.retention, later(1_800), later(1_801), scene.retention)
-    assert scene.runtime.called("describe_configs") == ["3"] * 2
-    assert scene.handled == heard * 2
-
-
-def test_who_may_not_ask_how_long_offsets_are_kept_asks_no_more_and_the_run_goes_on(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "RETENTION_AFTER_S", 0.0)
-    denied = refusal(KafkaError.CLUSTER_AUTHORIZATION_FAILED)
-    scene.runtime.will("describe_consumer_groups", *[{"g": described()}] * 9)
-    scene.runtime.will("describe_configs", *[denied] * 9)
-
-    def later() -> None:
-        if scene.runtime.spawned:
-            scene.retention()
-        scene.runtime.clock_ms += 4_000_000
-
-    scene.run(later, later, later)
-    assert len(scene.runtime.called("describe_configs")) == 2, "once more to believe it"
-    assert scene.handled == []

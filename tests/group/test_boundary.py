@@ -14,7 +14,7 @@ RELEASE = [ev.Release(slot=0, client=1)]
 def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
     group.settled(A, B)
     assert group.revoking(A) == RELEASE
-    assert group.machine.held() == {B}
+    assert group.machine.positions.ours.keys() == {B}
     assert group.machine.statistics().slots == ("assigned",)
     assert group.machine.statistics().holds == 0
 
@@ -38,7 +38,7 @@ def test_one_partition_of_the_batch_keeps_all_of_a_revocation(group: GroupHarnes
     group.settled(A, B)
     group.plan({A: (100, 150)})
     assert group.revoking(A, B) == []
-    assert group.machine.held() == {A, B}
+    assert group.machine.positions.ours.keys() == {A, B}
 
 
 def test_a_partition_that_the_batch_does_not_read_leaves_during_it(group: GroupHarness) -> None:
@@ -65,7 +65,7 @@ def test_a_partition_without_a_position_yet_leaves_at_once(group: GroupHarness) 
 
 def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned(A)
     assert fresh.revoking(A) == []
     fresh.committed({A: 100})
@@ -83,7 +83,7 @@ def test_rows_of_a_former_run_are_committed_before_their_partition_leaves(fresh:
 
 def test_losing_a_partition_of_a_replayed_batch_counts_before_its_position_is_known(fresh: GroupHarness) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned(A)
     fresh.lost(A)
     assert fresh.machine.statistics().maybe_twice == 50
@@ -93,7 +93,7 @@ def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_
     fresh: GroupHarness,
 ) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned()
     fresh.feed(ev.Durable(offset=replayed))
     fresh.assigned(A, B)
@@ -116,7 +116,7 @@ def test_what_another_member_read_of_a_replayed_batch_counts_when_its_partition_
 ) -> None:
     """It was taken away and read while this process stood still; that it is lost is heard after what Kafka has."""
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned(A)
     if durable_first:
         fresh.feed(ev.Durable(offset=replayed))
@@ -153,7 +153,7 @@ def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -
     assert group.machine.next_deadline_ms() == HOLD_BUDGET_MS
     group.durable()
     assert group.echoed() == RELEASE
-    assert group.machine.held() == set()
+    assert group.machine.positions.ours.keys() == set()
 
 
 def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarness) -> None:
@@ -178,7 +178,7 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
     assert (statistics.overruns, statistics.holds, statistics.lost, statistics.maybe_twice) == (1, 1, 1, 50)
     assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
     assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
-    assert group.machine.held() == set()
+    assert group.machine.positions.ours.keys() == set()
 
 
 def test_a_hold_that_waits_for_a_commit_only_has_the_same_budget(group: GroupHarness) -> None:
@@ -245,7 +245,7 @@ def test_losing_the_last_partition_of_a_hold_ends_it(group: GroupHarness) -> Non
     group.plan({A: (100, 150)})
     group.revoking(A)
     assert group.lost(A) == RELEASE
-    assert group.machine.held() == {B}
+    assert group.machine.positions.ours.keys() == {B}
 
 
 def test_losing_everything_during_a_hold_leaves_nothing_to_release(group: GroupHarness) -> None:
@@ -305,7 +305,7 @@ def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: G
     assert pair.machine.statistics().maybe_twice == 50
     pair.committed({A: 100})
     assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
-    assert pair.machine.held() == {A}
+    assert pair.machine.positions.ours.keys() == {A}
     assert pair.revoking(A, slot=1) == []
 
 
@@ -314,7 +314,7 @@ def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group
     group.plan({A: (100, 150), B: (100, 110)})
     group.revoking(A, D)
     group.assigned(C)
-    assert group.machine.held() == {B, C}
+    assert group.machine.positions.ours.keys() == {B, C}
     assert group.machine.statistics().maybe_twice == 50
     assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 110}, stream=STREAM, seq=0)]
 

@@ -2,13 +2,12 @@
 ``tests/kafka/test_expiry.py`` sees them on a real broker."""
 
 import pytest
-from kit.harness import STREAM, GroupHarness, only, rules_with, tps
+from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.expiry import Clock, Expiry, GroupState, clock_of, expiries, near
 from spark_group_source.group.names import committed_ms, note_text, parse_note, reset_text
-from spark_group_source.group.renewal import LOOKS
-from spark_group_source.group.run import Run
+from spark_group_source.group.positions import RENEW_LOOK_MS, RENEW_MS
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 
@@ -85,69 +84,55 @@ def test_a_streams_note_says_when_it_was_committed_and_who_reads_only_the_rest_i
 # --- what a run does ------------------------------------------------------------------------------------------------
 
 
-def told(group: GroupHarness, retention_ms: int = WEEK_MS) -> list[ev.Command]:
-    return group.feed(ev.RetentionTold(retention_ms=retention_ms))
-
-
 def committed(offset: int, at_ms: int | None) -> ev.Committed:
     return ev.Committed(offset=offset, stream=STREAM, at_ms=at_ms)
 
 
-def test_an_idle_partition_is_committed_again_after_half_of_the_retention(group: GroupHarness) -> None:
+def aged(group: GroupHarness) -> list[ev.Command]:
+    """Time passes until all that was committed before is to be committed again."""
+    return group.tick(ms=RENEW_MS + RENEW_LOOK_MS)
+
+
+def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarness) -> None:
     group.assigned(A, B)
-    group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - WEEK_MS // 4)})
-    assert told(group) == []
-    assert group.tick(ms=WEEK_MS // 4 - WEEK_MS // LOOKS) == []
-    again = group.tick(ms=WEEK_MS // LOOKS)
+    group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - RENEW_MS // 2)})
+    assert group.tick(ms=RENEW_MS // 2 - RENEW_LOOK_MS) == []
+    again = group.tick(ms=RENEW_LOOK_MS)
     assert again == [ev.Echo(offsets={B: 6}, stream=STREAM, seq=-1)]
     assert group.echoed(again) == []
-    assert group.tick(ms=WEEK_MS // 4) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
+    assert group.tick(ms=RENEW_MS // 2) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
     group.echoed()
     statistics = group.machine.statistics()
-    assert (statistics.offsets_renewed, statistics.offsets_expiring, statistics.uncommitted) == (2, 0, 0)
+    assert (statistics.offsets_renewed, statistics.uncommitted) == (2, 0)
     assert group.warned() == []
+
+
+def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: committed(5, group.clock())})
+    while not (again := group.tick(ms=RENEW_LOOK_MS - 1)):
+        pass
+    assert only(ev.Echo, again) and group.clock() <= 7 * 3_600_000
 
 
 def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: committed(5, group.clock())})
-    told(group)
-    group.tick(ms=WEEK_MS // 2 - 1)
+    group.tick(ms=RENEW_MS - 1)
     group.plan({A: (5, 9)})
     group.echoed(group.durable())
-    assert group.tick(ms=WEEK_MS // 4) == []
-
-
-def test_an_offset_that_nears_its_end_is_warned_of_once_counted_and_committed_again(group: GroupHarness) -> None:
-    group.assigned(A, B)
-    group.committed({A: committed(5, group.clock() - 6 * DAY_MS), B: committed(6, group.clock())})
-    again = told(group)
-    assert only(ev.Echo, again) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
-    group.feed(ev.EchoFailed(reason="no broker"))
-    assert group.machine.statistics().offsets_expiring == 1
-    group.tick(ms=WEEK_MS // LOOKS)
-    (warning,) = [text for text in group.warned() if "idle partitions" in text]
-    assert "1 idle partitions (orders-0)" in warning and "168.0 h" in warning
-    group.echoed()
-    group.tick(ms=WEEK_MS // LOOKS)
-    assert group.machine.statistics().offsets_expiring == 0
+    assert group.tick(ms=RENEW_MS // 2) == []
 
 
 def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
     group.settled(A)
-    assert told(group) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
-    assert group.machine.statistics().offsets_expiring == 0, "but nothing is said of it"
-
-
-def test_where_the_retention_is_not_told_nothing_is_committed_again(group: GroupHarness) -> None:
-    group.settled(A)
-    assert group.tick(ms=10 * WEEK_MS) == []
+    assert group.tick(ms=RENEW_LOOK_MS) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
 def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:
     """Else the commit could arrive behind the next owner's."""
     group.settled(A)
-    again = told(group)
+    again = aged(group)
     assert only(ev.Release, group.revoking(A)) == []
     assert len(only(ev.Release, group.echoed(again))) == 1
     assert group.machine.statistics().maybe_twice == 0
@@ -155,7 +140,7 @@ def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: 
 
 def test_one_that_was_lost_meanwhile_is_not_owed_when_it_comes_back(group: GroupHarness) -> None:
     group.settled(A)
-    told(group)
+    aged(group)
     group.lost(A)
     assert group.machine.statistics().maybe_twice == 0
     assert group.machine.positions.owed() == {}
@@ -172,15 +157,11 @@ def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh:
     assert any("not at startingOffsets" in text for text in fresh.said())
 
 
-def test_a_run_takes_it_in_before_it_has_begun() -> None:
-    assert Run(rules_with()).handle(ev.RetentionTold(retention_ms=1), now_ms=0) == []
-
-
 def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
     group.settled(A)
     group.plan({A: (100, 150)})
     group.durable()
-    assert told(group) == []
+    assert only(ev.Echo, aged(group)) == []
     assert group.machine.statistics().offsets_renewed == 0
 
 
@@ -189,12 +170,12 @@ def test_G5_a_plan_says_which_partitions_begin_behind_records_that_nobody_commit
     group.born({"orders": 2})
     group.assigned(A, B, C)
     group.committed({A: None, B: 7, C: None})
-    assert group.machine.began() == {A}, "C came later: it begins at its first record"
+    assert group.machine.lookups.began == {A}, "C came later: it begins at its first record"
     group.echoed(group.resolved({A: 31, C: 0}))
     group.plan({})
-    assert group.machine.began() == {A}
+    assert group.machine.lookups.began == {A}
     group.durable()
-    assert group.machine.began() == frozenset()
+    assert group.machine.lookups.began == frozenset()
 
 
 def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
@@ -203,14 +184,14 @@ def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
     group.assigned(A)
     group.committed({A: None})
     group.echoed(group.resolved({A: 31}))
-    assert group.machine.began() == {A}
+    assert group.machine.lookups.began == {A}
     group.lost(A)
     group.assigned(A)
     group.taken({A: ev.Committed(offset=50)})
-    assert group.machine.began() == frozenset()
+    assert group.machine.lookups.began == frozenset()
 
 
 def test_at_its_first_record_nothing_is_skipped(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: None})
-    assert group.machine.began() == frozenset()
+    assert group.machine.lookups.began == frozenset()

@@ -4,7 +4,7 @@ from kit.harness import STREAM, Commands, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.states import Phase
+from spark_group_source.group.states import RunState
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -59,8 +59,8 @@ def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarnes
 
 def test_a_restart_in_the_middle_of_a_batch_holds_its_partitions_until_it_is_durable(fresh: GroupHarness) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    assert fresh.feed(ev.Replay(offset=replayed, topics=("orders",))) == [fresh.join()]
-    assert fresh.phase() is Phase.PLANNED
+    assert fresh.replay(replayed) == [fresh.join()]
+    assert fresh.machine.plan is not None
     assert fresh.machine.seq == 2
     fresh.assigned(A, B)
     fresh.committed({A: 100, B: 40})
@@ -72,7 +72,7 @@ def test_a_restart_in_the_middle_of_a_batch_holds_its_partitions_until_it_is_dur
 
 def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh: GroupHarness) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned(A)
     fresh.feed(ev.Durable(offset=replayed))
     commands = fresh.committed({A: 100})
@@ -84,7 +84,7 @@ def test_a_replay_that_is_durable_before_anyone_knows_what_kafka_has_counts_when
     fresh: GroupHarness,
 ) -> None:
     replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     fresh.assigned(A, B)
     fresh.feed(ev.Durable(offset=replayed))
     fresh.lost(A, B)
@@ -94,26 +94,25 @@ def test_a_replay_that_is_durable_before_anyone_knows_what_kafka_has_counts_when
 def test_the_plan_of_this_run_may_be_read_again(group: GroupHarness) -> None:
     group.settled(A)
     offset = group.offset({A: (100, 150)}, 0)
-    group.feed(ev.Planned(offset=offset))
-    assert group.feed(ev.Replay(offset=offset)) == []
+    group.plan({A: (100, 150)})
+    assert group.feed(ev.Reading(offset=offset)) == []
 
 
 def test_an_empty_first_batch_names_the_stream_and_is_durable(group: GroupHarness) -> None:
     group.settled(A)
     group.plan({})
-    assert group.phase() is Phase.PLANNED
+    assert group.machine.plan is not None
     assert group.durable() == []
     assert group.machine.seq == 0
 
 
 def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
     pair.settled(A)
-    assert pair.feed(ev.Closing(leave=True)) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
-    assert pair.phase() is Phase.CLOSED
+    assert pair.close(leave=True) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
+    assert pair.machine.closed
     after: Commands = []
     for event in (
         ev.Tick(),
-        ev.Closing(leave=False),
         ev.TopicsSeen(topics=("other",)),
         ev.Durable(offset=pair.offset({A: (100, 150)}, 9)),
         ev.EchoDone(offsets={A: 1}),
@@ -125,8 +124,8 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
 
 
 def test_a_run_that_never_began_closes_without_a_word(fresh: GroupHarness) -> None:
-    assert fresh.feed(ev.Closing(leave=True)) == []
-    assert fresh.phase() is Phase.CLOSED
+    assert fresh.feed(ev.Stopping()) == []
+    assert fresh.machine.state is RunState.CLOSED
 
 
 def releases(commands: Commands) -> int:

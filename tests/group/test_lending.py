@@ -5,16 +5,16 @@ from kit.harness import STREAM, GroupHarness, only, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.group import events as ev
-from spark_group_source.group.hosts import PUT_OFF_MS as HOST_PUT_OFF_MS
-from spark_group_source.group.hosts import STAY_MS
 from spark_group_source.group.lending import (
     BACK_MS_MAX,
     BEGIN_MS_MAX,
     CLOSE_MS_MAX,
     PUT_OFF_MS,
+    STAY_MS,
     STAYS_MS,
     TOGETHER_MS_MAX,
 )
+from spark_group_source.group.lending import PUT_OFF_MS as HOST_PUT_OFF_MS
 from spark_group_source.group.names import slot_of
 from spark_group_source.model import TopicPartition
 
@@ -24,7 +24,7 @@ SHRINK_MS = 120_000
 
 
 def hosts_of(g: GroupHarness) -> list[str]:
-    return [slot.host for slot in g.machine._slots.all]
+    return [slot.host for slot in g.machine.slots.all]
 
 
 def begun(g: GroupHarness) -> list[int]:
@@ -210,7 +210,8 @@ def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
 @pytest.mark.parametrize("rules", [{"member_host": "driver"}, {"classic": False}])
 def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(rules: dict[str, object]) -> None:
     g = GroupHarness(1, **rules)
-    g.machine.static = bool(rules.get("classic", True))
+    if "classic" in rules:
+        g.feed(ev.TargetAsked(), ev.TargetTaken(ends={}))  # a bounded run
     g.born()
     g.settled(A)
     g.host_came("h1")
@@ -321,7 +322,7 @@ def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None
     g.host_came("h2")
     g.stay(STAYS_MS)
     g.machine.lending.hosts.put_off("h1")
-    g.machine._slots.move(g.machine._slots.all[0], "h2", seq=-1)
+    g.machine.slots.move(g.machine.slots.all[0], "h2")
     assert [join.host for join in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
 
 
@@ -352,7 +353,7 @@ def test_a_close_of_the_run_closes_a_slot_that_moves() -> None:
     g.host_came("h1")
     g.tick(ms=STAY_MS)
     begun(g)
-    assert g.feed(ev.Closing(leave=True)) == [ev.Leave(slot=0, leave=True)]
+    assert g.close(leave=True) == [ev.Leave(slot=0, leave=True)]
 
 
 # --- as many slots as agents ----------------------------------------------------------------------------------------
@@ -415,7 +416,7 @@ def test_the_last_slot_never_leaves() -> None:
     begun(g)
     g.stay(2 * SHRINK_MS)
     assert begun(g) == []
-    assert g.machine.slot_count == 1
+    assert len(g.machine.slots.all) == 1
 
 
 def test_a_slot_that_comes_again_is_told_from_its_former_self() -> None:
@@ -439,7 +440,7 @@ def test_a_number_fixes_how_many_there_are() -> None:
     g.host_came("h2")
     g.stay(STAY_MS)
     assert joins(g) == []
-    assert g.machine.slot_count == 1
+    assert len(g.machine.slots.all) == 1
 
 
 # --- the next plan --------------------------------------------------------------------------------------------------
@@ -473,7 +474,7 @@ def test_the_plan_goes_on_without_a_slot_that_does_not_come_back() -> None:
 def test_a_run_without_agents_never_looks_for_them() -> None:
     run = RunHarness()
     run.batch()
-    assert not run.run.machine.lending.any
+    assert not run.run.lending.any
 
 
 def test_members_are_settled_by_their_slots_whatever_the_broker_calls_them() -> None:

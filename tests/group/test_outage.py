@@ -8,8 +8,8 @@ from kit.run_harness import GIVEN_UP_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
 from spark_group_source.group import events as ev
+from spark_group_source.group.machine import START_MS_MAX
 from spark_group_source.group.outage import ASK_AGAIN_MS_MAX, JITTER_SHARE, Asker, Outage
-from spark_group_source.group.run import START_MS_MAX
 from spark_group_source.group.states import RunState
 
 A, B = tps("orders", 0, 1)

@@ -139,12 +139,12 @@ def test_partitions_added_after_the_stream_began_start_at_their_beginning() -> N
 def test_a_restart_still_knows_which_partitions_are_new() -> None:
     fresh = GroupHarness(starting=FROM_THE_END)
     offset = group_offset(known={"orders": 2})
-    fresh.feed(ev.Durable(offset=offset, topics=("orders",)))
+    fresh.goes_on(offset)
     fresh.assigned(A, B, C)
     assert fresh.committed({A: None, B: None, C: None}) == [
         ev.ResolveStarts(starts={A: LATEST, B: LATEST, C: EARLIEST})
     ]
-    assert fresh.machine.known() == {"orders": 2}
+    assert fresh.machine.lookups.known == {"orders": 2}
 
 
 def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() -> None:
@@ -251,7 +251,7 @@ def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(f
 def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness) -> None:
     """A batch was planned while a partition was late after a restart, then came the next crash."""
     offset = StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 2}, ranges={A: (5, 9)}, owed={B: 150})
-    fresh.feed(ev.Replay(offset=offset, topics=("orders",)))
+    fresh.replay(offset)
     fresh.assigned(A, B)
     fresh.committed({A: 5, B: 100})
     assert fresh.machine.plannable() == {B: 150}  # A is being read
@@ -475,7 +475,7 @@ def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(gro
 
 def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -> None:
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, cut={A: 100})
-    fresh.feed(ev.Durable(offset=past, topics=("orders",)))
+    fresh.goes_on(past)
     fresh.join()
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=100, stream=STREAM, seq=6)})
@@ -487,7 +487,7 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
     """The run ended after that commit, before it planned from there. Or it went on where another stream had committed:
     then the table has those rows."""
     past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (90, 100)})
-    fresh.feed(ev.Durable(offset=past, topics=("orders",)))
+    fresh.goes_on(past)
     fresh.join()
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, cut=cut)})

@@ -44,7 +44,7 @@ def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHa
     replayed = StreamOffset(
         group="etl", stream=STREAM, seq=3, known={"orders": 3}, ranges={A: (100, 150), B: (40, 40)}, owed={C: 9}
     )
-    fresh.feed(ev.Replay(offset=replayed, topics=("orders",)))
+    fresh.replay(replayed)
     assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
@@ -81,12 +81,8 @@ def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fre
 
 
 def test_a_reset_that_is_known_is_no_news(fresh: GroupHarness) -> None:
-    fresh.feed(
-        ev.Durable(
-            offset=StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 1}, ranges={A: (5, 9)}, epoch=2),
-            topics=("orders",),
-        )
-    )
+    past = StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 1}, ranges={A: (5, 9)}, epoch=2)
+    fresh.goes_on(past)
     fresh.assigned(A, B)
     fresh.taken({A: ev.Committed(offset=9, stream=STREAM, seq=7, epoch=2), B: reset(30, epoch=2)})
     assert fresh.machine.plannable() == {A: 9, B: 30}

@@ -8,17 +8,16 @@ from kit.run_harness import ANSWER_MS, RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, Fenced, InvariantBroken, OptionError, RebalanceTimeout
 from spark_group_source.group import events as ev
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.states import RunState
-from spark_group_source.group.steps import (
+from spark_group_source.group.machine import (
     ECHO_MS_MAX,
     IDLE_LOAD_MAX,
     IDLE_PAUSES_MS,
     PATIENCE_MS,
     SETTLE_MS_MAX,
-    SIBLINGS_EVERY_MS,
     STOP_ECHO_MS_MAX,
 )
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.states import RunState
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 
@@ -186,13 +185,6 @@ def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
     run.assigned(A, B)
     run.ends = {A: 160, B: 40}
     assert run.latest().ranges == {A: (150, 160), B: (40, 40)}
-
-
-def test_sparks_late_word_of_a_durable_batch_changes_nothing() -> None:
-    run = RunHarness.returning(PAST)
-    assert run.feed(ev.Durable(offset=PAST)) == []
-    run.latest()
-    assert run.feed(ev.Durable(offset=PAST)) == []
 
 
 # --- nothing to read -------------------------------------------------------------------------------------------------
@@ -466,46 +458,6 @@ def test_offsets_that_the_sink_has_and_kafka_has_not_are_counted_until_their_com
     assert run.run.statistics().uncommitted_offsets == 17
     run.feed(ev.EchoDone(offsets={A: 10, B: 7}))
     assert run.run.statistics().uncommitted_offsets == 0
-
-
-# --- the same query twice in one group -------------------------------------------------------------------------------
-
-
-def test_two_loads_of_one_group_in_one_query_end_with_what_to_do_instead() -> None:
-    run = RunHarness()
-    run.silent = {ev.Join}
-    run.sibling = 4711
-    with pytest.raises(OptionError, match=r"two loads \(the other one is process 4711\).*group of its own"):
-        run.latest()
-    assert waited_ms(run) == 2 * SIBLINGS_EVERY_MS
-
-
-def test_two_loads_that_need_not_wait_for_each_other_are_refused_all_the_same() -> None:
-    """Members that keep their partitions through a rebalance: each load would have a part of the records."""
-    run = RunHarness()
-    run.sibling = 4711
-    with pytest.raises(OptionError, match="each has a part of the records"):
-        run.latest()
-    assert SIBLINGS_EVERY_MS <= waited_ms(run) <= SIBLINGS_EVERY_MS + 10 * ANSWER_MS
-
-
-def test_the_reader_of_a_query_that_was_just_stopped_is_no_sibling() -> None:
-    run = RunHarness()
-    run.sibling = 4711
-    run.later(ev.SiblingsSeen(waiting=None), ms=SIBLINGS_EVERY_MS - 1)
-    run.latest()
-    assert run.state() is RunState.PLANNED
-
-
-def test_siblings_are_looked_for_now_and_then_and_only_while_waiting() -> None:
-    run = RunHarness()
-    run.silent = {ev.Join}
-    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=10_000)
-    run.latest()
-    assert len(run.took(ev.LookForSiblings)) == 3 + 1
-    for _ in range(2):
-        run.feed(ev.SiblingsSeen(waiting=4711))
-    assert run.state() is RunState.PLANNED
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

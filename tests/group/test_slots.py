@@ -1,6 +1,7 @@
 """Members that fail, come back or are replaced; and subscriptions that change."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
@@ -9,7 +10,6 @@ from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
-from spark_group_source.group.states import Phase
 from spark_group_source.model import EARLIEST
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
@@ -32,7 +32,7 @@ def test_what_a_failed_member_had_counts_as_lost(group: GroupHarness) -> None:
     group.failed()
     assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (2, 50)
     assert group.durable() == []
-    assert group.machine.held() == set()
+    assert group.machine.positions.ours.keys() == set()
 
 
 def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
@@ -50,7 +50,7 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
     group.tick(ms=100)
     group.clock.advance(ms=JOINING_BUDGET_MS - 101)
     group.failed("still refused")
-    assert group.phase() is Phase.OPEN
+    assert group.machine.statistics().state != "failed"
     group.tick(ms=500)
     assert group.clock() > JOINING_BUDGET_MS
     (fail,) = only(ev.Fail, group.failed("the place is still taken"))
@@ -58,7 +58,7 @@ def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupH
     assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
     assert "3 tries" in str(fail.error)
     assert fail.error.retriable
-    assert group.phase() is Phase.CLOSED
+    assert group.machine.closed
     assert group.tick(ms=60_000) == []
 
 
@@ -111,7 +111,7 @@ def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
     assert isinstance(fail.error, Fenced) and not fail.error.retriable
     assert "INVALID_PRODUCER_EPOCH" in str(fail.error)
     assert fail.error.fields == {"group": "etl"}
-    assert pair.phase() is Phase.CLOSED
+    assert pair.machine.closed
     assert pair.durable() == []
     assert pair.tick(ms=60_000) == []
     assert pair.machine.statistics().slots == ("out", "out")
@@ -196,10 +196,10 @@ def test_a_slot_whose_last_partition_is_lost_while_idle_is_asked_about_like_othe
 
 
 def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> None:
-    old = {"slot": 0, "client": 1}
+    old: dict[str, Any] = {"slot": 0, "client": 1}
     group.settled(A)
     group.failed()
-    late: list[ev.MachineEvent] = [
+    late: list[ev.Event] = [
         ev.Assigned(**old, partitions=(A,)),
         ev.Revoking(**old, partitions=(A,), eager=False),
         ev.Lost(**old, partitions=(A,)),
@@ -211,8 +211,8 @@ def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> N
     assert group.feed(*late) == []  # its successor is joining
     group.settled(B)
     assert group.feed(*late) == []  # its successor is at work
-    assert group.machine.held() == {B}
-    assert group.phase() is Phase.OPEN
+    assert group.machine.positions.ours.keys() == {B}
+    assert not group.machine.closed and group.machine.plan is None
     assert group.machine.statistics().slots == ("assigned",)
 
 
@@ -238,7 +238,7 @@ def came_back(*topics: str, known: Mapping[str, int], slots: int = 1) -> tuple[G
     """A run that goes on with a stream whose former run knew these topics."""
     group = GroupHarness(slots=slots)
     offset = StreamOffset(group=GROUP, stream=STREAM, seq=7, known=known, ranges={A: (0, 5)})
-    return group, group.feed(ev.Durable(offset=offset, topics=topics))
+    return group, group.goes_on(offset, topics)
 
 
 def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_rebalance() -> None:

@@ -1,4 +1,4 @@
-"""The five tables of states: every row is reached by some events, and every change that the code makes is a row."""
+"""The four tables of states: every row is reached by some events, and every change that the code makes is a row."""
 
 import ast
 import inspect
@@ -13,19 +13,16 @@ from kit.run_harness import RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.group import events as ev
-from spark_group_source.group import hosts, machine, positions, slots, steps
-from spark_group_source.group import run as runs
-from spark_group_source.group.hosts import STAY_MS
+from spark_group_source.group import lending, machine, positions, slots
+from spark_group_source.group.lending import STAY_MS
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import (
     HOSTS,
     PARTITIONS,
-    PHASES,
     RUN,
     SLOTS,
     HostState,
     PartitionState,
-    Phase,
     RunState,
     SlotState,
 )
@@ -83,7 +80,7 @@ def replaced(g: GroupHarness) -> None:
 
 
 def close(g: GroupHarness) -> None:
-    g.feed(ev.Closing(leave=True))
+    g.close(leave=True)
 
 
 def host_came(g: GroupHarness) -> None:
@@ -133,19 +130,6 @@ def lease_over(g: GroupHarness) -> None:
 def twin_came(g: GroupHarness) -> None:
     g.host_came("h2", executor="of h1")
 
-
-PHASE_WAYS: dict[Row, Way] = {
-    (Phase.NEW, ev.Born): [born],
-    (Phase.NEW, ev.Durable): [lambda g: g.durable({A: (100, 150)})],
-    (Phase.NEW, ev.Replay): [lambda g: g.feed(ev.Replay(offset=REPLAYED, topics=("orders",)))],
-    (Phase.NEW, ev.Closing): [close],
-    (Phase.OPEN, ev.Planned): [assigned, lambda g: g.plan({})],
-    (Phase.OPEN, ev.Closing): [assigned, close],
-    (Phase.OPEN, ev.Fail): [born, unable_to_join],
-    (Phase.PLANNED, ev.Durable): [planned, lambda g: g.durable()],
-    (Phase.PLANNED, ev.Closing): [planned, close],
-    (Phase.PLANNED, ev.Fail): [planned, replaced],
-}
 
 SLOT_WAYS: dict[Row, Way] = {
     (SlotState.OUT, ev.Join): [out, lambda g: g.tick(ms=100)],
@@ -262,7 +246,7 @@ PARTITION_WAYS: dict[Row, Way] = {
     (PartitionState.TAKING, ev.EchoDone): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
     (PartitionState.READY, ev.Planned): [planned],
     (PartitionState.READY, ev.Replay): [
-        lambda g: g.feed(ev.Replay(offset=REPLAYED, topics=("orders",))),
+        lambda g: g.replay(REPLAYED),
         lambda g: g.settled(A),
     ],
     (PartitionState.TAKING, ev.Replay): [back_in_the_batch],
@@ -469,7 +453,7 @@ class Recorder(dict[Row, Any]):
 def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
     """The rows that were used so far, of all tables."""
     recorders = []
-    tables = [(steps, "RUN"), (machine, "PHASES"), (slots, "SLOTS"), (positions, "PARTITIONS"), (hosts, "HOSTS")]
+    tables = [(machine, "RUN"), (slots, "SLOTS"), (positions, "PARTITIONS"), (lending, "HOSTS")]
     for module, name in tables:
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
@@ -482,15 +466,14 @@ def by_name(rows: Iterable[Row]) -> pytest.MarkDecorator:
 
 def test_the_ways_are_those_of_the_tables() -> None:
     assert RUN_WAYS.keys() == RUN.keys()
-    assert PHASE_WAYS.keys() == PHASES.keys()
     assert SLOT_WAYS.keys() == SLOTS.keys()
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
     assert HOST_WAYS.keys() == HOSTS.keys()
 
 
-@by_name([*PHASES, *SLOTS, *PARTITIONS, *HOSTS])
+@by_name([*SLOTS, *PARTITIONS, *HOSTS])
 def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
-    *before, step = (PHASE_WAYS | SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
+    *before, step = (SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
     for lead in before:
         lead(fresh)
     step(fresh)
@@ -526,19 +509,22 @@ def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
 
 
 def test_the_causes_in_the_code_are_those_of_the_tables() -> None:
-    """Whatever is handed to ``_move`` and ``_move_phase``, directly or through an argument named ``cause``."""
-    assert causes("_move", runs) | causes("_move", steps) == {cause.__name__ for _, cause in RUN}
-    assert causes("_move_phase", machine) == {cause.__name__ for _, cause in PHASES}
+    """Whatever is handed to ``_move``, directly or through an argument named ``cause``."""
+    assert causes("_move", machine) == {cause.__name__ for _, cause in RUN}
     assert causes("_move", slots) == {cause.__name__ for _, cause in SLOTS}
-    assert causes("_move", hosts) | causes("_lose", hosts) == {cause.__name__ for _, cause in HOSTS}
-    in_positions = causes("_move", positions) | causes("_to", positions)
+    hosts = causes("_move", lending, "Hosts") | causes("_lose", lending, "Hosts")
+    assert hosts == {cause.__name__ for _, cause in HOSTS}
+    in_positions = causes("_move", positions) | causes("moved", positions)
     assert in_positions | causes("_drop", slots) == {cause.__name__ for _, cause in PARTITIONS}
 
 
-def causes(name: str, module: ModuleType) -> set[str]:
+def causes(name: str, module: ModuleType, class_: str = "") -> set[str]:
     """The classes of events that the functions of this name are called with, and those that lead to one by a name."""
     found: set[str] = set()
-    for function in ast.walk(ast.parse(inspect.getsource(module))):
+    tree: ast.AST = ast.parse(inspect.getsource(module))
+    if class_:
+        tree = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == class_)
+    for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
         named = {
@@ -564,7 +550,6 @@ def event_classes(arg: ast.expr, named: Mapping[str, ast.expr]) -> Iterator[str]
 
 def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
     assert {*RUN.values(), RunState.NEW} == set(RunState)
-    assert {*PHASES.values(), Phase.NEW} == set(Phase)
     assert {*SLOTS.values()} == set(SlotState)
     assert {*PARTITIONS.values()} == set(PartitionState)
     assert {*HOSTS.values()} == set(HostState)
@@ -572,9 +557,8 @@ def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
 
 def test_nothing_leads_out_of_the_ends() -> None:
     assert {to for (state, _), to in RUN.items() if state is RunState.CLOSED} == {RunState.CLOSED}
-    assert not [row for row in PHASES if row[0] is Phase.CLOSED]
 
 
 def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
-    with pytest.raises(InvariantBroken, match="Born in phase open"):
+    with pytest.raises(InvariantBroken, match="Asked in state gathering"):
         group.born()

@@ -8,7 +8,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, refusal
 
-from spark_group_source.driver.questions import Questions
+from spark_group_source.driver.coordinator import Questions
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition

@@ -16,8 +16,8 @@ from kit.invariants import Invariants
 from kit.runtime import SimulatedRuntime
 from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.group.lending import CLOSE_MS_MAX
-from spark_group_source.group.slot import HOME
-from spark_group_source.group.states import Phase, SlotState
+from spark_group_source.group.slots import HOME
+from spark_group_source.group.states import SlotState
 from spark_group_source.members import messages as ms
 from spark_group_source.members.hosted import Hosted
 from spark_group_source.members.settings import member_settings
@@ -280,9 +280,9 @@ class Executors:
     def wrong(self, run: "SparkRun") -> str | None:
         """Which rule of lending is broken in a run that lives, if any is."""
         assert run.watched is not None
-        if run.watched.machine.phase is Phase.CLOSED:
+        if run.watched.closed:
             return None  # it hears of nobody any more
-        lending, now_ms = run.watched.machine.lending, self._world.now_ms
+        lending, now_ms = run.watched.lending, self._world.now_ms
         executors = [host.executor for host in lending.hosts.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
@@ -293,7 +293,7 @@ class Executors:
                 gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                     return f"{agent.process.name} is gone for {gone_ms} ms, and is a host"
-        for slot in run.watched.machine._slots.all:
+        for slot in run.watched.slots.all:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
                 return f"slot {slot.number} moves for {moving_ms} ms"

@@ -115,6 +115,5 @@ def _play(world: World, protocol: str) -> Lent:
         raise Violation(f"the query ended: {dict(scene.ends)}")
     watched = scene.queries[0].runs[0].watched
     assert watched is not None
-    lending = watched.machine.lending
     lost = sum(faults.happened.values())
-    return Lent(lending.moves, lending.recalls, rebalances, lost, faults.happened)
+    return Lent(watched.counts.moves, watched.counts.recalls, rebalances, lost, faults.happened)

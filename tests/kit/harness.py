@@ -2,20 +2,21 @@
 
 Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
 :class:`GroupHarness` has the machine, and the test plays everybody else (``run_harness`` has a run, and plays the shell
-and a Kafka that answers from dictionaries). Each event is followed by :meth:`GroupMachine.check`, so every test also
+and a Kafka that answers from dictionaries). Each event is followed by :meth:`Machine.check`, so every test also
 tests the invariants.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from kit.clock import ManualClock
+from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
-from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.machine import Machine
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
-from spark_group_source.group.states import Phase
+from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
 
 GROUP = "etl"
@@ -54,11 +55,11 @@ class GroupHarness:
 
     def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
-        self.machine = GroupMachine(rules_with(slots=slots, **rules))
+        self.machine = Machine(rules_with(slots=slots, **rules))
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 
-    def feed(self, *events: ev.MachineEvent) -> Commands:
+    def feed(self, *events: ev.Event) -> Commands:
         """Hand over events; the commands of all of them, without the log lines."""
         commands: Commands = []
         for event in events:
@@ -67,6 +68,8 @@ class GroupHarness:
         for command in commands:
             if isinstance(command, ev.Join):
                 self.clients[command.slot] = command.client
+            if isinstance(command, ev.Fail) and isinstance(command.error, InvariantBroken):
+                raise command.error
         self.history += commands
         return [command for command in commands if not isinstance(command, ev.Say)]
 
@@ -75,9 +78,6 @@ class GroupHarness:
 
     def warned(self) -> list[str]:
         return [say.text for say in only(ev.Say, self.history) if say.warn]
-
-    def phase(self) -> Phase:
-        return self.machine.phase
 
     def gathered(self) -> bool:
         return self.machine.gathered
@@ -119,22 +119,42 @@ class GroupHarness:
 
     # --- what Spark says --------------------------------------------------------------------------------------------
 
-    def born(self, known: Mapping[str, int] | None = None, *, topics: tuple[str, ...] = ()) -> Commands:
+    def born(self, known: Mapping[str, int] | None = None) -> Commands:
         known = known or {"orders": 4}
-        return self.feed(ev.Born(stream=STREAM, known=known, topics=topics or tuple(known)))
+        first = ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM)
+        return self.feed(first, ev.TopicsListed(topics=known))
+
+    def goes_on(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
+        """The run begins after this durable batch of a former one."""
+        listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
+        return self.feed(ev.Asked(start=offset, name=STREAM), listed)
+
+    def replay(self, offset: StreamOffset) -> Commands:
+        """The run begins with this batch of a former one, which is read again."""
+        return self.feed(ev.Reading(offset=offset), ev.TopicsListed(topics={"orders": 4}))
+
+    def close(self, *, leave: bool) -> Commands:
+        """Spark ends the run, and its members close."""
+        return self.feed(ev.Stopping(), ev.Closing(leave=leave))
 
     def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Commands:
         """Plan a batch that reads these; what else is held stands still."""
         still = {tp: (at, at) for tp, at in self.machine.plannable().items()}
-        return self.feed(ev.Planned(offset=self.offset(still | dict(ranges), self.machine.seq + 1)))
+        return self.planned(self.offset(still | dict(ranges), self.machine.seq + 1))
+
+    def planned(self, offset: StreamOffset) -> Commands:
+        """This batch was planned: the call of Spark has come that far."""
+        self.machine.state = RunState.LOOKING
+        return self.feed(ev.Planned(offset=offset))
 
     def durable(self, ranges: Mapping[TopicPartition, tuple[int, int]] | None = None) -> Commands:
         """The batch in flight is durable (or, as the first event, the batch with these ranges is)."""
-        seq = self.machine.seq + 1 if ranges is None else 7
-        return self.feed(ev.Durable(offset=self.offset(ranges or {}, seq), topics=("orders",)))
+        if ranges is not None:
+            return self.goes_on(self.offset(ranges, 7))
+        return self.feed(ev.Durable(offset=self.offset({}, self.machine.seq + 1)))
 
     def offset(self, ranges: Mapping[TopicPartition, tuple[int, int]], seq: int) -> StreamOffset:
-        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.machine.known(), ranges=ranges)
+        return StreamOffset(group=GROUP, stream=STREAM, seq=seq, known=self.machine.lookups.known, ranges=ranges)
 
     # --- what Kafka answers -----------------------------------------------------------------------------------------
 
@@ -175,5 +195,5 @@ class GroupHarness:
         client_id = names.client_id(STREAM, slot)
         return ev.Join(slot=slot, client=client, topics=topics, client_id=client_id, instance_id=instance_id)
 
-    def _of(self, slot: int) -> dict[str, int]:
+    def _of(self, slot: int) -> dict[str, Any]:
         return {"slot": slot, "client": self.clients.get(slot, 0)}

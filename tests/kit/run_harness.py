@@ -1,7 +1,7 @@
 """A run of a query with short words around it: a test makes Spark's calls and says what Kafka has.
 
 Runs in: tests. Deliberately absent: threads; the machine alone (``harness``). Each event is followed by
-:meth:`GroupMachine.check`, so every test also tests the invariants.
+:meth:`Machine.check`, so every test also tests the invariants.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,8 +12,8 @@ from kit.harness import GROUP, STREAM, Commands, only, rules_with, tps
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
+from spark_group_source.group.machine import Machine
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.run import Run
 from spark_group_source.group.states import RunState
 from spark_group_source.model import StartAt, TopicPartition
 
@@ -43,7 +43,7 @@ class RunHarness:
 
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
         self.clock = ManualClock(1_000)
-        self.run = Run(rules_with(slots=slots, **rules))
+        self.run = Machine(rules_with(slots=slots, **rules))
         self.down_until_ms = 0  # no broker answers
         self.topics = dict(topics or {"orders": 2})
         self.ids = {topic: f"id-{topic}" for topic in self.topics}
@@ -54,7 +54,6 @@ class RunHarness:
         self.gives: dict[int, tuple[TopicPartition, ...]] = dict.fromkeys(range(slots), ()) | {0: tuple(partitions)}
         self.left: set[int] = set()  # places of a former run
         self.group_state = "stable"
-        self.sibling: int | None = None
         self.look_ms = 0
         self.silent: set[type] = set()
         self.clients: dict[int, int] = {}
@@ -137,7 +136,7 @@ class RunHarness:
             now = self.run.handle(event, now_ms=self.clock())
             self._carry_out(now)
             commands += now
-            self.run.machine.check()
+            self.run.check()
         return commands
 
     def aim(self, ends: Mapping[TopicPartition, int]) -> None:
@@ -212,8 +211,6 @@ class RunHarness:
                 joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
                 given = {names.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
                 return ev.GroupSeen(state=self.group_state, given=given)
-            case ev.LookForSiblings():
-                return ev.SiblingsSeen(waiting=self.sibling)
             case ev.End():
                 return ev.Closing(leave=step.leave)
             case _:

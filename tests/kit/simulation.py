@@ -124,8 +124,8 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
         runs=len(runs),
         longest_call_ms=max((run.longest_call_ms for run in runs), default=0),
         steps=world.steps,
-        moves=sum(run.machine.lending.moves for run in watched),
-        recalls=sum(run.machine.lending.recalls for run in watched),
+        moves=sum(run.counts.moves for run in watched),
+        recalls=sum(run.counts.recalls for run in watched),
     )
 
 

@@ -19,8 +19,7 @@ from kit.invariants import Invariants
 from kit.runtime import SimulatedRuntime
 from kit.watched import WatchedRun
 from kit.world import Process, Thread, World
-from spark_group_source.driver.coordinator import Coordinator
-from spark_group_source.driver.rules import rules_of
+from spark_group_source.driver.coordinator import Coordinator, rules_of
 from spark_group_source.errors import DataLoss, SourceError
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.statistics import Statistics
@@ -36,8 +35,6 @@ UNREACHED_MS = 250
 """How often a task looks whether the brokers can be reached again."""
 ON_ITS_WAY_MS_MAX = 5_000
 """How long after its sender's end a request may reach a broker (``Misfortune.late_ms_max``)."""
-COMMIT_SAID_LATE = 0.2
-"""How often Spark's commit() comes so late that the next batch was planned meanwhile."""
 
 SHRINK_MS = 20_000
 """How long agents must have stayed away before their slots leave."""
@@ -114,9 +111,6 @@ class Publisher(runs.Publisher):
     @property
     def drain_asked(self) -> bool:
         return self.drain
-
-    def waiting_sibling(self) -> int | None:
-        return None
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
         del statistics
@@ -294,8 +288,6 @@ class SparkRun:
         self._only_what_is_stable(end)
         log.offsets[number] = end.to_json()
         self._truth.planned(self.reader, end)
-        if not start.is_initial:
-            self._call("commit()", lambda: coordinator.commit(start))
         return number
 
     def _only_what_is_stable(self, planned: StreamOffset) -> None:

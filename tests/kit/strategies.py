@@ -44,5 +44,4 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         lost=draw(st.dictionaries(partitions, offsets, max_size=2)),
         epoch=draw(st.integers(0, 5)),
         owed=draw(st.dictionaries(partitions, offsets, max_size=3)),
-        turn=draw(st.none() | partitions),
     )

@@ -1,7 +1,7 @@
 """The shipped run of the protocol, looked at after each event: its own rules, and what it decides.
 
-Runs in: tests. Deliberately absent: any decision. It takes the place of ``Run`` in the shipped coordinator and hands
-everything through.
+Runs in: tests. Deliberately absent: any decision. It takes the place of ``Machine`` in the shipped coordinator and
+hands everything through.
 """
 
 from kit.books import Reader
@@ -9,16 +9,15 @@ from kit.invariants import Invariants, Violation
 from kit.world import Process
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
+from spark_group_source.group.machine import Machine
+from spark_group_source.group.outbox import brief
 from spark_group_source.group.rules import Rules
-from spark_group_source.group.run import Run
-from spark_group_source.group.states import Phase
-from spark_group_source.group.story import brief
 
 NO_THREAD = "can't start new thread"
 """What Python says where the machine has no more of them: nobody broke a rule."""
 
 
-class WatchedRun(Run):
+class WatchedRun(Machine):
     """A run that breaks the history when it breaks a rule.
 
     Args:
@@ -29,39 +28,39 @@ class WatchedRun(Run):
     def __init__(self, rules: Rules, process: Process, reader: Reader, truth: Invariants) -> None:
         super().__init__(rules)
         self._process, self._reader, self._truth = process, reader, truth
-        self._planned = -1
+        self._planned_seq = -1
 
     @property
     def maybe_twice(self) -> int:
-        return self.machine._counters.maybe_twice
+        return self.counts.maybe_twice
 
     @property
     def holds(self) -> int:
-        return self.machine._counters.holds
+        return self.counts.holds
 
     @property
     def overruns(self) -> int:
-        return self.machine._counters.overruns
+        return self.counts.overruns
 
     def longest_hold_ms(self, now_ms: int) -> int:
         """How long a revocation is held by now."""
-        return max((now_ms - slot.hold_since_ms for slot in self.machine._slots._holds()), default=0)
+        return max((now_ms - slot.hold_since_ms for slot in self.slots._holds()), default=0)
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
         self._reader.closing |= isinstance(event, ev.Closing)
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
-        lending = self.machine.lending
-        before, overruns = (self.machine.held(), self.overruns) if tick or lending.any else (set(), 0)
-        recalls = lending.recalls
+        lending = self.lending
+        before, overruns = (set(self.positions.ours), self.overruns) if tick or lending.any else (set(), 0)
+        recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
-        if lending.recalls > recalls:
-            self._truth.host_lost(self._reader, sorted(before - self.machine.held()))
+        if self.counts.recalls > recalls:
+            self._truth.host_lost(self._reader, sorted(before - self.positions.ours.keys()))
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_told(event, commands)}")
         if tick and self.overruns > overruns:
-            for tp in sorted(before - self.machine.held()):
+            for tp in sorted(before - self.positions.ours.keys()):
                 self._truth.overran(tp, self._reader)
         self._inspect(commands)
         return commands
@@ -70,27 +69,27 @@ class WatchedRun(Run):
         step, commands = super().proceed(now_ms=now_ms)
         if not isinstance(step, ev.Wait):
             self._process.world.note(lambda: f"{self._process.name} {_told(step, commands)}")
-        plan = self.machine.plan
-        if plan is not None and plan.seq != self._planned and isinstance(step, ev.Answer):
-            self._planned = plan.seq
+        plan = self.plan
+        if plan is not None and plan.seq != self._planned_seq and isinstance(step, ev.Answer):
+            self._planned_seq = plan.seq
             self._truth.intends(self._reader, plan.ranges)
         self._inspect(commands)
         return step, commands
 
     def _inspect(self, commands: list[ev.Command]) -> None:
-        if self.machine.stream and self._reader.known is not self.machine.known():
-            self._reader.party, self._reader.known = self.machine.stream, self.machine.known()
-        self._reader.closing |= self.machine.phase is Phase.CLOSED  # nothing is counted any more
+        if self.stream and self._reader.known is not self.lookups.known:
+            self._reader.party, self._reader.known = self.stream, self.lookups.known
+        self._reader.closing |= self.closed  # nothing is counted any more
         try:
-            self.machine.check()
+            self.check()
         except InvariantBroken as exc:
             self._break(str(exc))
         for command in commands:
             broken = isinstance(command, ev.Fail) and isinstance(command.error, InvariantBroken)
             if isinstance(command, ev.Fail) and broken and NO_THREAD not in str(command.error):
                 self._break(str(command.error))
-            if isinstance(command, ev.Echo) and self.machine.phase is not Phase.CLOSED:
-                for tp in command.offsets.keys() - self.machine.held():
+            if isinstance(command, ev.Echo) and not self.closed:
+                for tp in command.offsets.keys() - self.positions.ours.keys():
                     self._break(f"commits {tp}, which it was told is another member's")
 
     def _break(self, rule: str) -> None:

@@ -49,7 +49,6 @@ RUN = Statistics(
     commits_failed=1,
     echo_last_ms=12,
     echo_max_ms=130,
-    offsets_expiring=1,
     offsets_renewed=5,
     offsets_restored=6,
 )
@@ -111,7 +110,6 @@ def test_a_run_tells_its_statistics_in_base_units() -> None:
         "echo_max_seconds": 0.13,
         "uncommitted_partitions": 2,
         "ledger_gap_offsets": 120,
-        "expiring_offsets": 1,
         "offsets_renewed_total": 5,
         "offsets_restored_total": 6,
     }

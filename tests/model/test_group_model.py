@@ -16,14 +16,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from kit.harness import HOLD_BUDGET_MS, STREAM, rules_with
+from kit.harness import GROUP, HOLD_BUDGET_MS, STREAM, rules_with
 
 from model.group_rules import ALL, KNOWN, START, Model
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.group import events as ev
-from spark_group_source.group.machine import GroupMachine
+from spark_group_source.group.machine import Machine
+from spark_group_source.group.names import client_id
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.plan import Planner
+from spark_group_source.group.states import RunState
 from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.options.starting import StartingPosition
 
@@ -44,11 +46,12 @@ class GroupRun:
         self.last: StreamOffset | None = None
         self.logged: StreamOffset | None = None
         self.begin()
-        self.send(ev.Born(stream=STREAM, known=KNOWN, topics=("orders",)))
+        self.send(ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM))
+        self.send(ev.TopicsListed(topics=KNOWN))
         self.divide(owned)
 
     def begin(self, slots: int = SLOTS) -> None:
-        self.machine = GroupMachine(replace(RULES, slots=slots))
+        self.machine = Machine(replace(RULES, slots=slots, auto_slots=True))
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
         self.echoes: list[tuple[ev.Echo, Counter[TopicPartition]]] = []
@@ -60,7 +63,7 @@ class GroupRun:
         self.revoked_at: dict[int, int] = {}
         self.model = Model(kafka=self.model.kafka)
 
-    def send(self, event: ev.MachineEvent) -> None:
+    def send(self, event: ev.Event) -> None:
         """Hand an event over, after the model was changed by it, and compare what is ordered."""
         released = []
         for command in self.machine.handle(event, now_ms=self.now_ms):
@@ -109,7 +112,7 @@ class GroupRun:
     def on_its_way(self) -> set[TopicPartition]:
         return {tp for echo, _ in self.echoes for tp in echo.offsets}
 
-    def of(self, slot: int) -> dict[str, int]:
+    def of(self, slot: int) -> dict[str, Any]:
         return {"slot": slot, "client": self.clients[slot]}
 
     def mine(self, slot: int, wanted: set[TopicPartition]) -> tuple[TopicPartition, ...]:
@@ -197,6 +200,7 @@ class GroupRun:
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
+        self.machine.state = RunState.LOOKING  # the call of Spark has come that far
         self.send(ev.Planned(offset=offset))
         if done:
             self.finish(False)
@@ -230,10 +234,13 @@ class GroupRun:
         model.start = {tp: start for tp, (_, start) in offset.since.items()}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
-            self.send(ev.Durable(offset=offset, topics=("orders",), places=SLOTS))
+            self.send(ev.Asked(start=offset, name=STREAM))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
-            self.send(ev.Replay(offset=offset, topics=("orders",), places=SLOTS))
+            self.send(ev.Reading(offset=offset))
+        self.send(ev.TopicsListed(topics=KNOWN))
+        places = {client_id(STREAM, slot): frozenset[TopicPartition]() for slot in range(SLOTS)}
+        self.send(ev.GroupSeen(state="stable", given=places))
         self.divide(owned)
 
     # --- what Kafka answers -----------------------------------------------------------------------------------------
@@ -330,7 +337,7 @@ class GroupRun:
     def agrees(self) -> None:
         self.machine.check()
         positions = self.machine.positions
-        assert self.machine.held() == set(self.model.held)
+        assert self.machine.positions.ours.keys() == set(self.model.held)
         assert self.machine.plannable() == self.model.plannable()
         assert positions.resolved == (self.model.held.keys() == self.model.position.keys())
         assert positions.owed() == self.model.owed()

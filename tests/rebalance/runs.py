@@ -24,6 +24,7 @@ from kafka_words import await_until
 from streams import Engine
 
 from rebalance.child import Child
+from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.host import runs as progress
 from spark_group_source.model import TopicPartition
@@ -157,7 +158,7 @@ class Run:
     @property
     def partitions(self) -> set[TopicPartition]:
         """What its members have."""
-        return set(self.engine.coordinator._run.machine.held())
+        return set(self.engine.coordinator._run.positions.ours.keys())
 
     def await_(self, holds: Any, what: str, deadline_s: float = STEP_S) -> None:
         def look() -> bool:
@@ -178,7 +179,7 @@ class Run:
         """Let one more trigger tell the source what is durable, as a query that is stopped in order between two
         batches does; then stop before the next batch."""
         self.rest()
-        self.engine.coordinator.commit(parse(self.engine.log[-1]))
+        self.engine.coordinator._handle(ev.Durable(offset=parse(self.engine.log[-1])))
 
     def check(self) -> None:
         if self.error is not None:

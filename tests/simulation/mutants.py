@@ -91,7 +91,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 P, M, S, E, L = "group/positions.py", "group/machine.py", "group/slots.py", "group/echo.py", "group/loss.py"
-LE, H = "group/lending.py", "group/hosts.py"
+LE = H = "group/lending.py"
 
 MUTANTS = [
     # --- positions
@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     Mutant(
         "reads-its-own-rows-again",
-        "group/partition.py",
+        P,
         "return end if start <= at < end else at",
         "return at",
         "a pending batch is applied to the answer as if that had come first",
@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "counts-nothing",
-        "group/partition.py",
+        P,
         "return end - min(self.position, base)",
         "return 0",
         "what may be read twice is counted",
@@ -174,8 +174,8 @@ MUTANTS = [
     ),
     Mutant(
         "undoes-a-commit-behind-its-batch",
-        "group/partition.py",
-        "put_back = committed.seq == partition.as_of - 1 and _before(committed.offset, partition.start)",
+        P,
+        "put_back = committed.seq == partition.as_of - 1 and start is not None and at < start",
         "put_back = False",
         "a commit of ours that lies before the batch in flight was moved there by somebody else, and counts",
     ),
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "releases-before-the-echo",
         M,
-        "return tp in self.positions.due() and (on_its_way or partition.position != partition.committed)",
+        "return tp in self.positions.due() and (self._on_its_way(tp) or partition.position != partition.committed)",
         "return False",
         "revocations wait until Kafka has the position",
     ),
@@ -240,8 +240,8 @@ MUTANTS = [
     Mutant(
         "loses-silently",
         S,
-        "self._counters.lost(len(gone), twice)",
-        "self._counters.lost(len(gone), 0)",
+        "self._counts.maybe_twice += twice",
+        "pass",
         "what is lost is counted",
     ),
     Mutant(
@@ -305,7 +305,7 @@ MUTANTS = [
     Mutant(
         "takes-back-what-it-commits",
         "kafka/committer.py",
-        "self._transaction = Transaction.COMMITTING",
+        'self._open = "commit_transaction"',
         "pass",
         "the transaction of the offsets is committed",
     ),
@@ -322,6 +322,20 @@ MUTANTS = [
         "            self._report(ev.MemberFailed(**self._me(), reason=str(exc)))",
         "            pass",
         "a member that broke is said to have",
+    ),
+    Mutant(
+        "joins-again-after-a-standstill",
+        "members/member.py",
+        '        return _PlaceInDoubt(f"the member {what}")',
+        "        return None",
+        "a member whose place may be another's does not join again by itself",
+    ),
+    Mutant(
+        "lets-the-clock-stand-still",
+        "driver/coordinator.py",
+        "                self._handle(ev.Tick())",
+        "                pass",
+        "deadlines are looked at whatever Spark's thread and the worker wait for",
     ),
     # --- the sink's decision
     Mutant(
@@ -389,8 +403,8 @@ MUTANTS = [
     Mutant(
         "counts-no-lost-host",
         S,
-        "            self._lost(slot, tuple(slot.held), why, seq=seq)\n            self._move(slot, ev.HostLost)",
-        "            self._drop(slot, tuple(slot.held), ev.Lost, seq=seq)\n            self._move(slot, ev.HostLost)",
+        "            self._lost(slot, tuple(slot.held), why)\n            self._move(slot, ev.HostLost)",
+        "            self._drop(slot, tuple(slot.held), ev.Lost)\n            self._move(slot, ev.HostLost)",
         "what a lost host's members had is counted",
         agents=True,
     ),

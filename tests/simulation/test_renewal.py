@@ -1,11 +1,9 @@
 """Histories in which offsets grow old within seconds: whatever happens, committing them again breaks no guarantee."""
 
 import pytest
-from kit import fake_admin
 from kit.simulation import run
 
-from spark_group_source.driver import worker
-from spark_group_source.group import renewal
+from spark_group_source.group import machine, positions
 
 OLD_AFTER_S = 3
 
@@ -21,19 +19,17 @@ OLD_AFTER_S = 3
 def test_G2_offsets_that_are_committed_again_and_again(
     seed: int, protocol: str, agents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "RETENTION_AFTER_S", 0.5)
-    monkeypatch.setattr(fake_admin, "RETENTION_MIN", 1)
-    monkeypatch.setattr(renewal, "RENEW", OLD_AFTER_S / 60)
-    monkeypatch.setattr(renewal, "LOOKS", 60)
+    monkeypatch.setattr(positions, "RENEW_MS", OLD_AFTER_S * 1000)
+    monkeypatch.setattr(machine, "RENEW_LOOK_MS", 1_000)
     renewed = 0
-    take = renewal.Renewal.tick
+    renew = positions.Positions.renew
 
-    def tick(self: renewal.Renewal) -> None:
+    def counted(self: positions.Positions, now_ms: int) -> int:
         nonlocal renewed
-        before = self._counters.offsets_renewed
-        take(self)
-        renewed += self._counters.offsets_renewed - before
+        count = renew(self, now_ms)
+        renewed += count
+        return count
 
-    monkeypatch.setattr(renewal.Renewal, "tick", tick)
+    monkeypatch.setattr(positions.Positions, "renew", counted)
     run(seed, protocol=protocol, agents=agents)
     assert renewed > 0

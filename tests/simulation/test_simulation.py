@@ -140,9 +140,9 @@ def test_a_seed_tells_the_same_story_every_time() -> None:
 
 
 def test_a_failure_prints_its_story_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_group_source.group.machine import GroupMachine
+    from spark_group_source.group.machine import Machine
 
-    monkeypatch.setattr(GroupMachine, "_must_wait", lambda *_: False)  # revocations go in the middle of a batch
+    monkeypatch.setattr(Machine, "_must_wait", lambda *_: False)  # revocations go in the middle of a batch
     text = ""
     for seed in range(50):
         try:

@@ -13,7 +13,7 @@ from streams import PROTOCOLS, Engine, numbered, texts, values_of
 
 from spark_group_source import DeltaSink
 from spark_group_source.driver import coordinator
-from spark_group_source.driver.rules import rules_of
+from spark_group_source.driver.coordinator import rules_of
 from spark_group_source.errors import RebalanceTimeout
 from spark_group_source.host import runs
 

@@ -85,7 +85,7 @@ def test_G2_a_slot_that_is_out_of_the_group_holds_no_other_ones_offsets_back_and
         await_until(lambda: scene.committed() == scene.end_offsets(name), what="the first offsets of both")
         monkeypatch.setattr(Member, "identity", property(lambda self: None if self.slot in out else real(self)))
         before = scene.committed()
-        behind = {tp for tp, p in engine.coordinator._run.machine.positions.ours.items() if p.slot in out}
+        behind = {tp for tp, p in engine.coordinator._run.positions.ours.items() if p.slot in out}
         assert len(behind) == 1
         scene.produce(name, numbered(4, 7, 2))
         engine.run()
