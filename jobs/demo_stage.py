@@ -4,26 +4,18 @@ Runs in: ``demo.py``. Deliberately absent: the order in which things happen (``d
 (``demo_screen``), what they prove (``demo_proof``).
 """
 
-import contextlib
-import json
 import os
-import re
 import signal
 import threading
 from pathlib import Path
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
-from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export these without saying so
-    AdminClient,
-    NewTopic,
-    OffsetSpec,
-)
 from demo_consumer import NAME as ORDINARY
 from demo_processes import SCHEMA, Child, Orders, start_consumer, start_job
 from demo_proof import DeltaLog, Evidence
 from demo_screen import Described, View, shown
 
-from spark_group_source import describe
+from spark_group_source import GroupError, describe
+from spark_group_source.local.background import create_topics
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.tools import kafka_consumer_groups
 from spark_group_source.local.tools import shown as kafkas_table
@@ -32,10 +24,8 @@ TOPIC, GROUP = "orders", "orders-to-delta"
 EXECUTORS = 2
 """Of the job, each with one of its members beside it."""
 
-ADMIN_S = 15
 BACKLOG_S = 30
 """The orders pause while more than this many seconds of them wait: a busy machine is not buried under them."""
-GENERATION = re.compile(r"generation (\d+), partitions by slot")
 
 
 class DemoFailed(Exception):
@@ -52,11 +42,7 @@ class Stage:
     def __init__(self, directory: Path, broker: Broker, *, partitions: int, rate: int, protocol: str) -> None:
         self.directory, self.protocol = directory, protocol
         self.servers = broker.bootstrap_servers
-        self.admin = AdminClient({"bootstrap.servers": self.servers, "log_level": 0})
-        self.admin.create_topics([NewTopic(TOPIC, partitions, 1)])[TOPIC].result(ADMIN_S)
-        # It asks for the group's offsets and joins nothing: the admin client's own call ends the process when the group
-        # has no coordinator yet (librdkafka up to 2.16).
-        self._asker = Consumer({"bootstrap.servers": self.servers, "group.id": GROUP, "log_level": 0})
+        create_topics(self.servers, {TOPIC: partitions})
         self._looking = threading.Lock()
         self.table = DeltaLog(directory / "table" / "orders")
         self.orders = Orders(self.servers, TOPIC, rate)
@@ -111,7 +97,6 @@ class Stage:
         for child in (self.job, self.consumer):
             if child is not None:
                 child.kill()
-        self._asker.close()
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
@@ -125,14 +110,6 @@ class Stage:
             return []
         lines = self._processed.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
         return [(int(p), int(offset), int(order)) for p, offset, order in map(str.split, lines)]
-
-    def ends(self) -> dict[int, int]:
-        asked = {TopicPartition(TOPIC, p): OffsetSpec.latest() for p in range(self.view.partitions)}
-        return {tp.partition: found.result(ADMIN_S).offset for tp, found in self.admin.list_offsets(asked).items()}
-
-    def committed(self) -> dict[int, int]:
-        asked = [TopicPartition(TOPIC, p) for p in range(self.view.partitions)]
-        return {tp.partition: tp.offset for tp in self._asker.committed(asked, timeout=ADMIN_S) if tp.offset >= 0}
 
     def described(self) -> list[Described]:
         """The group's members in the words of Kafka's own tool, and of ``spark-group describe``."""
@@ -150,18 +127,6 @@ class Stage:
             found.append(Described(name, *theirs.get(name, ("-", "-")), mine, at))
         return sorted(found)
 
-    def members(self) -> list[tuple[str, str, list[int]]]:
-        group = self.admin.describe_consumer_groups([GROUP])[GROUP].result(ADMIN_S)
-        found = []
-        for member in sorted(group.members, key=lambda m: m.client_id or ""):
-            mine = sorted(tp.partition for tp in member.assignment.topic_partitions)
-            slot = (member.client_id or "").rpartition("-")[2]
-            ordinary = member.client_id == ORDINARY
-            found.append(
-                ("ordinary", "ordinary consumer", mine) if ordinary else ("job", f"Spark job, slot {slot}", mine)
-            )
-        return found
-
     def look(self) -> None:
         """Bring the view up to date; safe from several threads."""
         with self._looking:
@@ -173,39 +138,37 @@ class Stage:
         self.table.refresh()
         view.table, view.commits = self.table.rows, self.table.commits
         view.ordinary = len(self.processed())
-        with contextlib.suppress(KafkaException):  # a broker under load: the next look will tell
-            committed = self.committed()
-            view.lag = sum(end - committed.get(p, 0) for p, end in self.ends().items())
-            view.members = self.members()
+        try:
+            group = describe(GROUP, self.servers)
+        except GroupError:  # not there yet, or a broker under load: the next look will tell
+            return
+        view.lag = sum((row.end or 0) - (row.committed or 0) for row in group.partitions)
+        view.owned = {"job": [], "ordinary": []}
+        for member in group.members:
+            kind = "ordinary" if member.client_id == ORDINARY else "job"
+            view.owned[kind] = sorted([*view.owned[kind], *(tp.partition for tp in member.partitions)])
         self.orders.hold = view.lag > self._lag_max
-        view.generation = self._generation()
-        view.executors = self._executors()
-
-    def _generation(self) -> int | None:
-        """The group's generation as the job's log tells it, at each rebalance; None before the first."""
-        if self.job is None:
-            return None
-        told = GENERATION.findall(self.job.log.read_text(encoding="utf-8", errors="replace"))
-        return int(told[-1]) if told else None
-
-    def _executors(self) -> list[int]:
-        """Beside which executors the job's members live, as ``spark-group describe`` tells; empty unless all do."""
-        for path in (self.directory / "tmp").glob("spark-group-source-*/*.json"):
-            with contextlib.suppress(OSError, ValueError):
-                run = json.loads(path.read_text(encoding="utf-8"))
-                if os.path.exists(f"/proc/{run['pid']}") and all(run["hosts"]) and all(run["assigned"]):
-                    return [int(host.rpartition("-")[2]) for host in run["hosts"]]
-        return []
+        run = group.runs[0] if group.runs else None
+        view.generation = run["generation"] if run is not None and run["generation"] >= 0 else None
+        # Empty unless each of the job's members lives beside an executor and reads something.
+        lent = run is not None and all(run["hosts"]) and all(run["assigned"])
+        view.executors = [int(host.rpartition("-")[2]) for host in run["hosts"]] if run is not None and lent else []
 
     def evidence(self, produced: int) -> Evidence:
+        """What the proof looks at: the table's files, Kafka's own tool, and what the ordinary consumer wrote down."""
         processed = self.processed()
         self.table.refresh()
+        rows = kafkas_table(kafka_consumer_groups(self.servers, "--describe", "--group", GROUP))
+        offsets = {
+            column: {int(row["PARTITION"]): int(row[column]) for row in rows if row[column].isdecimal()}
+            for column in ("LOG-END-OFFSET", "CURRENT-OFFSET")
+        }
         return Evidence(
             produced=produced,
             table=self.table.column("order_id"),
             ordinary=[order for _, _, order in processed],
-            ends=self.ends(),
-            committed=self.committed(),
+            ends=offsets["LOG-END-OFFSET"],
+            committed=offsets["CURRENT-OFFSET"],
             ledger=self.table.ledger(GROUP, TOPIC),
             ordinary_last={p: offset + 1 for p, offset, _ in processed},
         )

@@ -34,11 +34,11 @@ from kafka_words import (
     end_offsets_of,
     produce_to,
 )
+from kit.broker_cluster import BrokerCluster
 from rich.console import ConsoleDimensions
 from scenes import WIDTH, Scene
 
 from spark_group_source.cli import shared
-from spark_group_source.local.broker import Broker
 from spark_group_source.local.conf import local_spark_settings
 
 if TYPE_CHECKING:
@@ -196,27 +196,27 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def broker(jvm: None) -> Iterator[Broker]:
+def broker(jvm: None) -> Iterator[BrokerCluster]:
     """One Kafka node for all tests of this worker. A test that kills or pauses a node uses ``cluster``, or its own."""
-    with Broker(sasl={SASL_USER: SASL_PASSWORD}) as started:
+    with BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def cluster(jvm: None) -> Iterator[Broker]:
+def cluster(jvm: None) -> Iterator[BrokerCluster]:
     """Three Kafka nodes. A test may stop, kill and pause them, and leaves them as they were."""
-    with Broker(nodes=3) as started:
+    with BrokerCluster(nodes=3) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def admin(broker: Broker) -> AdminClient:
+def admin(broker: BrokerCluster) -> AdminClient:
     """Kafka's admin client. It lives as long as the run: one that is collected drops the answers still under way."""
     return AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 3})
 
 
 @pytest.fixture(scope="session")
-def producer(broker: Broker) -> Producer:
+def producer(broker: BrokerCluster) -> Producer:
     return Producer({"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 2, "acks": "all", "log_level": 3})
 
 

@@ -3,13 +3,14 @@
 import struct
 from pathlib import Path
 
-from spark_group_source.local.broker import Broker
+from kit.broker_cluster import BrokerCluster
+
 from spark_group_source.model import TopicPartition
 
 CLEAN = ".kafka_cleanshutdown"
 
 
-def cut_log(broker: Broker, data: Path, tp: TopicPartition, end: int, *, node: int = 1) -> None:
+def cut_log(broker: BrokerCluster, data: Path, tp: TopicPartition, end: int, *, node: int = 1) -> None:
     """Stop a node, take the batches of a partition from ``end`` on out of its file, and start it again."""
     broker.stop_node(node)
     (log,) = data.rglob(f"{tp}/*.log")

@@ -13,12 +13,12 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
 from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
+from kit.broker_cluster import BrokerCluster
 from streams import Job, options_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
 from spark_group_source.cli.app import app
-from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,8 +52,8 @@ class Scene:
     # --- Kafka -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def broker(self) -> Broker:
-        broker: Broker = self._request.getfixturevalue("broker")
+    def broker(self) -> BrokerCluster:
+        broker: BrokerCluster = self._request.getfixturevalue("broker")
         return broker
 
     @property

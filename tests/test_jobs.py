@@ -13,8 +13,7 @@ import typer
 from delta_files import living_rows
 from typer.testing import CliRunner
 
-from spark_group_source.cli import job
-from spark_group_source.cli import run as cli_run
+from spark_group_source.cli import run as job
 from spark_group_source.cli.app import app
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import delta_jars
@@ -145,7 +144,7 @@ def test_a_wrong_trigger_is_refused_before_spark_starts(arguments: Any, trigger:
     ],
 )
 def test_triggers(trigger: str, timing: dict[str, Any]) -> None:
-    assert cli_run._timing(trigger) == timing
+    assert job._timing(trigger) == timing
 
 
 @pytest.mark.parametrize("name", ["kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config"])
@@ -169,18 +168,22 @@ def test_option_files_take_secrets_from_the_environment(tmp_path: Path, monkeypa
     monkeypatch.setenv("KAFKA_SECRET", "a=b c")
     path = tmp_path / "options"
     path.write_text("# comment\n\nkafka.sasl.password = ${KAFKA_SECRET}\nkafka.x=1\n")
-    assert cli_run._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
+    assert job._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("kafka.x=${NOT_SET_ANYWHERE}", "no variable NOT_SET_ANYWHERE"), ("hunter2", "write key=value")]
+    ("text", "said"),
+    [
+        ("kafka.x=${NOT_SET_ANYWHERE}", "kafka.x needs the variable NOT_SET_ANYWHERE"),
+        ("hunter2", "line 2: write key=value"),
+    ],
 )
 def test_a_broken_option_file_is_named_with_its_line_and_not_shown(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "options"
     path.write_text(f"# first line\n{text}\n")
     with pytest.raises(typer.BadParameter) as met:
-        cli_run._from_files([path])
-    assert said in str(met.value) and "line 2" in str(met.value) and "hunter2" not in str(met.value)
+        job._from_files([path])
+    assert said in str(met.value) and str(path) in str(met.value) and "hunter2" not in str(met.value)
 
 
 # --- schema ----------------------------------------------------------------------------------------------------------

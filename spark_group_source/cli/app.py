@@ -10,15 +10,12 @@ command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong
 
 import json
 import logging
-import signal
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from typer.core import TyperGroup
 
 from spark_group_source import __version__, fits
@@ -30,7 +27,7 @@ from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.move import reset
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.run import run
-from spark_group_source.cli.shared import JsonOption, console
+from spark_group_source.cli.shared import JsonOption, console, stop_on_signals, table_of
 from spark_group_source.cli.watch import watch
 from spark_group_source.errors import SourceError
 
@@ -109,8 +106,7 @@ def main(
     """Kafka consumer groups in PySpark."""
 
 
-NodesOption = Annotated[int, typer.Option(help="1 or 3.")]
-PortOption = Annotated[int, typer.Option(min=1, max=65_533, help="Of the first node; the next ones follow it.")]
+PortOption = Annotated[int, typer.Option(min=1, max=65_535, help="The port for clients.")]
 DataOption = Annotated[
     Path | None, typer.Option(file_okay=False, help="Keep the data here; by default it goes when the broker stops.")
 ]
@@ -121,7 +117,6 @@ TopicOption = Annotated[
 
 @broker_app.command("start")
 def broker_start(
-    nodes: NodesOption = 1,
     port: PortOption = 9092,
     data_dir: DataOption = None,
     topic: TopicOption = None,
@@ -132,7 +127,7 @@ def broker_start(
 
     topics = local_broker.parse_topics(topic or [])
     with console.status("starting Kafka ..."):
-        state = local_broker.start(nodes=nodes, port=port, data_dir=data_dir)
+        state = local_broker.start(port=port, data_dir=data_dir)
         local_broker.create_topics(state.bootstrap_servers, topics)
     typer.echo(json.dumps(asdict(state), indent=2) if as_json else state.bootstrap_servers)
 
@@ -163,15 +158,12 @@ def broker_status(as_json: JsonOption = False) -> None:
         raise typer.Exit(3)
     if as_json:
         return
-    table = Table("bootstrap servers", "pid", "nodes (pid)", "logs")
-    nodes = ", ".join(f"{node} ({pid})" for node, pid in state.nodes.items())
-    table.add_row(state.bootstrap_servers, str(state.pid), nodes, state.log_dir)
-    console.print(table)
+    row = (state.bootstrap_servers, str(state.pid), str(state.node), state.log_dir)
+    console.print(table_of("bootstrap servers", "pid", "Kafka's pid", "logs", rows=[row]))
 
 
 @broker_app.command("run")
 def broker_run(
-    nodes: NodesOption = 1,
     port: PortOption = 9092,
     data_dir: DataOption = None,
     topic: TopicOption = None,
@@ -185,10 +177,9 @@ def broker_run(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s [%(threadName)s] %(name)s: %(message)s"
     )
     topics = local_broker.parse_topics(topic or [])
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with Broker(nodes, ports=local_broker.ports_from(port, nodes), data_dir=data_dir) as broker:
+    stop = stop_on_signals()
+    local_broker.check_free(port)
+    with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)
         if record:
             local_broker.record(broker)
@@ -197,7 +188,7 @@ def broker_run(
         while not stop.wait(WATCH_S) and broker.pids:
             pass
         if not stop.is_set():
-            raise SourceError(f"every node ended by itself; see {broker.log_dir}")
+            raise SourceError(f"the broker ended by itself; see {broker.log_dir}")
 
 
 @app.command(hidden=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import report, shared
 from spark_group_source.cli.shared import CheckpointOption, ConfigOption, GroupOption, JsonOption, console
 from spark_group_source.errors import GroupError
 from spark_group_source.host import runs
@@ -34,8 +34,6 @@ def drain(
     DeltaSink and has written a batch.
     """
     if checkpoint is None and bootstrap_servers is not None and not runs.read(group):
-        from spark_group_source.cli import report
-
         found = report.describe(shared.admin_of(bootstrap_servers, group, command_config), group, offsets=False)
         where = ", ".join(sorted({m.host.lstrip("/") for m in found.members}))
         raise GroupError(
@@ -51,9 +49,8 @@ def drain(
         else:
             from spark_group_source.delta import board
 
-            with shared.notices(checkpoint) as place:
-                board.drain(place, checkpoint, group=group, timeout_s=timeout_s)
-            count = 1
+            with shared.checkpoint_files(checkpoint) as (files, root):
+                count = board.drain(board.Notices(files, root), group, timeout_s=timeout_s)
     if as_json:
         typer.echo(json.dumps({"group": group, "drained": count}))
     else:

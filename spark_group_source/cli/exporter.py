@@ -4,14 +4,12 @@ Runs in: a process of its own, until Ctrl-C or SIGTERM. Deliberately absent: the
 """
 
 import logging
-import signal
 import sys
-import threading
 from typing import Annotated
 
 import typer
 
-from spark_group_source.cli.shared import ConfigOption, ServersOption, options_of
+from spark_group_source.cli.shared import ConfigOption, ServersOption, options_of, stop_on_signals
 from spark_group_source.errors import OptionError
 
 INTERVAL_S = 15.0
@@ -42,9 +40,7 @@ def exporter(
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     options = options_of(bootstrap_servers, "-", command_config)
     check_settings(options)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))
     sweeps = Sweeps(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)
     serving = Exporter(sweeps, interval_s=interval, host=host, port=port)

@@ -5,28 +5,25 @@ Runs in: a terminal. Deliberately absent: what is found out (``report``); here i
 
 import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from spark_group_source.cli import shared
+from spark_group_source.cli import report, shared
+from spark_group_source.cli.report import GroupReport
 from spark_group_source.cli.shared import (
     CheckpointOption,
     ConfigOption,
     JsonOption,
     ServersOption,
     TableOption,
+    cells,
     console,
+    table_of,
 )
 from spark_group_source.errors import OptionError
 from spark_group_source.group.statistics import Statistics
-
-if TYPE_CHECKING:
-    from spark_group_source.cli.report import GroupReport
-
-T = TypeVar("T")
 
 STATES = (
     "stable",
@@ -58,10 +55,7 @@ def list_groups(
         fields = ({"group": one.group, "state": one.state, "protocol": one.protocol} for one in found)
         typer.echo(json.dumps(list(fields), indent=2))
     elif state:
-        table = _unshortened(Table("group", "state", "protocol"))
-        for one in found:
-            table.add_row(one.group, one.state, one.protocol)
-        console.print(table)
+        console.print(table_of("group", "state", "protocol", rows=[(g.group, g.state, g.protocol) for g in found]))
     else:
         for one in found:
             typer.echo(one.group)
@@ -84,8 +78,6 @@ def describe(
 
     JSON has all of it, for one --group as one object, else as a list.
     """
-    from spark_group_source.cli import report
-
     if all_groups == bool(group):
         raise OptionError("say which groups: --group, once or several times, or --all-groups")
     if checkpoint is not None and len(group or []) != 1:
@@ -102,8 +94,8 @@ def describe(
     if checkpoint is not None:
         from spark_group_source.delta import board
 
-        with shared.notices(checkpoint) as place:
-            elsewhere = [board.last(place, checkpoint, names[0])]
+        with shared.checkpoint_files(checkpoint) as (files, root):
+            elsewhere = [board.last(board.Notices(files, root), names[0])]
     everything = not (offsets or members or state)
     asked = offsets or everything or as_json
     found = []
@@ -120,11 +112,17 @@ def describe(
         return
     if state or (everything and verbose):
         _show_states(found)
-    if members or (everything and verbose):
-        _show_members(found, verbose=verbose)
-    if offsets or everything:
-        for one in found:
-            _show(one, with_ledger=table is not None, with_runs=everything)
+    for one in found:
+        if not state:
+            console.print(report.heading(one), highlight=False)
+        if members or (everything and verbose):
+            console.print(report.members_table(one, assignment=verbose))
+        if offsets or everything:
+            console.print(report.partitions_table(one))
+            for line in report.expiry_text(one):
+                console.print(line)
+        if everything:
+            _show_runs(one)
 
 
 def _states(text: str) -> set[str]:
@@ -140,53 +138,14 @@ def _states(text: str) -> set[str]:
     return {known[word] for word in wanted}
 
 
-def _show_states(found: "Sequence[GroupReport]") -> None:
-    table = _unshortened(Table("group", "coordinator", "protocol", "assignor", "state", "members"))
-    for one in found:
-        words = (one.coordinator, one.protocol, one.assignor, one.state)
-        table.add_row(one.group, *(word or "-" for word in words), str(len(one.members)))
-    console.print(table)
+def _show_states(found: list[GroupReport]) -> None:
+    rows = [(g.group, g.coordinator, g.protocol, g.assignor, g.state, len(g.members)) for g in found]
+    console.print(table_of("group", "coordinator", "protocol", "assignor", "state", "members", rows=rows))
 
 
-def _show_members(found: "Sequence[GroupReport]", *, verbose: bool) -> None:
-    table = _unshortened(Table("group", "member", "host", "client", "partitions", *(["assignment"] if verbose else [])))
-    for one in found:
-        for m in sorted(one.members, key=lambda m: (m.instance_id, m.member_id)):
-            assigned = ", ".join(str(tp) for tp in sorted(m.partitions)) or "-"
-            words = (one.group, m.instance_id or m.member_id, m.host, m.client_id, str(len(m.partitions)))
-            table.add_row(*words, *([assigned] if verbose else []))
-    console.print(table)
-
-
-def _show(described: "GroupReport", *, with_ledger: bool, with_runs: bool) -> None:
-    from spark_group_source.cli.report import expiry_text
-
-    console.print(
-        f"group [bold]{described.group}[/bold]: {described.state or 'unknown'}, {described.protocol or 'no'} protocol"
-        f"{', ' + described.assignor if described.assignor else ''}, {len(described.members)} members, "
-        f"lag {described.lag}"
-    )
-    columns = [
-        "topic",
-        "partition",
-        "committed",
-        "end",
-        "lag",
-        *(["ledger"] if with_ledger else []),
-        "member",
-        "stream",
-    ]
-    table = _unshortened(Table(*columns))
-    for row in described.partitions:
-        numbers = [row.committed, row.end, row.lag, *([row.ledger] if with_ledger else [])]
-        shown = ["-" if number is None else str(number) for number in numbers]
-        table.add_row(row.topic, str(row.partition), *shown, row.member or "-", row.stream or "-")
-    console.print(table)
-    for line in expiry_text(described):
-        console.print(line)
-    if not with_runs:
-        return
-    idle = [m.instance_id or m.member_id for m in described.members if not m.partitions]
+def _show_runs(described: GroupReport) -> None:
+    """Members that read nothing, and what the queries of this host, or of a checkpoint, did."""
+    idle = [report.name_of(m) for m in described.members if not m.partitions]
     if idle:
         console.print(f"members without partitions: {', '.join(idle)}")
     for run in described.runs:
@@ -208,27 +167,12 @@ def _show(described: "GroupReport", *, with_ledger: bool, with_runs: bool) -> No
 def _slots(run: Statistics, now_s: float) -> Table:
     """Where each slot of a query lives, and what is read there. Tasks tell only where agents may be."""
     columns = ("slot", "state", "partitions", "lives at", "for", "read ahead", "rows from memory", "rows from brokers")
-    table = _unshortened(Table(*columns, "called back"))
+    table = table_of(*columns, "called back")
     for slot, (state, partitions) in enumerate(zip(run.slots, run.assigned, strict=True)):
-        host, since_ms = _at(run.hosts, slot, ""), _at(run.lent_since_ms, slot, 0)
-        rows = _at(run.rows_from_memory, slot, 0), _at(run.rows_from_brokers, slot, 0)
-        held = f"{_at(run.buffered_rows, slot, 0)} rows, {_at(run.buffered_bytes, slot, 0) / 1024:.0f} KiB"
-        table.add_row(
-            *(str(slot), state, str(partitions), host or "the stream reader"),
-            *((f"{now_s - since_ms / 1000:.0f} s", held) if host else ("-", "-")),
-            *(map(str, rows) if any(rows) else ("-", "-")),
-            str(_at(run.recalled, slot, 0)),
-        )
-    return table
-
-
-def _at(values: Sequence[T], slot: int, otherwise: T) -> T:
-    """A run of an earlier release says less."""
-    return values[slot] if slot < len(values) else otherwise
-
-
-def _unshortened(table: Table) -> Table:
-    """A name that is cut short names nothing."""
-    for column in table.columns:
-        column.overflow = "fold"
+        host, lent_s = run.hosts[slot], now_s - run.lent_since_ms[slot] / 1000
+        rows = run.rows_from_memory[slot], run.rows_from_brokers[slot]
+        held = f"{run.buffered_rows[slot]:,} rows, {run.buffered_bytes[slot] / 1024:,.0f} KiB"
+        at = (host, f"{lent_s:.0f} s", held) if host else ("the stream reader", None, None)
+        read = rows if any(rows) else (None, None)
+        table.add_row(*cells((slot, state, partitions, *at, *read, run.recalled[slot])))
     return table

@@ -1,27 +1,49 @@
 """``spark-group migrate``: a job changes over from Spark's own Kafka connector, or back to it.
 
-Runs in: a terminal. Deliberately absent: reading the connector's checkpoint (``connector``), and what a commit for a
-group consists of (``reset``).
+Runs in: a terminal. Deliberately absent: the files of a checkpoint (``delta.checkpoint``), and what a group commits
+(``reset``).
+
+The connector's offset is JSON, ``{"orders":{"0":23,"1":5}}``: where the batch ends, of every partition that the source
+knows (``JsonUtils`` and ``KafkaSourceOffset`` of Spark). A new batch begins where the last one ended, so the end of the
+last finished batch is where whoever takes over begins.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from spark_group_source.cli import shared
-from spark_group_source.cli.move import TopicsOption, move_as_dict, scope_of, show_move
-from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption
-from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.cli import reset, shared
+from spark_group_source.cli.move import TopicsOption, scope_of
+from spark_group_source.cli.report import DEAD, not_there
+from spark_group_source.cli.reset import Scope, in_scope
+from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
+from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
+from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
-    from spark_group_source.cli.connector import Progress
-    from spark_group_source.cli.reset import Scope
-    from spark_group_source.kafka import GroupAdmin
+    from spark_group_source.delta.checkpoint import Files
+
+NO_OFFSET = "-"
+"""Stands for a source that has none so far."""
+
+
+class Progress(NamedTuple):
+    """Where a query of Spark's own Kafka connector stands."""
+
+    batch: int
+    """The last finished one."""
+    offsets: dict[TopicPartition, int]
+    source: dict[TopicPartition, str]
+    """The source of the query that a partition is of."""
+    others: int = 0
+    """Sources of other kinds in the query."""
+    stateful: bool = False
+    """The checkpoint also holds what the query remembers: aggregations, deduplication, joins of streams."""
 
 
 def migrate(
@@ -68,26 +90,22 @@ def migrate(
         else:
             _write(out, f"{text}\n")
         return
-    progress = _progress(from_checkpoint.rstrip("/"), source or [])
-    targets = targets_of(admin, progress, scope)
-    now, number = admin.committed(group), None
-    if execute:
-        from spark_group_source.cli import reset
-
-        number = reset.move(admin, group, targets, spark=None, table=None)
+    with shared.checkpoint_files(from_checkpoint) as (files, root):
+        found = progress(files, root, source or [])
+    done = reset.reset(admin, group, targets_of(admin, found, scope), execute=execute)
     if as_json:
-        typer.echo(json.dumps(move_as_dict(group, now, targets, number) | {"batch": progress.batch}, indent=2))
+        typer.echo(json.dumps(done.as_dict() | {"batch": found.batch}, indent=2))
         return
-    show_move(now, targets)
-    typer.echo(f"the query's last finished batch is {progress.batch}")
-    if progress.stateful:
+    console.print(done)
+    typer.echo(f"the query's last finished batch is {found.batch}")
+    if found.stateful:
         typer.echo(
             "the query keeps state in its checkpoint, which does not move along: the new query begins without it"
         )
-    if progress.others:
-        typer.echo(f"{progress.others} sources of other kinds are in the query too; they stay where they are")
+    if found.others:
+        typer.echo(f"{found.others} sources of other kinds are in the query too; they stay where they are")
     typer.echo(
-        f"moved {len(targets)} partitions of group {group}; start the new query with this kafka.group.id and a new "
+        f"moved {len(done.moves)} partitions of group {group}; start the new query with this kafka.group.id and a new "
         "checkpointLocation"
         if execute
         else "nothing was changed; stop the old query for good, and add --execute to do it"
@@ -101,18 +119,69 @@ def _write(out: Path, text: str) -> None:
         raise OptionError(f"--out {out} cannot be written: {exc.strerror}. Nothing was changed") from None
 
 
-def _progress(root: str, sources: list[str]) -> "Progress":
-    from spark_group_source.cli import connector
+def progress(files: "Files", root: str, sources: Collection[str] = ()) -> Progress:
+    """Where the query of a checkpoint stands.
 
-    path = shared.local_path(root)
-    if path is not None:
-        return connector.progress(connector.on_this_machine(), str(path), sources)
-    with shared.session(True) as spark:
-        assert spark is not None
-        return connector.progress(connector.by_spark(spark), root, sources)
+    Args:
+        sources: only these sources of the query, by their numbers (or names, where it has some).
+
+    Raises:
+        OptionError: this is no such checkpoint, or it has none of those sources.
+        CheckpointMismatch: the last batch is not finished, or the offsets cannot be read, or they contradict each
+            other.
+    """
+    from spark_group_source.delta.checkpoint import batch_lines
+
+    number, lines = batch_lines(files, root, all_finished=True)
+    if unknown := sorted(set(sources) - lines.keys()):
+        raise OptionError(f"{root} has no source {unknown[0]!r}; it has {', '.join(sorted(lines))}", checkpoint=root)
+    found = Progress(number, {}, {}, stateful=bool(files.names(f"{root}/state")))
+    others = 0
+    for source, line in sorted(lines.items()):
+        if (sources and source not in sources) or line == NO_OFFSET:
+            continue
+        offsets = _offsets(line, root)
+        if offsets is None:
+            others += 1
+            continue
+        for tp, at in offsets.items():
+            if found.offsets.setdefault(tp, at) != at:
+                raise CheckpointMismatch(
+                    f"{root}: sources {found.source[tp]} and {source} both read {tp}, up to {found.offsets[tp]} and up "
+                    f"to {at}. A group has one offset of a partition: take over one at a time, each into a group of "
+                    f"its own, with --source {found.source[tp]} and --source {source}",
+                    checkpoint=root,
+                )
+            found.source.setdefault(tp, source)
+    if not found.offsets:
+        raise OptionError(
+            f"{root} has no source of Spark's Kafka connector with a partition, but {others} of other kinds",
+            checkpoint=root,
+        )
+    return found._replace(others=others)
 
 
-def targets_of(admin: "GroupAdmin", progress: "Progress", scope: "Scope") -> dict[TopicPartition, int]:
+def _offsets(line: str, root: str) -> dict[TopicPartition, int] | None:
+    """The connector's offset; None for a source of another kind, or one that has none so far."""
+    from spark_group_source.delta.checkpoint import is_ours
+
+    if is_ours(line):
+        raise OptionError(
+            f"{root} is the checkpoint of a kafka-group query, whose group has its offsets. To move the group to it: "
+            "spark-group reset --to-checkpoint",
+            checkpoint=root,
+        )
+    try:
+        doc = json.loads(line)
+        if not isinstance(doc, dict) or not all(isinstance(entry, dict) for entry in doc.values()):
+            return None
+        found = {TopicPartition(topic, int(p)): at for topic, entry in doc.items() for p, at in entry.items()}
+    except ValueError:
+        return None
+    return found if all(type(at) is int and at >= 0 for at in found.values()) else None
+
+
+def targets_of(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPartition, int]:
     """What the group is to commit: where the query was, and the first record of partitions that it had not seen yet.
 
     An offset before the first record that is still there stays as it is: `failOnDataLoss` decides what then.
@@ -120,11 +189,9 @@ def targets_of(admin: "GroupAdmin", progress: "Progress", scope: "Scope") -> dic
     Raises:
         OptionError: a partition is not there, or ends before that offset.
     """
-    from spark_group_source.cli.reset import in_scope
-
-    offsets = {tp: at for tp, at in progress.offsets.items() if in_scope(tp, scope)}
+    offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
     topics = admin.require({tp.topic for tp in offsets})
-    every = {TopicPartition(name, p) for name, found in topics.items() for p in range(found.partitions)}
+    every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
     first, end = admin.earliest(every), admin.latest(every)
     for tp, at in sorted(offsets.items()):
         if tp not in end or at > end[tp]:
@@ -137,11 +204,8 @@ def targets_of(admin: "GroupAdmin", progress: "Progress", scope: "Scope") -> dic
     return offsets | unseen
 
 
-def _back(admin: "GroupAdmin", group: str, table: str | None, scope: "Scope") -> dict[str, dict[str, int]]:
+def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dict[str, dict[str, int]]:
     """``startingOffsets`` of every partition of the group's topics."""
-    from spark_group_source.cli import reset
-    from spark_group_source.cli.report import DEAD, not_there
-
     described = admin.group(group)
     if described.members:
         raise GroupError(
@@ -164,6 +228,6 @@ def _back(admin: "GroupAdmin", group: str, table: str | None, scope: "Scope") ->
     found: dict[str, dict[str, int]] = {}
     for name, there in sorted(topics.items()):
         for tp in (TopicPartition(name, p) for p in range(there.partitions)):
-            if reset.in_scope(tp, scope):
+            if in_scope(tp, scope):
                 found.setdefault(name, {})[str(tp.partition)] = offsets.get(tp, EARLIEST_OFFSET)
     return found

@@ -1,31 +1,32 @@
-"""``spark-group reset``: moving a group.
+"""``spark-group reset``: moving a group, in the words of Kafka's own tool.
 
 Runs in: a terminal. Deliberately absent: what is committed (``reset``); here it is asked for and shown.
+
+A plan may be written down as ``kafka-consumer-groups --export`` writes it and ``--from-file`` reads it: a line is
+``topic,partition,offset``, without a header; Kafka's tool puts the group before it where it is told of several groups
+(KIP-222, and ``CsvUtils`` of Kafka's tools).
 """
 
+import csv
+import io
 import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
-from spark_group_source.cli import csv_plan, shared
+from spark_group_source.cli import reset as resetting
+from spark_group_source.cli import shared
+from spark_group_source.cli.report import DEAD
+from spark_group_source.cli.reset import GroupReset, Offsets, Shift, To
 from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.errors import OptionError
-from spark_group_source.model import EARLIEST, LATEST, StartAt
+from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import parse_offsets
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from spark_group_source.cli.reset import Scope
-    from spark_group_source.kafka import CommittedOffset, GroupAdmin
-    from spark_group_source.model import TopicPartition
 
 TopicsOption = Annotated[
     list[str] | None,
@@ -76,91 +77,104 @@ def reset(
 
     The queries go on with the checkpoints they have.
     """
-    from spark_group_source.cli import reset as resetting
-    from spark_group_source.cli.report import DEAD
-
-    named = (to_offset, to_offsets, to_datetime, by_duration, shift_by, from_file, to_checkpoint)
-    if to_earliest + to_latest + to_current + to_ledger + sum(one is not None for one in named) != 1:
-        raise OptionError(
-            "say where to: exactly one of --to-earliest, --to-latest, --to-current, --to-offset, --to-offsets, "
-            "--to-datetime, --by-duration, --shift-by, --from-file, --to-ledger and --to-checkpoint"
-        )
+    to = parse_to(
+        {
+            "--to-earliest": to_earliest,
+            "--to-latest": to_latest,
+            "--to-current": to_current,
+            "--to-offset": to_offset,
+            "--to-offsets": to_offsets,
+            "--to-datetime": to_datetime,
+            "--by-duration": by_duration,
+            "--shift-by": shift_by,
+            "--from-file": from_file,
+            "--to-ledger": to_ledger,
+            "--to-checkpoint": to_checkpoint,
+        },
+        group,
+    )
     if to_ledger and table is None:
         raise OptionError("--to-ledger needs --table: the Delta table whose ledger is meant")
     if batch is not None and to_checkpoint is None:
         raise OptionError("--batch needs --to-checkpoint: the checkpoint that has the batch")
-    for one, other in (((execute, "--execute"), (dry_run, "--dry-run")), ((export, "--export"), (as_json, "--json"))):
-        if one[0] and other[0]:
-            raise OptionError(f"{one[1]} and {other[1]} contradict each other; give one of them")
-    if topic and all_topics:
-        raise OptionError("--topic and --all-topics contradict each other; give one of them")
+    _contradict({"--execute": execute, "--dry-run": dry_run})
+    _contradict({"--export": export, "--json": as_json})
+    _contradict({"--topic": bool(topic), "--all-topics": all_topics})
     scope = scope_of(topic or [])
-    given = _named(to_offsets) if to_offsets is not None else csv_plan.read(from_file, group) if from_file else None
-    to = EARLIEST if to_earliest else LATEST if to_latest else _place(to_offset, to_datetime, by_duration)
     admin = shared.admin_of(bootstrap_servers, group, command_config)
-    with shared.session(table is not None or to_checkpoint is not None) as spark:
-        if given is not None:
-            targets = resetting.as_written(admin, given, scope)
-        elif spark is not None and (to_ledger or to_checkpoint is not None):
-            kept = _kept(spark, group, table, to_checkpoint, batch)
-            targets = resetting.named_targets(
-                admin, {tp: at for tp, at in kept.items() if resetting.in_scope(tp, scope)}
-            )
-        else:
-            targets = _by_rule(admin, group, scope, to, shift_by)
-        now = admin.committed(group)
-        new = not now and admin.group(group).state == DEAD
-        number = None
-        if execute:
-            number = resetting.move(admin, group, targets, spark=spark if table is not None else None, table=table)
+    with shared.session(table is not None) as spark:
+        if to == "checkpoint":
+            from spark_group_source.delta.checkpoint import positions
+
+            with shared.checkpoint_files(str(to_checkpoint)) as (files, root):
+                to = Offsets(positions(files, root, group, batch), written=False)
+        elif to == "ledger":
+            from spark_group_source.delta.kept import required_ledger
+
+            assert spark is not None
+            to = Offsets(required_ledger(spark, str(table), group).offsets, written=False)
+        targets = resetting.find(admin, group, to, scope)
+        new = not admin.committed(group) and admin.group(group).state == DEAD
+        done = resetting.reset(admin, group, targets, spark=spark, table=table, execute=execute)
     if export:
-        typer.echo(csv_plan.written(targets), nl=False)
+        typer.echo(plan_text(targets), nl=False)
     elif as_json:
-        typer.echo(json.dumps(move_as_dict(group, now, targets, number), indent=2))
+        typer.echo(json.dumps(done.as_dict(), indent=2))
+        return
     else:
-        show_move(now, targets)
-    done = f"moved {len(targets)} partitions of group {group}; this was its reset {number}"
-    if new and not as_json:
+        console.print(done)
+    if new:
         typer.echo(f"there is no group {group} yet; this begins it", err=export)
-    if not as_json:
-        typer.echo(done if execute else "nothing was changed; add --execute to do it", err=export)
+    typer.echo(moved(done) if execute else "nothing was changed; add --execute to do it", err=export)
 
 
-def _by_rule(
-    admin: "GroupAdmin", group: str, scope: "Scope", to: StartAt | None, shift_by: int | None
-) -> "dict[TopicPartition, int]":
-    """One rule for all partitions; without any it is where the group is now."""
-    from spark_group_source.cli import reset as resetting
-    from spark_group_source.cli.report import DEAD, not_there
-
-    tps = resetting.partitions_of(admin, group, scope)
-    if not tps and admin.group(group).state == DEAD:
-        raise not_there(group, "to begin it somewhere, name the topics with --topic")
-    if shift_by is not None:
-        return resetting.shifted(admin, group, tps, shift_by)
-    return resetting.current(admin, group, tps) if to is None else resetting.targets(admin, tps, to)
+def moved(done: GroupReset) -> str:
+    """What is said at the end of a reset."""
+    return f"moved {len(done.moves)} partitions of group {done.group}; this was its reset {done.number}"
 
 
-def show_move(now: "Mapping[TopicPartition, CommittedOffset]", targets: "Mapping[TopicPartition, int]") -> None:
-    """Where a group is, and where it is to be."""
-    table = Table("topic", "partition", "now", "then")
-    for tp, offset in sorted(targets.items()):
-        table.add_row(tp.topic, str(tp.partition), str(now[tp].offset) if tp in now else "-", str(offset))
-    console.print(table)
+def _contradict(given: Mapping[str, bool]) -> None:
+    if all(given.values()):
+        raise OptionError(f"{' and '.join(given)} contradict each other; give one of them")
 
 
-def move_as_dict(
-    group: str,
-    now: "Mapping[TopicPartition, CommittedOffset]",
-    targets: "Mapping[TopicPartition, int]",
-    number: int | None,
-) -> dict[str, Any]:
-    """The same for programs; ``number``: of the reset, None where nothing was changed."""
-    rows = [
-        {"topic": tp.topic, "partition": tp.partition, "now": now[tp].offset if tp in now else None, "then": offset}
-        for tp, offset in sorted(targets.items())
-    ]
-    return {"group": group, "executed": number is not None, "reset": number, "partitions": rows}
+def parse_to(given: Mapping[str, Any], group: str) -> To | Literal["ledger", "checkpoint"]:
+    """Where the group is to go, by the one option that was given.
+
+    Args:
+        given: all options that name a place, each with its value.
+        group: whose lines of a file are meant.
+
+    Raises:
+        OptionError: none or several are given, or the value of the one cannot be read.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(chosen) != 1:
+        raise OptionError(f"say where to: exactly one of {', '.join(given)}")
+    ((name, value),) = chosen.items()
+    match name:
+        case "--to-earliest":
+            return EARLIEST
+        case "--to-latest":
+            return LATEST
+        case "--to-current":
+            return "current"
+        case "--to-ledger":
+            return "ledger"
+        case "--to-checkpoint":
+            return "checkpoint"
+        case "--to-offset":
+            return StartAt("offset", value)
+        case "--to-offsets":
+            return Offsets(_named(value))
+        case "--to-datetime":
+            return StartAt("time", _moment_ms(value))
+        case "--by-duration":
+            return StartAt("time", max(0, int(time.time() * 1000) - duration_ms(value)))
+        case "--shift-by":
+            return Shift(value)
+        case _:
+            return Offsets(read_plan(value, group))
 
 
 def scope_of(texts: Sequence[str]) -> dict[str, frozenset[int]]:
@@ -169,7 +183,7 @@ def scope_of(texts: Sequence[str]) -> dict[str, frozenset[int]]:
     for text in texts:
         name, colon, numbers = text.partition(":")
         each = [number.strip() for number in numbers.split(",")] if colon else []
-        if not name or not all(number.isascii() and number.isdigit() for number in each):
+        if not name or not all(number.isdecimal() for number in each):
             raise OptionError(f"--topic is {text!r}; write NAME, or NAME:0,1 for some of its partitions")
         if name in found and not (each and found[name]):
             raise OptionError(f"--topic names {name} twice, once with all of its partitions")
@@ -177,19 +191,7 @@ def scope_of(texts: Sequence[str]) -> dict[str, frozenset[int]]:
     return found
 
 
-def _kept(
-    spark: "SparkSession", group: str, table: str | None, checkpoint: str | None, batch: int | None
-) -> "Mapping[TopicPartition, int]":
-    """What a checkpoint, else the ledger of a table, says of the group."""
-    from spark_group_source.delta.checkpoint import positions
-    from spark_group_source.delta.kept import required_ledger
-
-    if checkpoint is not None:
-        return positions(spark, checkpoint, group, batch)
-    return required_ledger(spark, str(table), group).offsets
-
-
-def _named(text: str) -> "dict[TopicPartition, int]":
+def _named(text: str) -> dict[TopicPartition, int]:
     try:
         named = parse_offsets(text)
     except ValueError as exc:
@@ -199,18 +201,14 @@ def _named(text: str) -> "dict[TopicPartition, int]":
     return dict(named)
 
 
-def _place(offset: int | None, text: str | None, duration: str | None) -> StartAt | None:
-    if duration is not None:
-        return StartAt("time", max(0, int(time.time() * 1000) - duration_ms(duration)))
-    if text is None:
-        return None if offset is None else StartAt("offset", offset)
+def _moment_ms(text: str) -> int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise OptionError(f"--to-datetime is {text!r}; write it as 2026-01-31T12:00:00+00:00") from None
     if moment.tzinfo is None:
         raise OptionError(f"--to-datetime {text!r} has no zone; add one, such as +00:00")
-    return StartAt("time", int(moment.timestamp() * 1000))
+    return int(moment.timestamp() * 1000)
 
 
 def duration_ms(text: str) -> int:
@@ -221,3 +219,43 @@ def duration_ms(text: str) -> int:
         raise OptionError(f"--by-duration is {text!r}; write it as PnDTnHnMnS, such as PT1H30M or P7D")
     days, hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return round(((days * 24 + hours) * 60 + minutes) * 60_000 + seconds * 1000)
+
+
+# --- a plan in a file ------------------------------------------------------------------------------------------------
+
+
+def plan_text(offsets: Mapping[TopicPartition, int]) -> str:
+    """The lines of a plan, for one group."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    for tp, offset in sorted(offsets.items()):
+        lines.writerow((tp.topic, tp.partition, offset))
+    return text.getvalue()
+
+
+def read_plan(path: Path, group: str) -> dict[TopicPartition, int]:
+    """The plan in a file; of a file with several groups, the lines of this one.
+
+    Raises:
+        OptionError: a line cannot be read, stands there twice, or none is of this group.
+    """
+    found: dict[TopicPartition, int] = {}
+    for number, row in enumerate(csv.reader(path.read_text(encoding="utf-8").splitlines()), 1):
+        if not row:
+            continue
+        whose, *rest = row if len(row) == 4 else (group, *row)
+        numbers = [cell.strip() for cell in rest[1:]]
+        if len(rest) != 3 or not all(cell.isdecimal() for cell in numbers):
+            raise OptionError(
+                f"{path}, line {number}: {','.join(row)!r} is not topic,partition,offset, as "
+                "kafka-consumer-groups --export writes it"
+            )
+        tp = TopicPartition(rest[0].strip(), int(numbers[0]))
+        if whose.strip() != group:
+            continue
+        if tp in found:
+            raise OptionError(f"{path}, line {number}: {tp} stands there twice")
+        found[tp] = int(numbers[1])
+    if not found:
+        raise OptionError(f"{path} has no line of group {group!r}")
+    return found

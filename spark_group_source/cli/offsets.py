@@ -1,21 +1,36 @@
 """``spark-group delete-offsets`` and ``delete-group``: what a group has committed is forgotten.
 
-Runs in: a terminal. Deliberately absent: what is deleted and what became of it (``deletion``); here it is asked for and
-shown.
+Runs in: a terminal. Deliberately absent: the request itself (``kafka.offset_deletion``).
+
+The broker deletes what may expire: offsets of a group without members, and of topics that no member subscribes to
+(KIP-496). Kafka tells who has which partition, and not who subscribes to what; so before the request only a refusal is
+sure, and that only where a member has a partition of the topic.
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
+from spark_group_source.answers import CODES
 from spark_group_source.cli.move import scope_of
-from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, admin_of, console
-from spark_group_source.errors import BrokerUnavailable, GroupError
-
-if TYPE_CHECKING:
-    from spark_group_source.cli.deletion import Fates
+from spark_group_source.cli.report import DEAD, not_there
+from spark_group_source.cli.shared import (
+    ConfigOption,
+    GroupOption,
+    JsonOption,
+    ServersOption,
+    admin_of,
+    console,
+    table_of,
+)
+from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
+from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription
+from spark_group_source.kafka.offset_deletion import name_of
+from spark_group_source.model import TopicPartition
 
 ExecuteOption = Annotated[bool, typer.Option("--execute", help="Do it; without this it is only shown.")]
 TopicsOption = Annotated[
@@ -24,6 +39,121 @@ TopicsOption = Annotated[
 
 DRY = "nothing was changed; add --execute to do it"
 STAYS = "A query of this package goes on where its checkpoint says all the same, not at startingOffsets."
+
+
+SUBSCRIBED = "a member subscribes to the topic; end its subscription, or stop it"
+REASONS: Mapping[int, str] = {
+    CODES["GROUP_SUBSCRIBED_TO_TOPIC"]: SUBSCRIBED,
+    CODES["UNKNOWN_TOPIC_OR_PART"]: "there is no such partition",
+    CODES["TOPIC_AUTHORIZATION_FAILED"]: "the user needs Read on the topic",
+}
+"""Why a broker keeps an offset, by its code."""
+
+
+class Outcome(Enum):
+    """What became, or would become, of one committed offset."""
+
+    WOULD_GO = "would be deleted"
+    WOULD_STAY = "would be refused"
+    NOTHING = "nothing committed"
+    DELETED = "deleted"
+    REFUSED = "refused"
+    NOT_ANSWERED = "not answered"
+    AGAIN = "committed again"
+
+
+LEFT = frozenset({Outcome.REFUSED, Outcome.NOT_ANSWERED, Outcome.AGAIN})
+"""Outcomes of a deletion that did not do what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """One partition of a deletion. ``offset``: what was committed before; None: nothing."""
+
+    offset: int | None
+    outcome: Outcome
+    reason: str = ""
+
+
+Fates = dict[TopicPartition, Fate]
+
+
+def chosen(
+    scope: Mapping[str, Collection[int]], committed: Mapping[TopicPartition, CommittedOffset]
+) -> dict[TopicPartition, int | None]:
+    """The partitions that are meant, each with what is committed: of a topic without a list those with an offset.
+
+    Args:
+        scope: topics, and for each the partitions that were named, if any were.
+
+    Raises:
+        OptionError: nothing is committed of a topic.
+    """
+    if not committed:
+        raise OptionError("the group has committed nothing that could be deleted")
+    found: dict[TopicPartition, int | None] = {}
+    for name, partitions in scope.items():
+        have = {tp: at.offset for tp, at in committed.items() if tp.topic == name}
+        if not have:
+            theirs = ", ".join(sorted({tp.topic for tp in committed}))
+            raise OptionError(f"the group has committed nothing of topic {name!r}; it has offsets of: {theirs}")
+        named = [TopicPartition(name, p) for p in partitions] if partitions else list(have)
+        found |= {tp: have.get(tp) for tp in named}
+    return found
+
+
+def foretell(offsets: Mapping[TopicPartition, int | None], group: GroupDescription) -> Fates:
+    """What the broker would say now, as far as the description of the group tells."""
+    subscribed = {tp.topic for member in group.members for tp in member.partitions}
+
+    def fate(tp: TopicPartition, offset: int | None) -> Fate:
+        if offset is None:
+            return Fate(offset, Outcome.NOTHING)
+        if tp.topic in subscribed:
+            return Fate(offset, Outcome.WOULD_STAY, SUBSCRIBED)
+        unless = "unless a member subscribes to the topic: no member has a partition of it" if group.members else ""
+        return Fate(offset, Outcome.WOULD_GO, unless)
+
+    return {tp: fate(tp, offset) for tp, offset in sorted(offsets.items())}
+
+
+def delete(admin: GroupAdmin, group: str, offsets: Mapping[TopicPartition, int | None]) -> Fates:
+    """Delete what is committed of these, and read back what is there then.
+
+    Raises:
+        GroupError: the request was refused as a whole, or not answered.
+    """
+    asked = [tp for tp, offset in offsets.items() if offset is not None]
+    codes = admin.delete_offsets(group, asked) if asked else {}
+    after = admin.read_offsets(group, asked) if asked else {}
+    return {tp: _became(tp, offset, codes, after) for tp, offset in sorted(offsets.items())}
+
+
+def _became(
+    tp: TopicPartition,
+    offset: int | None,
+    codes: Mapping[TopicPartition, int],
+    after: Mapping[TopicPartition, CommittedOffset | None],
+) -> Fate:
+    if offset is None:
+        return Fate(offset, Outcome.NOTHING)
+    code = codes.get(tp)
+    if code is None:
+        return Fate(offset, Outcome.NOT_ANSWERED, "do it again")
+    if code:
+        return Fate(offset, Outcome.REFUSED, f"{name_of(code)}: {REASONS.get(code, 'see docs/answers.md')}")
+    if tp not in after:
+        return Fate(offset, Outcome.NOT_ANSWERED, "it was deleted, but what is there now was not told: look again")
+    now = after[tp]
+    return Fate(offset, Outcome.DELETED) if now is None else Fate(offset, Outcome.AGAIN, f"now at {now.offset}")
+
+
+def left(fates: Mapping[TopicPartition, Fate]) -> Collection[TopicPartition]:
+    """Those that were to go and did not."""
+    return [tp for tp, fate in fates.items() if fate.outcome in LEFT]
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
 
 
 def delete_offsets(
@@ -38,22 +168,19 @@ def delete_offsets(
 
     Exit code 1: an offset is still there.
     """
-    from spark_group_source.cli import deletion
-    from spark_group_source.cli.report import DEAD, not_there
-
     scope = scope_of(topic)
     admin = admin_of(bootstrap_servers, group, command_config)
     described, committed = admin.group(group), admin.committed(group)
     if described.state == DEAD and not committed:
         raise not_there(group)
-    offsets = deletion.chosen(scope, committed)
-    fates = deletion.delete(admin, group, offsets) if execute else deletion.foretell(offsets, described)
+    offsets = chosen(scope, committed)
+    fates = delete(admin, group, offsets) if execute else foretell(offsets, described)
     _show(group, fates, executed=execute, as_json=as_json)
-    if left := deletion.left(fates):
-        why = "; ".join(sorted({fates[tp].reason for tp in left}))
-        silent = all(fates[tp].outcome is deletion.Outcome.NOT_ANSWERED for tp in left)
+    if stay := left(fates):
+        why = "; ".join(sorted({fates[tp].reason for tp in stay}))
+        silent = all(fates[tp].outcome is Outcome.NOT_ANSWERED for tp in stay)
         kind = BrokerUnavailable if silent else GroupError
-        raise kind(f"{len(left)} of {len(fates)} offsets of group {group!r} were not deleted: {why}", group=group)
+        raise kind(f"{len(stay)} of {len(fates)} offsets of group {group!r} were not deleted: {why}", group=group)
 
 
 def delete_group(
@@ -67,8 +194,6 @@ def delete_group(
 
     Exit code 1: it is still there.
     """
-    from spark_group_source.cli.report import DEAD, not_there
-
     admin = admin_of(bootstrap_servers, group, command_config)
     found = admin.group(group)
     offsets = admin.committed(group)
@@ -93,7 +218,7 @@ def delete_group(
     console.print(f"deleted group {group} with {len(offsets)} committed offsets\n{STAYS}")
 
 
-def _show(group: str, fates: "Fates", *, executed: bool, as_json: bool) -> None:
+def _show(group: str, fates: Fates, *, executed: bool, as_json: bool) -> None:
     if as_json:
         rows: list[dict[str, Any]] = [
             {
@@ -107,9 +232,6 @@ def _show(group: str, fates: "Fates", *, executed: bool, as_json: bool) -> None:
         ]
         typer.echo(json.dumps({"group": group, "executed": executed, "partitions": rows}, indent=2))
         return
-    table = Table("topic", "partition", "committed", "outcome", "why")
-    for tp, fate in fates.items():
-        offset = "-" if fate.offset is None else str(fate.offset)
-        table.add_row(tp.topic, str(tp.partition), offset, fate.outcome.value, fate.reason)
-    console.print(table)
+    shown = [(tp.topic, str(tp.partition), fate.offset, fate.outcome.value, fate.reason) for tp, fate in fates.items()]
+    console.print(table_of("topic", "partition", "committed", "outcome", "why", rows=shown))
     console.print(STAYS if executed else DRY)

@@ -5,14 +5,13 @@ where a table is meant, the caller's is used.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from spark_group_source.cli import html
+from spark_group_source.cli import report
 from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.report import GroupReport
-from spark_group_source.cli.report import describe as _describe
+from spark_group_source.cli.reset import GroupReset, Offsets, To
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
@@ -22,30 +21,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 WORDS = {"earliest": EARLIEST, "latest": LATEST}
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One partition of a :class:`GroupReset`; ``now`` is None where the group has no offset yet."""
-
-    topic: str
-    partition: int
-    now: int | None
-    then: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReset:
-    """What a reset does, or did. ``number``: how many the group had then; None: nothing was changed."""
-
-    group: str
-    moves: tuple[Move, ...]
-    number: int | None
-
-    def _repr_html_(self) -> str:
-        done = "nothing was changed; execute=True does it" if self.number is None else f"done, reset {self.number}"
-        rows = ((one.topic, str(one.partition), one.now, one.then) for one in self.moves)
-        return html.table(f"{self.group}: {done}", ("topic", "partition", "now", "then"), rows)
 
 
 def describe(
@@ -74,7 +49,7 @@ def describe(
 
         found = read_ledger(_session(spark), table, group)
         ledger = {} if found is None else found.offsets
-    return _describe(_admin(group, bootstrap_servers, options), group, ledger)
+    return report.describe(_admin(group, bootstrap_servers, options), group, ledger)
 
 
 def reset(
@@ -103,24 +78,10 @@ def reset(
         CommitFailed: Kafka refused.
     """
     admin = _admin(group, bootstrap_servers, options)
-    scope: resetting.Scope = dict.fromkeys(topics, frozenset())
-    if isinstance(to, Mapping):
-        written = {TopicPartition(topic, int(p)): at for topic, offsets in to.items() for p, at in offsets.items()}
-        targets = resetting.as_written(admin, written, scope)
-    elif to == "ledger":
-        kept = _ledger(group, table, spark).items()
-        targets = resetting.named_targets(admin, {tp: at for tp, at in kept if resetting.in_scope(tp, scope)})
-    else:
-        targets = resetting.targets(admin, resetting.partitions_of(admin, group, scope), _place(to))
-    committed = admin.committed(group)
-    moves = tuple(
-        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
-        for tp, at in sorted(targets.items())
-    )
-    if not execute:
-        return GroupReset(group, moves, None)
-    session = _session(spark) if table is not None else None
-    return GroupReset(group, moves, resetting.move(admin, group, targets, spark=session, table=table))
+    place = Offsets(_ledger(group, table, spark), written=False) if to == "ledger" else _place(to)
+    targets = resetting.find(admin, group, place, dict.fromkeys(topics, frozenset()))
+    session = _session(spark) if table is not None and execute else None
+    return resetting.reset(admin, group, targets, spark=session, table=table, execute=execute)
 
 
 def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapping[TopicPartition, int]:
@@ -131,7 +92,9 @@ def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapp
     return required_ledger(_session(spark), table, group).offsets
 
 
-def _place(to: Any) -> StartAt:
+def _place(to: Any) -> To:
+    if isinstance(to, Mapping):
+        return Offsets({TopicPartition(topic, int(p)): at for topic, each in to.items() for p, at in each.items()})
     if isinstance(to, datetime):
         if to.tzinfo is None:
             raise OptionError(f"to={to!r} has no zone; add one, such as datetime.UTC")

@@ -1,16 +1,23 @@
-"""What ``spark-group describe`` shows: a group as Kafka sees it, beside the ledger and the runs of this host.
+"""What ``spark-group describe`` and ``watch`` show: a group as Kafka sees it, beside the ledger and the runs of this
+host; as a value, and as tables.
 
 Runs in: a terminal, the user's driver. Deliberately absent: changing anything (``reset`` does), and Spark: a ledger is
 passed in by whoever has a session.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from spark_group_source.cli import html
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from spark_group_source.cli.shared import cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.group.expiry import Clock, Expiry, GroupState, expiries, near
 from spark_group_source.group.names import committed_ms, parse_note
@@ -20,6 +27,9 @@ from spark_group_source.model import TopicPartition
 
 DEAD = "dead"
 """Kafka's word for a group that it has nothing of."""
+NOBODY = "nobody"
+BAR = 20
+"""Characters of the longest bar of a lag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +55,9 @@ class PartitionRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupReport:
-    """One moment of a group. ``runs``: the statistics of this host's queries in it, and of one whose checkpoint was
-    named.
+class GroupReport(JupyterMixin):
+    """One moment of a group; notebooks show it as tables. ``runs``: the statistics of this host's queries in it, and of
+    one whose checkpoint was named.
 
     ``retention_ms``: how long its coordinator keeps offsets that nobody needs; None where it may not be asked.
     ``expiring``: partitions whose offset may go in the last quarter of that.
@@ -69,27 +79,11 @@ class GroupReport:
         """Records behind, over all partitions that have a commit."""
         return sum(row.lag or 0 for row in self.partitions)
 
-    def _repr_html_(self) -> str:
-        lags: dict[str, int] = {}
-        for row in self.partitions:
-            lags[row.member] = lags.get(row.member, 0) + (row.lag or 0)
-        names = [(m.instance_id or m.member_id, m) for m in self.members]
-        members = ((name, m.client_id, m.host, len(m.partitions), lags.get(name, 0)) for name, m in names)
-        partitions = (
-            (row.topic, str(row.partition), row.committed, row.end, row.lag, row.ledger, row.member, row.stream)
-            for row in self.partitions
-        )
-        columns = ("topic", "partition", "committed", "end", "lag", "ledger", "member", "stream")
-        title = f"{self.group}: {self.state or 'unknown'}, {len(self.members)} members, lag {self.lag:,}"
-        return html.table(title, ("member", "client", "host", "partitions", "lag"), members) + html.table(
-            "partitions", columns, partitions
-        )
+    def __rich__(self) -> RenderableType:
+        return picture(self)
 
     def as_dict(self) -> dict[str, Any]:
-        members = [
-            {**asdict(m), "partitions": sorted(f"{tp.topic}-{tp.partition}" for tp in m.partitions)}
-            for m in self.members
-        ]
+        members = [{**asdict(m), "partitions": sorted(map(str, m.partitions))} for m in self.members]
         return {
             "group": self.group,
             "state": self.state,
@@ -154,7 +148,7 @@ def look(
     running = (*here, *(doc for doc in elsewhere if (doc["stream"], doc["pid"]) not in mine))
     if described.state == DEAD and not (described.members or committed or ledger or running):
         return None
-    owner = {tp: m.instance_id or m.member_id for m in described.members for tp in m.partitions}
+    owner = {tp: name_of(m) for m in described.members for tp in m.partitions}
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
     ends = admin.latest(tps)
     retention_ms = _retention_ms(admin, group) if committed else None
@@ -210,6 +204,98 @@ def _retention_ms(admin: GroupAdmin, group: str) -> int | None:
         return admin.retention_ms(group)
     except GroupError:  # not allowed, or not answered: the rest can be shown all the same
         return None
+
+
+def name_of(member: GroupMember) -> str:
+    """What a member is called: the same after a restart where it is static."""
+    return member.instance_id or member.member_id
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def heading(report: GroupReport, per_s: float | None = None) -> Text:
+    """A group in one line; ``per_s``: records committed a second, where that is known."""
+    return Text.assemble(
+        "group ",
+        (report.group, "bold"),
+        f": {report.state or 'unknown'}, {report.protocol or 'no'} protocol",
+        f", {report.assignor}" if report.assignor else "",
+        f", {len(report.members)} members, lag ",
+        (f"{report.lag:,}", "bold green" if report.lag == 0 else "bold yellow"),
+        "" if per_s is None else f", {per_s:,.0f} records/s",
+    )
+
+
+def members_table(report: GroupReport, *, assignment: bool = True) -> Table:
+    """The members with the number and lag of their partitions; with ``assignment`` also which they are."""
+    table = table_of("member", "client", "host", "partitions", "lag", *(["assignment"] if assignment else []))
+    lags: dict[str, int] = {}
+    for row in report.partitions:
+        lags[row.member] = lags.get(row.member, 0) + (row.lag or 0)
+    for m in sorted(report.members, key=name_of):
+        topics: dict[str, list[int]] = {}
+        for tp in m.partitions:
+            topics.setdefault(tp.topic, []).append(tp.partition)
+        assigned = ["; ".join(f"{topic} {spans(numbers)}" for topic, numbers in sorted(topics.items()))]
+        lag = lags.get(name_of(m), 0) if report.partitions else None
+        shown = (name_of(m), m.client_id, m.host, len(m.partitions), lag, *(assigned if assignment else []))
+        table.add_row(*cells(shown))
+    if unowned := lags.get("", 0):
+        table.add_row(*cells((NOBODY, "", "", "", unowned)), style="red")
+    return table
+
+
+def partitions_table(report: GroupReport, *, rows_max: int | None = None, bars: bool = False) -> RenderableType:
+    """The partitions by their names; of more than ``rows_max`` those with most lag."""
+    chosen = sorted(report.partitions, key=lambda row: -(row.lag or 0))[:rows_max]
+    longest = max((row.lag or 0 for row in chosen), default=0)
+    with_ledger = ["ledger"] if any(row.ledger is not None for row in report.partitions) else []
+    numbers = ["committed", "end", "lag", *with_ledger]
+    table = table_of("topic", "partition", *numbers, *([""] if bars else []), "member", "stream")
+    for column in table.columns[2 : 2 + len(numbers)]:
+        column.justify = "right"
+    for row in sorted(chosen, key=lambda row: (row.topic, row.partition)):
+        values = [row.topic, str(row.partition), *(getattr(row, name) for name in numbers)]
+        bar = [Text("█" * -(-BAR * (row.lag or 0) // longest) if longest else "")] if bars else []
+        table.add_row(*cells(values), *bar, *cells((row.member, row.stream)))
+    left = len(report.partitions) - len(chosen)
+    return Group(table, Text(f"and {left} partitions with less lag")) if left else table
+
+
+def picture(
+    report: GroupReport,
+    *,
+    events: Sequence[str] = (),
+    per_s: float | None = None,
+    silent: str = "",
+    rows_max: int | None = None,
+    bars: bool = False,
+) -> RenderableType:
+    """One look at a group.
+
+    Args:
+        events: what happened, the newest last.
+        per_s: records committed a second; None: not known.
+        silent: why this is an old look; empty: it is not.
+        rows_max: partitions that have room; None: all.
+        bars: draw the lag of each partition.
+    """
+    parts: list[RenderableType] = [heading(report, per_s)]
+    if silent:
+        parts.append(Text(f"not answered: {silent}", style="bold red"))
+    parts += [members_table(report), partitions_table(report, rows_max=rows_max, bars=bars)]
+    if events:
+        parts.append(Panel(Text("\n".join(events)), title="what happened", title_align="left"))
+    return Group(*parts)
 
 
 def expiry_text(report: GroupReport) -> list[str]:

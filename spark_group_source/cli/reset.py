@@ -1,7 +1,7 @@
 """Moving a group on purpose: Kafka's committed offsets, and with a table its ledger, to the same place.
 
-Runs in: a terminal. Deliberately absent: printing, and the Spark session (the caller passes one where a ledger is to be
-moved too).
+Runs in: a terminal, the user's driver. Deliberately absent: words of the command line (``move``), and the Spark session
+(the caller passes one where a ledger is to be moved too).
 
 A reset has a number, which is written beside every offset of the group and into the ledger (``group.names``). What was
 planned before it is void: a batch that a stopped query has in its checkpoint can no longer be taken back, but neither
@@ -9,8 +9,15 @@ the sink nor the source goes by it.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.text import Text
+
+from spark_group_source.cli.report import DEAD, not_there
+from spark_group_source.cli.shared import table_of
 from spark_group_source.delta.ledger import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group import names
@@ -27,6 +34,80 @@ ACTIVE = frozenset({"stable", "preparing_rebalancing", "completing_rebalancing",
 
 Scope = Mapping[str, frozenset[int]]
 """Topics, and of each the partitions that are meant; none named: all of it. An empty scope is all that a group has."""
+
+
+class Shift(NamedTuple):
+    """So many offsets further than the group is; negative: back."""
+
+    by: int
+
+
+class Offsets(NamedTuple):
+    """An offset for each partition (-1 latest, -2 earliest). ``written``: somebody wrote them down, and a partition
+    that does not exist is an error; else it is left out."""
+
+    each: Mapping[TopicPartition, int]
+    written: bool = True
+
+
+To = StartAt | Shift | Offsets | Literal["current"]
+"""Where a group is to go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One partition of a :class:`GroupReset`; ``now`` is None where the group has no offset yet."""
+
+    topic: str
+    partition: int
+    now: int | None
+    then: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReset(JupyterMixin):
+    """What a reset does, or did; notebooks show it as a table. ``number``: how many resets the group had then; None:
+    nothing was changed."""
+
+    group: str
+    moves: tuple[Move, ...]
+    number: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [asdict(one) for one in self.moves]
+        return {"group": self.group, "executed": self.number is not None, "reset": self.number, "partitions": rows}
+
+    def __rich__(self) -> RenderableType:
+        done = "nothing was changed" if self.number is None else f"done, reset #{self.number}"
+        rows = [(one.topic, str(one.partition), one.now, one.then) for one in self.moves]
+        table = table_of("topic", "partition", "now", "then", rows=rows)
+        return Group(Text(f"group {self.group}: {done}"), table)
+
+
+def find(admin: GroupAdmin, group: str, to: To, scope: Scope) -> dict[TopicPartition, int]:
+    """The offset that each partition is to get. Partitions that are gone are left out.
+
+    Raises:
+        OptionError: a partition that was named does not exist, or has no committed offset to go on from.
+        GroupError: there is no such group, and no topics are named.
+    """
+    if isinstance(to, Offsets):
+        chosen = {tp: at for tp, at in to.each.items() if in_scope(tp, scope)}
+        found = named_targets(admin, chosen)
+        if to.written and (gone := sorted(chosen.keys() - found.keys())):
+            raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
+        return found
+    tps = partitions_of(admin, group, scope)
+    if not tps and admin.group(group).state == DEAD:
+        raise not_there(group, "to begin it somewhere, name the topics with --topic")
+    if isinstance(to, StartAt):
+        return targets(admin, tps, to)
+    committed = admin.committed(group)
+    if to == "current":  # where it never committed the end, as in Kafka's own tool
+        return named_targets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
+    if without := [tp for tp in tps if tp not in committed]:
+        raise OptionError(f"--shift-by {to.by}: group {group!r} has no committed offset of {without[0]} to go on from")
+    return named_targets(admin, {tp: max(0, committed[tp].offset + to.by) for tp in tps})
 
 
 def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPartition]:
@@ -51,24 +132,6 @@ def in_scope(tp: TopicPartition, scope: Scope) -> bool:
     return not scope or (tp.topic in scope and (not scope[tp.topic] or tp.partition in scope[tp.topic]))
 
 
-def shifted(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition], by: int) -> dict[TopicPartition, int]:
-    """Where so many records further, or back, is; at most to an end of the log.
-
-    Raises:
-        OptionError: a partition has no committed offset to go on from.
-    """
-    committed, tps = admin.committed(group), list(tps)
-    if without := [tp for tp in tps if tp not in committed]:
-        raise OptionError(f"--shift-by {by}: group {group!r} has no committed offset of {without[0]} to go on from")
-    return named_targets(admin, {tp: max(0, committed[tp].offset + by) for tp in tps})
-
-
-def current(admin: GroupAdmin, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-    """Where the group is now; at the end of the log where it never committed, as in Kafka's own tool."""
-    committed = admin.committed(group)
-    return named_targets(admin, {tp: committed[tp].offset if tp in committed else LATEST_OFFSET for tp in tps})
-
-
 def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> dict[TopicPartition, int]:
     """Where a word, an offset or a time means for each partition. Partitions that are gone are left out."""
     tps = list(tps)
@@ -89,19 +152,6 @@ def named_targets(admin: GroupAdmin, offsets: Mapping[TopicPartition, int]) -> d
         for tp, at in offsets.items()
         if tp in first and tp in end
     }
-
-
-def as_written(admin: GroupAdmin, offsets: Mapping[TopicPartition, int], scope: Scope) -> dict[TopicPartition, int]:
-    """The same for offsets that somebody wrote down, as far as they are in the scope.
-
-    Raises:
-        OptionError: a partition does not exist.
-    """
-    chosen = {tp: at for tp, at in offsets.items() if in_scope(tp, scope)}
-    found = named_targets(admin, chosen)
-    if gone := sorted(chosen.keys() - found.keys()):
-        raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
-    return found
 
 
 class Reset(NamedTuple):
@@ -157,6 +207,25 @@ def plan(
 def _of_void_batch(note: names.Note | None, ledger: Ledger) -> bool:
     """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
     return note is not None and note.stream in ledger.void and note.epoch < ledger.epoch
+
+
+def reset(
+    admin: GroupAdmin,
+    group: str,
+    targets: Mapping[TopicPartition, int],
+    *,
+    spark: "SparkSession | None" = None,
+    table: str | None = None,
+    execute: bool,
+) -> GroupReset:
+    """What a reset to these offsets does; with ``execute`` it is done, as of :func:`move`."""
+    committed = admin.committed(group)
+    moves = tuple(
+        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
+        for tp, at in sorted(targets.items())
+    )
+    number = move(admin, group, targets, spark=spark, table=table) if execute else None
+    return GroupReset(group, moves, number)
 
 
 def move(

@@ -1,7 +1,7 @@
 """``spark-group run``: a consumer group into a Delta table, exactly once.
 
-Runs in: the user's driver. Deliberately absent: Spark; what the arguments say is checked here, before it starts, and
-``job`` does it.
+Runs in: the user's driver. Deliberately absent: a master, memory and everything else that ``spark-submit`` is told. The
+arguments are checked before Spark is imported.
 
 ``jobs/group_to_delta.py`` is the same as a script for ``spark-submit``, which gives it a master, memory and jars.
 Without ``spark-submit`` the command brings Delta's jars itself and runs on this machine::
@@ -21,18 +21,46 @@ Python process lets the batch in hand end first, so that another member of the g
 import logging
 import os
 import re
-from collections.abc import Iterable
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from spark_group_source import fits
+from spark_group_source.cli.shared import settings_in
 from spark_group_source.delta import names
+from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.host.runs import drain
+from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+    from pyspark.sql.types import StructType
+
+log = logging.getLogger(__name__)
 
 INTERVAL: Final = re.compile(r"\d+ (millisecond|second|minute|hour)s?")
 SECRET: Final = re.compile(r"password|passphrase|secret|jaas|token|\.pem$|\.key$", re.IGNORECASE)
 """Names of options whose values do not belong on a command line, where every user of the machine can read them."""
+
+MALFORMED: Final = "malformed"
+KAFKA_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "headers")
+"""Those of the source that stay beside the parsed fields; headers only where they are asked for."""
+
+LOOK_S: Final = 1
+"""Pause between two looks at the query: the longest time until a signal is followed."""
+ASKED_TO_STOP: Final = threading.Event()
+
+DELTA_SETTINGS: Final = {
+    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+}
 
 
 def run(
@@ -96,21 +124,32 @@ def run(
     timing = _timing(trigger)
     _log_to_stderr(log_level)
     fits.check()
-    from spark_group_source.cli import job
+    from spark_group_source.delta.sink import DeltaSink
 
-    job.run(
-        job.Wanted(
-            group=group,
-            source={name: str(value) for name, value in source.items() if value is not None},
-            table=table,
-            checkpoint=checkpoint,
-            timing=timing,
-            schema=schema,
-            kafka_prefix=kafka_prefix,
-            partition_by=tuple(partition_by or ()),
-            merge_schema=merge_schema,
-        )
-    )
+    spark = _session(f"{group} -> {table}")
+    try:
+        _check_delta(spark)
+        fits.check_session(spark)
+        transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
+        columns = tuple(partition_by or ())
+        sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
+        options = {name: str(value) for name, value in source.items() if value is not None}
+        rows = spark.readStream.format("kafka-group").options(**options).load()
+        writer = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+        _stop_on_signals()
+        _follow(writer.queryName(group).trigger(**timing))
+    except Exception as exc:
+        if ASKED_TO_STOP.is_set():  # under spark-submit the JVM hears the signal too, and may be gone first
+            log.info("stopped by a signal; the next start goes on where the table stands")
+            raise typer.Exit(0) from None
+        log.debug("the whole story", exc_info=exc)
+        log.error("%s", reason(exc))
+        raise typer.Exit(1) from None
+    finally:
+        _end(spark)
+
+
+# --- the arguments ---------------------------------------------------------------------------------------------------
 
 
 def _timing(trigger: str) -> dict[str, Any]:
@@ -121,9 +160,6 @@ def _timing(trigger: str) -> dict[str, Any]:
     if INTERVAL.fullmatch(trigger):
         return {"processingTime": trigger}
     raise typer.BadParameter(f"--trigger {trigger!r}: give available-now, once, or an interval such as '5 seconds'")
-
-
-# --- options that are passed on --------------------------------------------------------------------------------------
 
 
 def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
@@ -142,32 +178,10 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _from_files(paths: Iterable[Path]) -> dict[str, str]:
-    """The ``key=value`` lines of all files; ``#`` starts a comment line. Values are never shown."""
-    found: dict[str, str] = {}
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeError) as exc:
-            raise typer.BadParameter(f"--option-file {path} cannot be read: {exc}") from None
-        for number, line in enumerate(lines, start=1):
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            name, has_value, value = text.partition("=")
-            if not has_value or not name.strip():
-                raise typer.BadParameter(f"--option-file {path}, line {number}: write key=value")
-            found[name.strip()] = _with_environment(value.strip(), f"--option-file {path}, line {number}")
-    return found
-
-
-def _with_environment(value: str, where: str) -> str:
-    def look(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in os.environ:
-            raise typer.BadParameter(f"{where}: the environment has no variable {name}")
-        return os.environ[name]
-
-    return re.sub(r"\$\{(\w+)\}", look, value)
+    try:
+        return {name: value for path in paths for name, value in settings_in(path).items()}
+    except OptionError as exc:
+        raise typer.BadParameter(f"--option-file {exc}") from None
 
 
 def _log_to_stderr(level: str) -> None:
@@ -177,3 +191,139 @@ def _log_to_stderr(level: str) -> None:
     except ValueError:
         raise typer.BadParameter(f"--log-level {level!r}: give DEBUG, INFO, WARNING or ERROR") from None
     logging.getLogger("py4j").setLevel(logging.WARNING)
+
+
+# --- what the query is -----------------------------------------------------------------------------------------------
+
+
+def parsed(fields: "StructType", *, prefix: str = "") -> "Callable[[DataFrame], DataFrame]":
+    """A transform that makes columns of JSON objects; a value that is none is kept as it is, in ``malformed``.
+
+    Raises:
+        typer.BadParameter: a field has the name of another column of the table.
+    """
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    kept = [prefix + name for name in KAFKA_COLUMNS] + [MALFORMED]
+    taken = {name.lower() for name in kept}
+    if clash := [field.name for field in fields if field.name.lower() in taken]:
+        raise typer.BadParameter(
+            f"--schema has the field {clash[0]!r}, which is also one of the table's other columns ({', '.join(kept)}). "
+            "Rename Kafka's columns, for example with --kafka-prefix kafka_"
+            if clash[0].lower() != MALFORMED
+            else f"--schema has the field {clash[0]!r}; that column holds the values that could not be parsed"
+        )
+    corrupt = "__corrupt"
+    wanted = StructType([*fields.fields, StructField(corrupt, StringType())])
+
+    def transform(df: "DataFrame") -> "DataFrame":
+        text = F.col("value").cast("string")
+        json = F.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
+        # from_json alone takes the first of several values and forgets the rest.
+        values = F.coalesce(F.json_array_length(F.concat(F.lit("["), text, F.lit("]"))), F.lit(0))
+        one = (values == 1) & ~F.ltrim(text).startswith("[")
+        good = one & F.col("json").isNotNull() & F.col(f"json.{corrupt}").isNull()
+        malformed = F.when(F.col("value").isNotNull() & ~good, F.col("value"))
+        return df.withColumn("json", json).select(
+            *(F.when(malformed.isNull(), F.col(f"json.`{field.name}`")).alias(field.name) for field in fields),
+            malformed.alias(MALFORMED),
+            *(F.col(name).alias(prefix + name) for name in KAFKA_COLUMNS if name in df.columns),
+        )
+
+    return transform
+
+
+def _ddl(spark: "SparkSession", schema: str) -> "StructType":
+    from pyspark.errors import PySparkException
+
+    try:
+        fields = spark.createDataFrame([], schema).schema
+    except PySparkException as exc:
+        raise typer.BadParameter(f"--schema {schema!r} is not Spark DDL: {reason(exc)}") from None
+    if not fields:
+        raise typer.BadParameter("--schema names no field; leave it out to keep the value as it is")
+    return fields
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def _follow(writer: "DataStreamWriter") -> None:
+    """Start the query and follow it until it ends or a signal asks for its end."""
+    query = writer.start()
+    last = -1
+    while not query.awaitTermination(LOOK_S):
+        last = _tell(query, last)
+        if ASKED_TO_STOP.is_set():
+            log.info("a signal asks for the end: the batch in hand is finished, and its offsets go to Kafka")
+            _drain(query)
+            query.stop()
+            return
+    _tell(query, last)
+    log.info("the query has ended: all that was there is in the table")
+
+
+def _drain(query: "StreamingQuery") -> None:
+    """Let the batch in hand end. Without it the next owner of a partition could read its rows again."""
+    from pyspark.sql import SparkSession
+
+    jvm: Any = SparkSession.active()._jvm
+    try:
+        drain(str(query.name), driver=jvm.java.lang.ProcessHandle.current().pid())
+    except GroupError as exc:
+        log.warning("%s; what of it is not in the table is read again by the next start", exc)
+
+
+def _tell(query: "StreamingQuery", last: int) -> int:
+    """Log the batches that ended since ``last``; returns the newest."""
+    for progress in query.recentProgress:
+        if progress.batchId > last and progress.numInputRows:
+            last = progress.batchId
+            log.info("batch %d: %d records in %.1f s", last, progress.numInputRows, progress.batchDuration / 1000)
+    return last
+
+
+def _session(name: str) -> "SparkSession":
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(name)
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # not under spark-submit: this process starts the JVM
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        builder = builder.config("spark.jars", ",".join(map(str, delta_jars())))
+        for key, value in DELTA_SETTINGS.items():
+            builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def _check_delta(spark: "SparkSession") -> None:
+    if "DATABRICKS_RUNTIME_VERSION" in os.environ:
+        return
+    if "DeltaSparkSessionExtension" not in (spark.conf.get("spark.sql.extensions", "") or ""):
+        raise typer.BadParameter(
+            f"this Spark session cannot write Delta tables. Give spark-submit --packages {DELTA_COORDINATES[0]} "
+            + " ".join(f"--conf {key}={value}" for key, value in DELTA_SETTINGS.items())
+        )
+
+
+def _stop_on_signals() -> None:
+    """After the session is there: pyspark sets a handler of its own for SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: ASKED_TO_STOP.set())
+
+
+def _end(spark: "SparkSession") -> None:
+    try:
+        spark.stop()
+    except Exception as exc:  # noqa: BLE001  # the JVM may be gone; nothing is left to end then
+        log.debug("the session could not be stopped: %r", exc)
+
+
+def reason(exc: BaseException) -> str:
+    """The one line of an error that says what to do; Spark wraps it into stack traces of several processes."""
+    text = str(exc)
+    found = re.findall(r"(?:spark_group_source\.errors|pyspark\.errors\.exceptions\.\w+)\.(\w+): (.+)", text)
+    if found:
+        return ": ".join(found[-1])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else repr(exc)

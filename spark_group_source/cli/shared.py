@@ -1,11 +1,15 @@
-"""What the commands share: their options, the admin client, a small Spark session.
+"""What the commands share: their options, files of settings, the admin client, a small Spark session.
 
 Runs in: a terminal. Deliberately absent: any one command.
 """
 
 import logging
+import os
+import re
+import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,17 +17,22 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from spark_group_source.errors import OptionError
+from spark_group_source.kafka import GroupAdmin
+from spark_group_source.local.conf import pairs_in
+from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from spark_group_source.delta.board import Place
-    from spark_group_source.kafka import GroupAdmin
-    from spark_group_source.options.table import Options
+    from spark_group_source.delta.checkpoint import Files
 
 console = Console()
+
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 GroupOption = Annotated[str, typer.Option("--group", help="The consumer group.")]
 ServersOption = Annotated[str, typer.Option("--bootstrap-servers", "--bootstrap-server", help="host:port, …")]
@@ -36,33 +45,72 @@ JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--command-config", exists=True, dir_okay=False, help="Client settings (security), one name=value a line."
+        "--command-config",
+        exists=True,
+        dir_okay=False,
+        help="Client settings (security), one name=value a line; ${NAME} is taken from the environment.",
     ),
 ]
 
 
-def admin_of(servers: str, group: str, config: Path | None) -> "GroupAdmin":
+def admin_of(servers: str, group: str, config: Path | None) -> GroupAdmin:
     """An admin client with the settings of ``--command-config``.
 
     Args:
         group: whose offsets are asked for; "-" where none is meant.
     """
-    from spark_group_source.kafka import GroupAdmin
-
     return GroupAdmin(options_of(servers, group, config).admin_settings(), retries=0)
 
 
-def options_of(servers: str, group: str, config: Path | None) -> "Options":
+def options_of(servers: str, group: str, config: Path | None) -> Options:
     """The client settings of ``--command-config``, checked and translated as those of a query are."""
-    from spark_group_source.options.table import Options
-
-    lines = [] if config is None else config.read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("=", 1) for line in map(str.strip, lines) if line and not line.startswith("#")]
-    wrong = [pair[0] for pair in pairs if len(pair) != 2]
-    if wrong:
-        raise OptionError(f"{config}: {wrong[0]!r} has no value; write name=value")
-    given = {f"kafka.{name.strip()}": value.strip() for name, value in pairs}
+    given = {} if config is None else {f"kafka.{name}": value for name, value in settings_in(config).items()}
     return Options.parse({**given, "kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"})
+
+
+def settings_in(path: Path) -> dict[str, str]:
+    """The ``name=value`` lines of a file; ``#`` starts a comment line, ``${NAME}`` is taken from the environment.
+
+    Raises:
+        OptionError: the file cannot be read, or a line is something else. No value is shown.
+    """
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as exc:
+        raise OptionError(f"{path} cannot be read: {exc}") from None
+    try:
+        found = pairs_in(text, str(path))
+    except ValueError as exc:
+        raise OptionError(str(exc)) from None
+    for name, value in found.items():
+        if absent := [word for word in VARIABLE.findall(value) if word not in os.environ]:
+            raise OptionError(f"{path}: {name} needs the variable {absent[0]}, which the environment does not have")
+        found[name] = VARIABLE.sub(lambda match: os.environ[match[1]], value)
+    return found
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def table_of(*columns: str, rows: Iterable[Sequence[object]] = ()) -> Table:
+    """A table whose cells are folded, as a name that is cut short names nothing. No value is taken for markup."""
+    table = Table(*columns)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*cells(row))
+    return table
+
+
+def cells(values: Iterable[object]) -> list[Text]:
+    """Values as they stand in a table: numbers with commas, a dash where there is none."""
+    return [Text("-" if v in (None, "") else f"{v:,}" if type(v) is int else str(v)) for v in values]
 
 
 @contextmanager
@@ -96,10 +144,10 @@ def local_path(place: str) -> Path | None:
 
 
 @contextmanager
-def notices(root: str) -> "Iterator[Place]":
-    """Where the runs of a checkpoint say what they do."""
-    from spark_group_source.delta import board
-
+def checkpoint_files(root: str) -> "Iterator[tuple[Files, str]]":
+    """How the files of a checkpoint are reached, and its path there. Spark is started only where Python cannot."""
     path = local_path(root)
     with session(path is None) as spark:
-        yield board.place_of(spark, root) if spark is not None else board.on_this_machine(Path(path or root))
+        from spark_group_source.delta.checkpoint import by_spark, on_this_machine
+
+        yield (on_this_machine(), str(path)) if spark is None else (by_spark(spark), root.rstrip("/"))

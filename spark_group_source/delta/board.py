@@ -15,17 +15,15 @@ for each group that the query is in:
 
 import json
 import logging
-import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from spark_group_source.delta import checkpoint
+from spark_group_source.delta.checkpoint import Files, by_spark
 from spark_group_source.errors import GroupError
 from spark_group_source.host import runs
 
@@ -35,55 +33,56 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "_spark_group"
-RUN, REQUEST = "run", "drain"
-LOOK_S = 2.0
-"""How often a run looks for a request."""
-SAY_EVERY_S = 10.0
-"""How often a run renews what it says, if that changed; that it is drained it says at once."""
-FAILED_LOOKS_MAX = 30
+LOOK_S = 15.0
+"""How often a run looks for a request and renews its notice: each is a request to an object store."""
+DRAINING_LOOK_S = 0.5
+"""How often it looks at its own host's files once it was asked: that it is drained it says at once."""
+ASKING_LOOK_S = 1.0
+"""How often a command that waits looks at the notice."""
+FAILED_LOOKS_MAX = 5
 """Looks in a row that may fail before a run says no more: the file system is away, or not writable."""
 
 
-class Place(NamedTuple):
-    """Where notices are: ``read`` gives None where there is no such file; ``write`` replaces one."""
+class Notices(NamedTuple):
+    """The notices in a checkpoint."""
 
-    read: Callable[[str], str | None]
-    write: Callable[[str, str], None]
+    files: Files
+    root: str
+    """The query's ``checkpointLocation``."""
 
-
-def place_of(spark: "SparkSession", root: str) -> Place:
-    """The notices in a checkpoint, through Spark's file systems."""
-    folder = f"{root.rstrip('/')}/{FOLDER}"
-    return Place(
-        lambda name: checkpoint.read(spark, f"{folder}/{name}"),
-        lambda name, text: checkpoint.write(spark, f"{folder}/{name}", text),
-    )
-
-
-def on_this_machine(root: Path) -> Place:
-    """The notices in a checkpoint that Python can reach. Nobody reads half of what is written here."""
-    folder = root / FOLDER
-
-    def read(name: str) -> str | None:
+    def read(self, group: str, what: str) -> dict[str, Any] | None:
+        """The notice "run" or "drain"; None where there is none, or half of one."""
         try:
-            return (folder / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
+            doc = json.loads(self.files.read(self.path(group, what)) or "null")
+        except ValueError:
             return None
+        return doc if isinstance(doc, dict) else None
 
-    def write(name: str, text: str) -> None:
-        part = folder / f".{name}.{os.getpid()}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+    def write(self, group: str, what: str, doc: dict[str, Any]) -> None:
+        self.files.write(self.path(group, what), json.dumps(doc))
 
-    return Place(read, write)
+    def path(self, group: str, what: str) -> str:
+        return f"{self.root.rstrip('/')}/{FOLDER}/{quote(group, safe='')}.{what}.json"
 
+
+def place_of(spark: "SparkSession", root: str) -> Notices:
+    """The notices in a checkpoint, through Spark's file systems."""
+    return Notices(by_spark(spark), root)
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
 _kept: set[tuple[str, str]] = set()
 """The runs and groups whose notices a thread keeps, or kept."""
 
 
-def keep(run: str, group: str, stream: str, place: Callable[[], Place]) -> None:
+def run_name(run_id: str) -> str:
+    """The name of a run of a query; ``run_id`` is Spark's, new with every start."""
+    return f"{run_id}-{os.getpid()}"
+
+
+def keep(run: str, group: str, stream: str, place: Callable[[], Notices]) -> None:
     """Say what a run does, and hear who asks it to drain, until it ends. A second call for it does nothing.
 
     Args:
@@ -104,100 +103,80 @@ def keep(run: str, group: str, stream: str, place: Callable[[], Place]) -> None:
 
 
 class _Watch:
-    def __init__(self, run: str, group: str, pid: int, place: Callable[[], Place]) -> None:
+    def __init__(self, run: str, group: str, pid: int, place: Callable[[], Notices]) -> None:
         self._run, self._group, self._pid, self._place = run, group, pid, place
-        self._said, self._said_s = "", -math.inf
-        self._pause = threading.Event()
+        self._said: dict[str, Any] = {}
+        self._asked = False
 
     def until_it_ends(self) -> None:
-        failed = 0
+        failed, pause = 0, threading.Event()
         while failed < FAILED_LOOKS_MAX and (doc := self._statistics()) is not None:
             try:
-                self._look(doc)
+                self.look(doc)
                 failed = 0
             except Exception as exc:  # noqa: BLE001 - Spark's, Hadoop's or py4j's: no reason to end a query
                 failed += 1
                 log.log(
                     logging.WARNING if failed == FAILED_LOOKS_MAX else logging.DEBUG,
-                    "notices of group %s cannot be kept in the checkpoint: %s. Drain it on the driver's host",
+                    "group %s: notices cannot be kept in the checkpoint: %s. Drain it on the driver's host",
                     self._group,
                     str(exc).partition("\n")[0],
                 )
-            self._pause.wait(LOOK_S)
+            pause.wait(DRAINING_LOOK_S if self._asked and not doc["drained"] else LOOK_S)
 
     def _statistics(self) -> dict[str, Any] | None:
         """Of the run on this host, as long as it lives."""
         return next((doc for doc in runs.read(self._group) if doc["pid"] == self._pid), None)
 
-    def _look(self, doc: dict[str, Any]) -> None:
+    def look(self, doc: dict[str, Any]) -> None:
+        """Renew the notice with these statistics, and pass a request on."""
+        if self._asked and not doc["drained"]:  # between two of its usual looks
+            return
         place = self._place()
-        text = json.dumps(doc)
-        if text != self._said and (doc["drained"] or time.monotonic() - self._said_s >= SAY_EVERY_S):
+        if doc != self._said:
             more = {"run": self._run, "host": socket.gethostname(), "now_ms": time.monotonic_ns() // 1_000_000}
-            place.write(name_of(self._group, RUN), json.dumps({**doc, **more, "written_ms": int(time.time() * 1000)}))
-            self._said, self._said_s = text, time.monotonic()
-        asked = _parsed(place.read(name_of(self._group, REQUEST)))
+            place.write(self._group, "run", {**doc, **more, "written_ms": int(time.time() * 1000)})
+            self._said = doc
+        asked = place.read(self._group, "drain")
         if asked is not None and asked.get("run") == self._run and not doc["drained"]:
             runs.ask_to_drain(self._pid)
+            self._asked = True
 
 
-def name_of(group: str, what: str) -> str:
-    """The name of a notice's file."""
-    return f"{quote(group, safe='')}.{what}.json"
+# --- whoever asks ----------------------------------------------------------------------------------------------------
 
 
-def run_name(run_id: str) -> str:
-    """The name of a run of a query; ``run_id`` is Spark's, new with every start."""
-    return f"{run_id}-{os.getpid()}"
-
-
-def last(place: Place, where: str, group: str) -> dict[str, Any]:
+def last(place: Notices, group: str) -> dict[str, Any]:
     """What the last run of a query said.
 
     Raises:
         GroupError: none ever said anything here.
     """
-    doc = _parsed(place.read(name_of(group, RUN)))
+    doc = place.read(group, "run")
     if doc is None:
         raise GroupError(
-            f"{where} has no notice of a run in group {group!r}. It must be the checkpointLocation of a query that "
-            "writes with DeltaSink, not on Spark Connect, and has written a batch since it was started",
+            f"{place.root} has no notice of a run in group {group!r}. It must be the checkpointLocation of a query "
+            "that writes with DeltaSink, not on Spark Connect, and has written a batch since it was started",
             group=group,
         )
     return doc
 
 
-def drain(place: Place, where: str, *, group: str, timeout_s: float) -> dict[str, Any]:
+def drain(place: Notices, group: str, *, timeout_s: float) -> int:
     """Ask the run of a checkpoint to finish its batch and begin no other, and wait until it has.
 
     Raises:
         GroupError: there is no run, or it did not say in time that it is drained.
     """
-    doc = last(place, where, group)
-    run = doc["run"]
-    place.write(name_of(group, REQUEST), json.dumps({"run": run}))
-    deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
-    while not doc["drained"]:
-        if time.monotonic() > deadline_s:
-            age_s = time.time() - doc["written_ms"] / 1000
-            raise GroupError(
-                f"the query of group {group!r} on host {doc['host']}, process {doc['pid']}, did not say within "
-                f"{timeout_s:.0f} s that it is drained; it last said anything {age_s:.0f} s ago. If it runs, it drains "
-                "when its batch ends: ask again, with more time. If it does not run, there is nothing to drain",
-                group=group,
-            )
-        pause.wait(LOOK_S / 4)
-        found = _parsed(place.read(name_of(group, RUN)))
-        if found is not None and found["run"] != run:
-            raise GroupError(f"the query of group {group!r} was started again meanwhile: ask again", group=group)
-        doc = found or doc
-    return doc
 
+    doc = last(place, group)
 
-def _parsed(text: str | None) -> dict[str, Any] | None:
-    """A notice; None where there is none, or half of one."""
-    try:
-        doc = json.loads(text or "null")
-    except ValueError:
-        return None
-    return doc if isinstance(doc, dict) else None
+    def found() -> dict[str, dict[str, Any]]:
+        nonlocal doc
+        doc = place.read(group, "run") or doc  # None: it is just written
+        return {doc["run"]: doc}
+
+    def ask(run: str) -> None:
+        place.write(group, "drain", {"run": run})
+
+    return runs.drain_at(runs.Place(found, ask, ASKING_LOOK_S), group, timeout_s=timeout_s)

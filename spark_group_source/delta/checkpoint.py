@@ -10,9 +10,12 @@ source without an offset so far has ``-``. One DataFrame used twice in a query h
 """
 
 import json
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.errors import AnalysisException
 
@@ -141,48 +144,114 @@ def read_planned(spark: "SparkSession", batch_id: int, checkpoint: str | None) -
     return replace(planned(query_id, batch_id, text, before), run_id=_local_run_id(spark, local), root=root)
 
 
-def positions(
-    spark: "SparkSession", checkpoint: str, group: str, batch: int | None = None
-) -> dict[TopicPartition, int]:
-    """Where the group stood in a query's checkpoint: after its last finished batch, or before ``batch``.
+class Files(NamedTuple):
+    """How the small files of a checkpoint are reached."""
+
+    read: Callable[[str], str | None]
+    """The text of a file; None: there is no such file."""
+    write: Callable[[str, str], None]
+    """Replace a file, in a folder that is there."""
+    names: Callable[[str], list[str]]
+    """What a folder holds; nothing where there is no such folder."""
+
+
+def by_spark(spark: "SparkSession") -> Files:
+    """Files in any file system that Spark's Hadoop knows."""
+
+    def names(folder: str) -> list[str]:
+        fs, path = _located(spark, folder)
+        return [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
+
+    return Files(lambda path: read(spark, path), lambda path, text: write(spark, path, text), names)
+
+
+def on_this_machine() -> Files:
+    """Files that Python can reach. A reader never finds a part of one that is replaced."""
+
+    def read_text(path: str) -> str | None:
+        return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else None
+
+    def write_text(path: str, text: str) -> None:
+        part = Path(f"{path}.{os.getpid()}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+    def names(folder: str) -> list[str]:
+        return [path.name for path in Path(folder).iterdir()] if Path(folder).is_dir() else []
+
+    return Files(read_text, write_text, names)
+
+
+def batches(files: Files, folder: str) -> list[int]:
+    """The numbers of the batches that one of a checkpoint's logs has."""
+    return [int(name) for name in files.names(folder) if name.isdecimal()]
+
+
+def batch_lines(
+    files: Files, root: str, batch: int | None = None, *, all_finished: bool = False
+) -> tuple[int, dict[str, str]]:
+    """A batch's number, and the offset of each source in it, by the source's number or name.
 
     Args:
-        checkpoint: the query's ``checkpointLocation``.
-        batch: the number of a batch; 0 is where the stream began, as long as Spark keeps that batch.
+        root: the query's ``checkpointLocation``.
+        batch: its number, as long as Spark keeps that batch; None: the last finished one.
+        all_finished: refuse a checkpoint with a batch that was planned and is not finished.
+
+    Raises:
+        OptionError: there is no such batch.
+        CheckpointMismatch: a batch is not finished, or the checkpoint is damaged.
+    """
+    planned, finished = batches(files, f"{root}/offsets"), batches(files, f"{root}/commits")
+    if not planned:
+        raise OptionError(
+            f"{root} has no planned batch: it is no query's checkpointLocation, or its query never planned one",
+            checkpoint=root,
+        )
+    last = max(finished, default=-1)
+    open_ones = [number for number in planned if number > last]
+    if open_ones and (all_finished or (batch is None and not finished)):
+        raise CheckpointMismatch(
+            f"{root}: batch {min(open_ones)} was planned and is not finished; whether the sink has its rows, the "
+            "checkpoint does not tell. Start the old query once more as it was, with trigger(availableNow=True), which "
+            "ends that batch; then do this again",
+            checkpoint=root,
+            batch_id=min(open_ones),
+        )
+    number = last if batch is None else batch
+    text = files.read(f"{root}/offsets/{number}")
+    if text is not None:
+        return number, source_lines(text)
+    if batch is None:
+        raise CheckpointMismatch(
+            f"{root} has commits/{number} and no offsets/{number}: it is damaged, or a copy that was not complete",
+            checkpoint=root,
+            batch_id=number,
+        )
+    raise OptionError(
+        f"{root} does not have batch {number}; it has {min(planned)} to {max(planned)}. Spark keeps the last "
+        "spark.sql.streaming.minBatchesToRetain of them",
+        checkpoint=root,
+        batch_id=number,
+    )
+
+
+def positions(files: Files, root: str, group: str, batch: int | None = None) -> dict[TopicPartition, int]:
+    """Where the group stood in a query's checkpoint: after its last finished batch, or before ``batch``.
 
     Raises:
         OptionError: there is no such batch, or nothing of this group in it.
         CheckpointMismatch: the offset of the batch cannot be read.
     """
-    root = checkpoint.rstrip("/")
-    number = max(batches(spark, f"{root}/commits"), default=None) if batch is None else batch
-    if number is None:
-        raise OptionError(f"{root} has no finished batch. Is it the checkpointLocation of a query?", checkpoint=root)
-    text = read(spark, f"{root}/offsets/{number}")
-    if text is None:
-        kept = batches(spark, f"{root}/offsets")
-        raise OptionError(
-            f"{root} does not have batch {number}; it has {f'{min(kept)} to {max(kept)}' if kept else 'none'}. Spark "
-            "keeps the last spark.sql.streaming.minBatchesToRetain of them",
-            checkpoint=root,
-            batch_id=number,
-        )
+    number, lines = batch_lines(files, root, batch)
     side = 1 if batch is None else 0
     found: dict[TopicPartition, int] = {}
-    for offset in (parse(line) for line in _source_lines(text) if is_ours(line)):
+    for offset in (parse(line) for line in lines.values() if is_ours(line)):
         if offset.group == group:
             found |= offset.owed
             found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
     if not found:
         raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)
     return found
-
-
-def batches(spark: "SparkSession", folder: str) -> list[int]:
-    """The numbers of the batches that one of a checkpoint's logs has."""
-    fs, path = _located(spark, folder)
-    names = [str(status.getPath().getName()) for status in fs.listStatus(path)] if fs.exists(path) else []
-    return [int(name) for name in names if name.isdecimal()]
 
 
 def _is_classic(spark: "SparkSession") -> bool:

@@ -93,11 +93,7 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
-        """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out.
-
-        Raises:
-            KeyError: a name is missing, as in the numbers of another release.
-        """
+        """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
         values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
         return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 

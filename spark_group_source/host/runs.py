@@ -22,9 +22,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group.statistics import Statistics
@@ -212,17 +213,57 @@ def read(group: str) -> list[dict[str, Any]]:
 
 def snapshot(group: str, stream: str) -> Statistics | None:
     """The statistics of one stream, if it runs on this host; of several runs of it, the one that got furthest."""
-    found = []
-    for doc in read(group):
-        if doc["stream"] == stream:
-            with contextlib.suppress(KeyError):  # a run of another release has other numbers
-                found.append(Statistics.from_dict(doc))
+    found = [Statistics.from_dict(doc) for doc in read(group) if doc["stream"] == stream]
     return max(found, key=lambda statistics: statistics.seq, default=None)
 
 
 def ask_to_drain(pid: int) -> None:
     """Ask the run in that process of this host to finish its batch and begin no other."""
     (directory() / f"{pid}{DRAIN}").touch()
+
+
+class Place(NamedTuple):
+    """Where runs of a group publish, and are asked to drain."""
+
+    runs: Callable[[], dict[str, dict[str, Any]]]
+    """What the runs published last, by the run's name."""
+    ask: Callable[[str], None]
+    """Ask the run of that name to finish its batch and begin no other."""
+    look_s: float
+    """From one look to the next."""
+
+
+def drain_at(place: Place, group: str, *, timeout_s: float) -> int:
+    """Ask the runs of a place to finish their batch and begin no other, and wait until they have.
+
+    Returns:
+        How many runs were drained.
+
+    Raises:
+        GroupError: a run did not say in time that it is drained, or another one was started meanwhile.
+    """
+    asked = place.runs()
+    for name in asked:
+        place.ask(name)
+    deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
+    while True:
+        found = place.runs()
+        if found.keys() - asked.keys():
+            raise GroupError(f"a query of group {group!r} was started again meanwhile: ask again", group=group)
+        late = [doc for doc in found.values() if not doc["drained"]]
+        if not late:
+            return len(asked)
+        if time.monotonic() > deadline_s:
+            at = f"in process {late[0]['pid']}"
+            if "written_ms" in late[0]:  # else it is a process of this host, which lives
+                age_s = time.time() - late[0]["written_ms"] / 1000
+                at += f" on host {late[0]['host']}, whose last notice is {age_s:.0f} s old,"
+            raise GroupError(
+                f"the query of group {group!r} {at} did not end its batch within {timeout_s:.0f} s. If it runs, it "
+                "drains when the batch ends: ask again, with more time",
+                group=group,
+            )
+        pause.wait(place.look_s)
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
@@ -246,24 +287,15 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
     """
     if trouble := _trouble(directory()):
         raise GroupError(trouble, group=group)
-    runs = [doc["pid"] for doc in read(group) if driver in (None, doc["driver"])]
-    if not runs:
+
+    def here() -> dict[str, dict[str, Any]]:
+        return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
+
+    if not here():
         raise GroupError(
             f"no query of group {group!r} runs on this host; drain it on the host of its driver", group=group
         )
-    for pid in runs:
-        ask_to_drain(pid)
-    deadline_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while late := [doc["pid"] for doc in read(group) if doc["pid"] in runs and not doc["drained"]]:
-        if time.monotonic() > deadline_s:
-            raise GroupError(
-                f"the query of group {group!r} in process {late[0]} did not end its batch within {timeout_s:.0f} s; it "
-                "drains when it does. Ask again, with more time",
-                group=group,
-            )
-        pause.wait(LOOK_S)
-    return len(runs)
+    return drain_at(Place(here, lambda pid: ask_to_drain(int(pid)), LOOK_S), group, timeout_s=timeout_s)
 
 
 def _usable() -> bool:

@@ -7,16 +7,21 @@ ours here, once.
 
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
-from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental
-from spark_group_source.kafka.described import CommittedOffset, GroupDescription, GroupMember, ListedGroup, Topic
+from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_place
 from spark_group_source.kafka.epochs import EpochEnds
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.record_times import RecordTime, RecordTimes
 from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
-from spark_group_source.kafka.taking import take_place
-from spark_group_source.kafka.translation import MemberStale
+from spark_group_source.kafka.translation import (
+    CommittedOffset,
+    GroupDescription,
+    GroupMember,
+    ListedGroup,
+    MemberStale,
+    Topic,
+)
 
 __all__ = [
     "Admin",

@@ -17,9 +17,16 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.asking import RefusalWatch, Retry
-from spark_group_source.kafka.described import GroupDescription, GroupMember, Topic
 from spark_group_source.kafka.runtime import Runtime
-from spark_group_source.kafka.translation import Asker, portions, to_kafka, to_ours
+from spark_group_source.kafka.translation import (
+    Asker,
+    GroupDescription,
+    GroupMember,
+    Topic,
+    portions,
+    to_kafka,
+    to_ours,
+)
 from spark_group_source.model import StartAt, TopicPartition
 
 REQUEST_TIMEOUT_S = 6.0
@@ -66,7 +73,7 @@ _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
 _ConfigResource: Any = kafka_admin.ConfigResource  # type: ignore[attr-defined]
 
 
-class Missing(Exception):
+class Missing:
     """A marker among this module's answers: the topic or partition is not there."""
 
 

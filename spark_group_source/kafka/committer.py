@@ -4,7 +4,8 @@ Runs in: the stream reader's worker thread. Deliberately absent: which offsets a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from enum import Enum
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -29,7 +30,14 @@ REQUEST_TIMEOUT_MS = 10_000
 """One request to a broker that took the connection and does not answer, as one that stands still; the library's own
 minute would keep lookups waiting behind a commit. ``kafka.socket.timeout.ms`` overrides it."""
 
-_Ends = Literal["commit_transaction", "abort_transaction"]
+
+class Transaction(Enum):
+    """Where the producer's transaction is."""
+
+    NONE = "none is open"
+    OPEN = "it was begun, and its end was not requested"
+    COMMITTING = "its commit was requested, and not answered"
+    ABORTING = "its abort was requested, and not answered"
 
 
 class OffsetCommitter:
@@ -59,8 +67,7 @@ class OffsetCommitter:
         self._asker = Asker.of(self._settings, group=group)
         self._group = group
         self._producer: Any = None
-        self._open: _Ends | None = None  # the call that ends the transaction which is open
-        self._ending = False  # it was made, and not answered
+        self._transaction = Transaction.NONE
         self._begun_ms = 0
         self._fenced: KafkaError | None = None
         self.lost = False
@@ -146,7 +153,7 @@ class OffsetCommitter:
             for at, (identity, offsets) in enumerate(shares):  # noqa: B007 - for the error
                 entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
                 producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
-            self._open = "commit_transaction"
+            self._transaction = Transaction.COMMITTING
             self._end()
         except KafkaException as exc:
             raise self._failure(exc.args[0], share=at, offsets=notes) from exc
@@ -175,21 +182,26 @@ class OffsetCommitter:
     def _take_over(self) -> None:
         producer = self._runtime.producer(self._settings)
         producer.init_transactions(TRANSACTION_TIMEOUT_S)
-        self._producer, self._open, self._ending, self.lost = producer, None, False, False
+        self._producer, self._transaction, self.lost = producer, Transaction.NONE, False
 
     def _begun(self) -> Any:
         """The producer, with a transaction that was just begun."""
         producer = self._own()
         self._end()
         producer.begin_transaction()
-        self._open, self._begun_ms = "abort_transaction", self._runtime.now_ms()
+        self._transaction, self._begun_ms = Transaction.OPEN, self._runtime.now_ms()
         return producer
 
     def _end(self) -> None:
-        if self._open is not None:
-            self._ending = True
-            getattr(self._producer, self._open)(TRANSACTION_TIMEOUT_S)
-            self._open, self._ending = None, False
+        """Request the end of the transaction: that which was requested before, else its abort."""
+        if self._transaction is Transaction.NONE:
+            return
+        if self._transaction is Transaction.COMMITTING:
+            self._producer.commit_transaction(TRANSACTION_TIMEOUT_S)
+        else:
+            self._transaction = Transaction.ABORTING
+            self._producer.abort_transaction(TRANSACTION_TIMEOUT_S)
+        self._transaction = Transaction.NONE
 
     def _failure(self, error: KafkaError, *, share: int = 0, offsets: Iterable[TopicPartition] = ()) -> GroupError:
         of_member = stale(error, request=Request.TRANSACTION, share=share)
@@ -204,10 +216,10 @@ class OffsetCommitter:
 
     def _clean_up(self, error: KafkaError) -> None:
         """Take back what was begun. An end that was not answered is asked for again next time."""
-        if self._ending and error.retriable():
+        if self._transaction in (Transaction.COMMITTING, Transaction.ABORTING) and error.retriable():
             return
-        if self._usable(error) and self._open is not None:
-            self._open = "abort_transaction"
+        if self._usable(error) and self._transaction is not Transaction.NONE:
+            self._transaction = Transaction.ABORTING
             try:
                 self._end()
             except KafkaException as exc:
@@ -218,8 +230,8 @@ class OffsetCommitter:
         if meaning(Request.TRANSACTION, error.code()) is not Meaning.FENCED:
             return
         expires_ms = int(str(self._settings["transaction.timeout.ms"]))
-        if self._open is not None and self._runtime.now_ms() - self._begun_ms >= expires_ms:
-            self._producer, self._open, self._ending, self.lost = None, None, False, True
+        if self._transaction is not Transaction.NONE and self._runtime.now_ms() - self._begun_ms >= expires_ms:
+            self._producer, self._transaction, self.lost = None, Transaction.NONE, True
         else:
             self._fenced = error
 

@@ -1,6 +1,7 @@
 """The consumer behind a member: membership without reading.
 
-Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching, and deciding what a rebalance means.
+Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching, deciding what a rebalance means, and
+knowing that a member vanished.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.answers import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.runtime import Runtime
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
@@ -24,9 +25,11 @@ log = logging.getLogger(__name__)
 LEAVE_S_MAX = 3.0
 """How long leaving the group may take; after it the place ends with the session."""
 LEAVE_POLL_S = 0.05
-REFUSALS_BELIEVED = 2
-"""How often in a row a member must be refused: brokers that start refuse for a moment, and a member that is given up
-loses its partitions."""
+TAKE_MS_MAX = 10_000
+"""How long :func:`take_place` may take; then the place is free when its session ends."""
+TAKE_POLL_S = 0.1
+_CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor",)
+"""Settings that a classic consumer refuses."""
 REFUSED_CODES = frozenset(
     {
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
@@ -82,7 +85,8 @@ class MemberConsumer:
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
         self._renamed = renamed
         self._failure: GroupError | None = None
-        self._refusals = 0
+        # Brokers that start refuse for a moment, and a member that is given up loses its partitions.
+        self._suspicions = Suspicions()
         self.identity: Identity | None = None
         self._known_as = known_as
         self._holder = ""  # as which member it was given its partitions
@@ -112,11 +116,9 @@ class MemberConsumer:
         if error.code() == KafkaError._FATAL or error.fatal():
             raise self._fatal(error)
         refused = meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED
-        if refused and not self._asker.may_be_late(error):
-            self._refusals += 1
-            if self._refusals >= REFUSALS_BELIEVED:
-                name = message.topic() or ""
-                raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, name=name)
+        if refused and not self._asker.may_be_late(error) and self._suspicions.report(Meaning.REFUSED):
+            name = message.topic() or ""
+            raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, name=name)
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
@@ -212,7 +214,7 @@ class MemberConsumer:
             self._failure = GroupError("thrown out of the group in a rebalance, with partitions in hand")
         if self._failure is not None:
             return
-        self._refusals = 0
+        self._suspicions.clear(Meaning.REFUSED)
         if self.identity is not None:  # without one it was thrown out in a hold: who it was is what tells that later
             self._holder = self.identity.member
         # An explicit offset spares a lookup of the committed one; it is never used, since nothing is fetched.
@@ -241,6 +243,52 @@ class MemberConsumer:
             self._failure = why
             with contextlib.suppress(KafkaException):  # the library may have heard itself that it is fenced
                 consumer.unsubscribe()
+
+
+def take_place(
+    settings: Mapping[str, str],
+    topics: Sequence[str],
+    *,
+    runtime: Runtime,
+    known_as: deque[str],
+    over: Callable[[], bool],
+) -> None:
+    """Take a place of the group from a KIP-848 member that vanished, for the next member of that protocol.
+
+    The broker keeps the place of a static KIP-848 member until its session ends; then it divides the partitions anew,
+    and again when the next member comes. But to a static member of the classic protocol it gives the place at once,
+    with all that the place has, and from such a one it is given to any. So a classic consumer joins in between, for a
+    moment. Nothing of the group changes by that. A member that had the place and lives is fenced, and refused when it
+    joins again. Whether the place was taken shows when the next KIP-848 member is given it.
+
+    Args:
+        settings: of the member that is to have the place, with group.instance.id.
+        topics: its subscription; it has to be that of the place, or the group divides anew.
+        over: whether nobody wants the place any more.
+
+    Raises:
+        GroupError: it did not get the place.
+    """
+    given: list[int] = []
+    classic = {name: text for name, text in settings.items() if name not in _CONSUMER_PROTOCOL_ONLY}
+    consumer = MemberConsumer(
+        classic | {"group.protocol": "classic"},
+        runtime=runtime,
+        known_as=known_as,
+        on_assigned=lambda _, generation: given.append(generation),
+        on_revoked=lambda _: None,
+        on_lost=lambda _: None,
+    )
+    try:
+        consumer.subscribe(topics)
+        until_ms = runtime.now_ms() + TAKE_MS_MAX
+        while not given and not over() and runtime.now_ms() < until_ms:
+            consumer.poll(TAKE_POLL_S)
+    finally:
+        consumer.close(leave=False)
+    if not given:
+        raise GroupError(f"the place was not taken from the member that vanished within {TAKE_MS_MAX} ms")
+    log.info("took the place %s from a member that vanished", settings.get("group.instance.id"))
 
 
 def is_incremental(settings: Mapping[str, str]) -> bool:

@@ -12,10 +12,9 @@ from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaExcep
 from spark_group_source.answers import Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
-from spark_group_source.kafka.described import CommittedOffset, ListedGroup
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.offset_deletion import delete_offsets
-from spark_group_source.kafka.translation import to_kafka
+from spark_group_source.kafka.translation import CommittedOffset, ListedGroup, to_kafka
 from spark_group_source.model import TopicPartition
 
 

@@ -1,7 +1,6 @@
 """The one broker that ``spark-group broker start`` leaves in the background.
 
-Runs in: the command line. Deliberately absent: the cluster itself (``broker.py``), one of which the background process
-holds.
+Runs in: the command line. Deliberately absent: the broker itself (``broker.py``), which the background process holds.
 
 That process is known by a file in the user's state folder, with its pid *and* its start time: a pid alone may by now be
 someone else's, and only what was started here is ever stopped here.
@@ -36,12 +35,15 @@ ADMIN_S = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerState:
-    """What the state file says about the background process. ``started`` tells its pid from a later owner's."""
+    """What the state file says about the background process.
+
+    ``started`` tells its pid from a later owner's; ``node`` is the pid of Kafka's JVM.
+    """
 
     pid: int
     started: str
     bootstrap_servers: str
-    nodes: Mapping[int, int]
+    node: int
     log_dir: str
 
 
@@ -53,15 +55,13 @@ def state_dir() -> Path:
 def running() -> BrokerState | None:
     """The background broker, or None if it never was, was stopped, or ended."""
     try:
-        document = json.loads(_state_file().read_text(encoding="utf-8"))
-        document["nodes"] = {int(node): pid for node, pid in document["nodes"].items()}
-        state = BrokerState(**document)
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        state = BrokerState(**json.loads(_state_file().read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
         return None  # a file that cannot be read names no process that could be stopped
     return state if _start_time(state.pid) == state.started else None
 
 
-def start(*, nodes: int = 1, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
+def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
     """Start a broker that stays when this process ends.
 
     Raises:
@@ -80,11 +80,11 @@ def start(*, nodes: int = 1, port: int = 9092, data_dir: Path | None = None) -> 
                 f"a broker already runs at {already.bootstrap_servers}; stop it first: spark-group broker stop",
                 op="start",
             )
-        ports_from(port, nodes)
+        check_free(port)
         _state_file().unlink(missing_ok=True)
         log = home / "broker.log"
         command = [sys.executable, "-m", "spark_group_source", "broker", "run", "--record"]
-        command += ["--nodes", str(nodes), "--port", str(port)]
+        command += ["--port", str(port)]
         if data_dir is not None:
             command += ["--data-dir", str(data_dir.resolve())]
         with open(log, "wb") as out:
@@ -124,7 +124,7 @@ def record(broker: Broker) -> None:
         pid=os.getpid(),
         started=_start_time(os.getpid()) or "",
         bootstrap_servers=broker.bootstrap_servers,
-        nodes=broker.pids,
+        node=broker.pids[1],
         log_dir=str(broker.log_dir),
     )
     unfinished = _state_file().with_suffix(".new")
@@ -132,21 +132,18 @@ def record(broker: Broker) -> None:
     unfinished.replace(_state_file())
 
 
-def ports_from(first: int, nodes: int) -> list[int]:
-    """``nodes`` ports beginning with ``first``.
+def check_free(port: int) -> None:
+    """Refuse a port that is taken.
 
     Raises:
-        OptionError: one of them is taken; the message names it.
+        OptionError: it is; the message names it.
     """
-    ports = list(range(first, first + nodes))
-    for port in ports:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as exc:
-                raise OptionError(f"port {port} of 127.0.0.1 is taken; choose another with --port", port=port) from exc
-    return ports
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former broker may linger
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as exc:
+            raise OptionError(f"port {port} of 127.0.0.1 is taken; choose another with --port", port=port) from exc
 
 
 def parse_topics(texts: Sequence[str]) -> dict[str, int]:

@@ -25,23 +25,35 @@ def conf_path(name: str) -> Path:
 
 
 def read_conf(name: str) -> dict[str, str]:
-    """Read a file of ``key=value`` (Java properties) or ``key value`` (Spark defaults) lines; ``#`` starts a comment.
+    """A settings file of ``conf/``: ``key=value`` (Java properties) or ``key value`` (Spark defaults) lines.
 
     Raises:
         FileNotFoundError: see :func:`conf_path`.
-        ValueError: a line has a key without a value, or a key stands twice.
+        ValueError: see :func:`pairs_in`.
     """
-    separator = " " if name.endswith(".conf") else "="
-    settings: dict[str, str] = {}
-    for number, line in enumerate(conf_path(name).read_text(encoding="utf-8").splitlines(), start=1):
-        text = line.strip()
-        if not text or text.startswith("#"):
+    return pairs_in(conf_path(name).read_text(encoding="utf-8"), name, " " if name.endswith(".conf") else "=")
+
+
+def pairs_in(text: str, where: str, separator: str = "=") -> dict[str, str]:
+    """The keys and values of lines; ``#`` starts a comment line.
+
+    Args:
+        where: the file, for errors.
+
+    Raises:
+        ValueError: a line has a key without a value, or a key is there twice. The message shows no value.
+    """
+    found: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        if not line or line.startswith("#"):
             continue
-        key, found, value = text.partition(separator)
-        if not found or key.strip() in settings:
-            raise ValueError(f"{name}:{number}: {'no value in' if not found else 'second'} {text!r}")
-        settings[key.strip()] = value.strip()
-    return settings
+        key, has_value, value = line.partition(separator)
+        if not has_value or not key.strip():
+            raise ValueError(f"{where}, line {number}: write key{separator}value")
+        if key.strip() in found:
+            raise ValueError(f"{where}, line {number}: {key.strip()!r} is there twice")
+        found[key.strip()] = value.strip()
+    return found
 
 
 def local_spark_settings(scratch: str | Path) -> dict[str, str]:

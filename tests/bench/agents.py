@@ -21,8 +21,7 @@ from pathlib import Path
 
 import quick_spark
 from crash import calm, channel_faults, churn, kills
-
-from spark_group_source.local.broker import Broker
+from kit.broker_cluster import BrokerCluster
 
 SEEDS = 2**32
 SESSION_MS = 45_000
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="spark-group-agents-") as scratch,
         quick_spark.prepared(),
-        Broker(settings=churn.broker_settings(session_ms)) as broker,
+        BrokerCluster(settings=churn.broker_settings(session_ms)) as broker,
     ):
         os.environ["SPARK_HOME"], os.environ["SPARK_SUBMIT_OPTS"] = (
             str(quick_spark.home()),
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(_wrong(broker, Path(scratch) / "home", given))
 
 
-def _wrong(broker: Broker, folder: Path, given: argparse.Namespace) -> bool:
+def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bool:
     """Whether something was lost or doubled, or a classic group had a rebalance."""
     if given.channel:
         faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)

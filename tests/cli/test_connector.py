@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spark_group_source.cli import connector
-from spark_group_source.cli.connector import Progress, on_this_machine
+from spark_group_source.cli import migrate
+from spark_group_source.cli.migrate import Progress
 from spark_group_source.cli.shared import local_path
+from spark_group_source.delta.checkpoint import on_this_machine
 from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import OPTIONS, REFUSED
@@ -32,7 +33,7 @@ def checkpoint(folder: Path, offsets: Mapping[int, Sequence[str]], commits: Sequ
 
 
 def progress(folder: Path, sources: Sequence[str] = ()) -> Progress:
-    return connector.progress(on_this_machine(), str(folder), sources)
+    return migrate.progress(on_this_machine(), str(folder), sources)
 
 
 @pytest.mark.parametrize(("version", "prefix"), [("v1", ""), ("v2", "0:")])
@@ -76,7 +77,7 @@ ENDED = ['{"orders":{"0":3}}']
     [
         ({0: ENDED, 1: ENDED}, [0], CheckpointMismatch, "batch 1 was planned and is not finished.*availableNow=True"),
         ({0: ENDED}, [], CheckpointMismatch, "batch 0 was planned and is not finished"),
-        ({}, [], OptionError, "it is no query's checkpointLocation, or its query never planned a batch"),
+        ({}, [], OptionError, "it is no query's checkpointLocation, or its query never planned one"),
         ({0: ENDED}, [0, 1], CheckpointMismatch, "has commits/1 and no offsets/1"),
         ({0: ["0"]}, [0], OptionError, "no source of Spark's Kafka connector with a partition, but 1 of other kinds"),
         ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),

@@ -14,7 +14,8 @@ from streams import numbered
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import board
-from spark_group_source.delta.board import Place, name_of
+from spark_group_source.delta.board import Notices
+from spark_group_source.delta.checkpoint import Files
 from spark_group_source.errors import GroupError
 from spark_group_source.host import runs
 from spark_group_source.model import TopicPartition
@@ -22,21 +23,21 @@ from spark_group_source.model import TopicPartition
 CLI_S = 120
 
 
-class Notices:
-    """A checkpoint's folder of notices, in memory; ``on_request``: what the run does when it is asked."""
+RUN, DRAIN = (f"c/{board.FOLDER}/etl.{what}.json" for what in ("run", "drain"))
+
+
+class Folder:
+    """A checkpoint's notices, in memory; ``then``: what the run says once it is asked."""
 
     def __init__(self, **run: Any) -> None:
         self.files: dict[str, str] = {}
         self.say(**run)
-        self.place = Place(self._read, self._write)
+        self.place = Notices(Files(self.files.get, self._write, lambda _: []), "c")
         self.then: dict[str, Any] = {}
 
     def say(self, **run: Any) -> None:
         doc = {"group": "etl", "run": "r1", "host": "h", "pid": 7, "drained": False, "written_ms": 0, **run}
-        self.files[name_of("etl", "run")] = json.dumps(doc)
-
-    def _read(self, name: str) -> str | None:
-        return self.files.get(name)
+        self.files[RUN] = json.dumps(doc)
 
     def _write(self, name: str, text: str) -> None:
         self.files[name] = text
@@ -45,53 +46,58 @@ class Notices:
 
 
 def test_a_request_names_the_run_and_waits_for_its_word() -> None:
-    notices = Notices()
+    notices = Folder()
     notices.then = {"drained": True}
-    assert board.drain(notices.place, "c", group="etl", timeout_s=10)["drained"]
-    assert json.loads(notices.files[name_of("etl", "drain")]) == {"run": "r1"}
+    assert board.drain(notices.place, "etl", timeout_s=10) == 1
+    assert json.loads(notices.files[DRAIN]) == {"run": "r1"}
 
 
 def test_a_run_that_says_nothing_in_time_is_told_with_its_age() -> None:
-    with pytest.raises(GroupError, match="on host h, process 7, did not say within 0 s that it is drained"):
-        board.drain(Notices().place, "c", group="etl", timeout_s=0)
+    with pytest.raises(
+        GroupError, match=r"in process 7 on host h, whose last notice is \d+ s old, did not end its batch within 0 s"
+    ):
+        board.drain(Folder().place, "etl", timeout_s=0)
 
 
 def test_a_run_that_was_started_again_meanwhile_was_not_asked() -> None:
-    notices = Notices()
+    notices = Folder()
     notices.then = {"run": "r2", "drained": True}
     with pytest.raises(GroupError, match="was started again meanwhile"):
-        board.drain(notices.place, "c", group="etl", timeout_s=10)
+        board.drain(notices.place, "etl", timeout_s=10)
 
 
 def test_where_no_run_said_anything_that_is_said() -> None:
-    notices = Notices()
+    notices = Folder()
     for half in ('{"group": "et', ""):
-        notices.files[name_of("etl", "run")] = half
+        notices.files[RUN] = half
         with pytest.raises(GroupError, match="c has no notice of a run in group 'etl'"):
-            board.last(notices.place, "c", "etl")
+            board.last(notices.place, "etl")
 
 
 @pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
 def test_a_run_drains_when_it_is_meant(
     asked: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notices, pids = Notices(), list[int]()
+    notices, pids = Folder(), list[int]()
     monkeypatch.setattr(runs, "ask_to_drain", pids.append)
-    notices.files[name_of("etl", "drain")] = json.dumps({"run": asked})
+    notices.files[DRAIN] = json.dumps({"run": asked})
     watch = board._Watch("r1", "etl", 7, lambda: notices.place)
-    watch._look({"pid": 7, "group": "etl", "drained": drained})
+    watch.look({"pid": 7, "group": "etl", "drained": drained})
     assert pids == then
-    said = board.last(notices.place, "c", "etl")
+    said = board.last(notices.place, "etl")
     assert (said["run"], said["drained"]) == ("r1", drained)
 
 
 @pytest.mark.spark
-def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(scene: Scene) -> None:
+def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "LOOK_S", 0.5)
     name, table = scene.topic(2), scene.folder / "table"
     job = scene.job(subscribe=name)
     folder = job.checkpoint / board.FOLDER
     folder.mkdir(parents=True)
-    (folder / name_of(scene.group, "drain")).write_text('{"run": "of yesterday"}')
+    (folder / f"{scene.group}.drain.json").write_text('{"run": "of yesterday"}')
     elsewhere = {**os.environ, "TMPDIR": str(scene.folder)}  # what runs of this host say is not found there
 
     def typed(*words: str) -> subprocess.CompletedProcess[str]:
@@ -105,7 +111,7 @@ def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_a
     try:
         scene.produce(name, numbered(0, 9, 2))
         arrived(10)
-        await_until((folder / name_of(scene.group, "run")).exists, what="the run's notice")
+        await_until((folder / f"{scene.group}.run.json").exists, what="the run's notice")
         here = typed("drain")
         assert (here.returncode, "no query of group" in here.stderr) == (1, True)
         scene.produce(name, numbered(10, 19, 2))

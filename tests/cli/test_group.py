@@ -21,7 +21,7 @@ from streams import Job, Outsider, describe, numbered, planned
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import kept
-from spark_group_source.delta.checkpoint import positions
+from spark_group_source.delta.checkpoint import by_spark, positions
 from spark_group_source.delta.kept import read_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.group.names import Note, parse_note
@@ -149,7 +149,7 @@ def test_list_and_describe_show_every_group_by_its_state(scene: Scene) -> None:
         assert f"127.0.0.1:{scene.servers.rpartition(':')[2]} (" in both
         assert "lag" not in both
         verbose = shown("describe", "--group", scene.group, "--members", "--verbose")
-        assert f"{name}-0, {name}-1, {name}-2" in verbose
+        assert f"{name} 0-2" in verbose
 
 
 # --- reset ----------------------------------------------------------------------------------------------------------
@@ -373,9 +373,10 @@ def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_
     assert scene.committed() == {p0: 6, p1: 4}
     assert len(one.run()) == 10, "what came after batch 0, once more"
 
+    files = by_spark(scene.spark)
     with pytest.raises(OptionError, match=r"does not have batch 77; it has 0 to \d+"):
-        positions(scene.spark, checkpoint, scene.group, 77)
+        positions(files, checkpoint, scene.group, 77)
     with pytest.raises(OptionError, match=r"batch 0 in .* has no partition of group 'other'"):
-        positions(scene.spark, checkpoint, "other", 0)
-    with pytest.raises(OptionError, match=r"has no finished batch\. Is it the checkpointLocation"):
-        positions(scene.spark, f"{checkpoint}-no", scene.group)
+        positions(files, checkpoint, "other", 0)
+    with pytest.raises(OptionError, match=r"has no planned batch: it is no query's checkpointLocation"):
+        positions(files, f"{checkpoint}-no", scene.group)

@@ -20,8 +20,8 @@ from rich.console import Console
 
 import spark_group_source
 from spark_group_source import OptionError
-from spark_group_source.cli import html, watched
-from spark_group_source.cli.report import GroupReport, PartitionRow
+from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, picture, spans
+from spark_group_source.cli.watch import changes, rate
 from spark_group_source.kafka import GroupMember
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
@@ -65,7 +65,7 @@ def report(
 
 def shown(look: GroupReport, **more: Any) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(watched.picture(look, **{"events": (), "per_s": None, **more}))
+    console.print(picture(look, bars=True, **more))
     return console.export_text()
 
 
@@ -73,32 +73,32 @@ def shown(look: GroupReport, **more: Any) -> str:
 
 
 def test_nothing_is_said_of_a_group_that_only_reads_on() -> None:
-    assert watched.changes(report({0: "a"}), report({0: "a"}, committed=9)) == []
+    assert changes(report({0: "a"}), report({0: "a"}, committed=9)) == []
 
 
 def test_a_member_that_joins_and_what_it_takes_over() -> None:
-    said = watched.changes(report({0: "a", 1: "a", 2: "a", 3: "a"}), report({0: "a", 1: "b", 2: "b", 3: "a"}))
+    said = changes(report({0: "a", 1: "a", 2: "a", 3: "a"}), report({0: "a", 1: "b", 2: "b", 3: "a"}))
     assert said == ["b joined", "t 1-2: a → b"]
 
 
 def test_a_member_that_leaves_while_nobody_has_its_partitions() -> None:
-    said = watched.changes(report({0: "a", 2: "b"}), report({0: "a", 2: ""}, state="preparing_rebalancing"))
+    said = changes(report({0: "a", 2: "b"}), report({0: "a", 2: ""}, state="preparing_rebalancing"))
     assert said == ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → nobody"]
 
 
 def test_a_rebalance_of_a_query_of_this_host_is_said_with_its_reason() -> None:
-    said = watched.changes(report({0: "a"}, rebalances=2), report({0: "a"}, rebalances=3, reason="a member joined"))
+    said = changes(report({0: "a"}, rebalances=2), report({0: "a"}, rebalances=3, reason="a member joined"))
     assert said == ["rebalance 3 of the query in process 7: a member joined"]
 
 
 def test_a_rate_is_of_what_was_committed_and_a_reset_backwards_is_none() -> None:
-    assert watched.rate(report({0: "a", 1: "a"}), report({0: "a", 1: "a"}, committed=9), 2.0) == 4.0
-    assert watched.rate(report({0: "a"}, committed=9), report({0: "a"}), 1.0) == 0.0
+    assert rate(report({0: "a", 1: "a"}), report({0: "a", 1: "a"}, committed=9), 2.0) == 4.0
+    assert rate(report({0: "a"}, committed=9), report({0: "a"}), 1.0) == 0.0
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([5, 0, 1, 2, 7, 8], "0-2, 5, 7-8")])
 def test_spans(numbers: list[int], text: str) -> None:
-    assert watched.spans(numbers) == text
+    assert spans(numbers) == text
 
 
 # --- one look --------------------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def test_spans(numbers: list[int], text: str) -> None:
 
 def test_a_picture_has_members_partitions_and_what_happened() -> None:
     text = shown(report({0: "a", 1: "b"}), events=["12:00:00  b joined"], per_s=1234.0)
-    assert "g  stable, classic protocol, 2 members, lag 8, 1,234 records/s" in text
-    assert re.search(r"│ b +│ b +│ /10.0.0.1 +│ t 1 +│ 4 +│", text)
-    assert "█" * watched.BAR in text and "12:00:00  b joined" in text
+    assert "group g: stable, classic protocol, range, 2 members, lag 8, 1,234 records/s" in text
+    assert re.search(r"│ b +│ b +│ /10.0.0.1 +│ 1 +│ 4 +│ t 1 +│", text)
+    assert "█" * BAR in text and "12:00:00  b joined" in text
 
 
 def test_of_more_partitions_than_there_is_room_for_those_with_most_lag_are_shown() -> None:
@@ -122,11 +122,15 @@ def test_an_old_look_says_that_it_is_one() -> None:
     assert "not answered: no broker" in shown(report({0: "a"}), silent="no broker")
 
 
-def test_values_are_not_taken_for_html() -> None:
-    assert html.table("<t>", ("a",), [("<b>",), (None,), (1234,)]) == (
-        "<p><b>&lt;t&gt;</b></p><table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr>"
-        "<tr><td>-</td></tr><tr><td>1,234</td></tr></tbody></table>"
-    )
+def in_a_notebook(value: Any) -> str:
+    """What a notebook shows of a value: Rich's HTML."""
+    return " ".join(value._repr_mimebundle_((), ())["text/html"].split())
+
+
+def test_a_notebook_shows_tables_and_takes_no_value_for_html_or_markup() -> None:
+    shown = in_a_notebook(report({0: "<b>[red]a"}))
+    assert "&lt;b&gt;[red]a" in shown and "<b>" not in shown
+    assert "committed" in shown
 
 
 # --- a real group ----------------------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ def name(topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: st
 def test_a_notebook_sees_a_group_as_tables(broker: Broker, name: str, group_id: str) -> None:
     look = spark_group_source.describe(group_id, broker.bootstrap_servers)
     assert [(row.partition, row.committed, row.end, row.lag) for row in look.partitions] == [(0, 2, 5, 3), (1, 2, 5, 3)]
-    assert f"<td>{name}</td><td>0</td><td>2</td><td>5</td><td>3</td>" in look._repr_html_()
+    assert re.search(r"│ 0 +│ +2 │ +5 │ +3 │", in_a_notebook(look))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_a_notebook_resets_a_group_as_the_command_does(
         return spark_group_source.reset(group_id, broker.bootstrap_servers, to=place, **more)
 
     planned = reset()
-    assert planned.number is None and "nothing was changed" in planned._repr_html_()
+    assert planned.number is None and "nothing was changed" in in_a_notebook(planned)
     assert list(committed(group_id).values()) == [2, 2]
     done = reset(execute=True)
     assert done.number == 1 and done.moves == planned.moves
@@ -190,7 +194,7 @@ def test_without_a_terminal_watch_prints_a_line_for_everything_that_happens(
     command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id]
     command += ["--bootstrap-servers", broker.bootstrap_servers]
     first = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=WATCH_S, check=True).stdout
-    assert f"{group_id}  empty" in first and "lag 6" in first
+    assert f"group {group_id}: empty" in " ".join(first.split()) and "lag 6" in first
 
     said: list[str] = []
     with subprocess.Popen([*command, "--interval-s", "0.2"], stdout=subprocess.PIPE, text=True) as watching:

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from spark_group_source.cli import csv_plan, shared
+from spark_group_source.cli import shared
 from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, app
-from spark_group_source.cli.move import duration_ms, scope_of
+from spark_group_source.cli.move import duration_ms, plan_text, read_plan, scope_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.model import TopicPartition
 
@@ -56,17 +56,17 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 def test_a_plan_that_was_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
-    path.write_text(csv_plan.written({P1: 7, P0: 5}))
+    path.write_text(plan_text({P1: 7, P0: 5}))
     assert path.read_text() == "orders,0,5\norders,1,7\n"
-    assert csv_plan.read(path, "etl") == {P0: 5, P1: 7}
+    assert read_plan(path, "etl") == {P0: 5, P1: 7}
 
 
 def test_of_a_file_with_several_groups_the_lines_of_one_are_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text('"etl","orders",0,5\nother,orders,0,9\n\netl,orders,1,7\n')
-    assert csv_plan.read(path, "etl") == {P0: 5, P1: 7}
+    assert read_plan(path, "etl") == {P0: 5, P1: 7}
     with pytest.raises(OptionError, match="has no line of group 'third'"):
-        csv_plan.read(path, "third")
+        read_plan(path, "third")
 
 
 @pytest.mark.parametrize("line", ["topic,partition,offset", "orders,0", "orders,0,-1", "orders,0,5,6,7", "orders 0 5"])
@@ -74,10 +74,10 @@ def test_a_line_that_is_none_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text(f"orders,0,5\n{line}\n")
     with pytest.raises(OptionError, match=f"line 2: '{line}' is not topic,partition,offset"):
-        csv_plan.read(path, "etl")
+        read_plan(path, "etl")
     path.write_text("orders,0,5\norders,0,6\n")
     with pytest.raises(OptionError, match="line 2: orders-0 stands there twice"):
-        csv_plan.read(path, "etl")
+        read_plan(path, "etl")
 
 
 # --- exit codes -----------------------------------------------------------------------------------------------------

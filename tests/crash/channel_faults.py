@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kit.broker_cluster import BrokerCluster
 from kit.proxy import CLEAR, Direction, Line, Proxy
 from rebalance.accounts import Record
 
 from crash.churn import Application, figures
-from spark_group_source.local.broker import Broker, free_ports
+from spark_group_source.local.broker import free_ports
 
 SESSION_MS = 15_000
 LEASE_S = 9.0
@@ -99,7 +100,7 @@ class ChannelFaults:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerCluster,
         folder: Path,
         *,
         protocol: str,

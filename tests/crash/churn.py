@@ -23,13 +23,13 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from delta_files import living_files
 from kafka_words import await_until, create_topic, end_offsets_of
+from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import Flow, Record, asking, produced, stays
 from streams import options_of
 
 from crash.lent import living
 from crash.running import START_S, script
 from spark_group_source.host import runs
-from spark_group_source.local.broker import Broker
 
 JOB = Path(__file__).with_name("churned.py")
 PARTITIONS = 6
@@ -56,7 +56,7 @@ class Application:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerCluster,
         folder: Path,
         *,
         protocol: str,

@@ -21,6 +21,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory, await_until, committed_of, create_topic
 from kafka_words import ADMIN_S, SASL_PASSWORD, Record, sasl
+from kit.broker_cluster import BrokerCluster
 from rich.console import Console
 from streams import describe
 from typer.testing import CliRunner
@@ -31,7 +32,6 @@ from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.cli.app import app
 from spark_group_source.executor.agent.home import agents
 from spark_group_source.host.runs import snapshot
-from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
 CHURN_S = 20
@@ -57,7 +57,7 @@ def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared(
-    broker: Broker, admin: AdminClient, produce: Produce, tmp_path_factory: pytest.TempPathFactory
+    broker: BrokerCluster, admin: AdminClient, produce: Produce, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
     """A job with a password, a user interface and an event log. Its two members live beside its two executors, where
     two tasks run at a time; each partition is read by two tasks."""
@@ -269,7 +269,7 @@ def pages(ui: str) -> dict[str, bytes]:
 @pytest.fixture
 def watched(
     request: pytest.FixtureRequest,
-    broker: Broker,
+    broker: BrokerCluster,
     admin: AdminClient,
     topic: TopicFactory,
     produce: Produce,
@@ -345,7 +345,7 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
 
 @pytest.mark.soak
 def test_B42_topics_that_come_and_go_for_a_while_double_no_row_and_lose_none(
-    broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
+    broker: BrokerCluster, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
 ) -> None:
     """Topics that are deleted were read to their ends before: what else would be missing is no fault."""
     name = topic(2)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import measured
 
 from crash import calm, channel_faults, kills
 from crash.churn import WHOLE_S, Application, broker_settings
 from crash.running import START_S
-from spark_group_source.local.broker import Broker
 
 SESSION_MS = 15_000
 CALM_S = 30.0
@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mar
 
 
 @pytest.fixture(scope="module")
-def broker(jvm: None) -> Iterator[Broker]:
+def broker(jvm: None) -> Iterator[BrokerCluster]:
     """Whose log only these groups fill, and with sessions that suit them."""
-    with Broker(settings=broker_settings(SESSION_MS)) as started:
+    with BrokerCluster(settings=broker_settings(SESSION_MS)) as started:
         yield started
 
 
 @pytest.fixture
-def application(broker: Broker, tmp_path: Path) -> Callable[..., Application]:
+def application(broker: BrokerCluster, tmp_path: Path) -> Callable[..., Application]:
     def make(protocol: str, **more: Any) -> Application:
         return Application(broker, tmp_path / "home", protocol=protocol, session_ms=SESSION_MS, **more)
 
@@ -44,7 +44,7 @@ def test_kills_lose_nothing_double_nothing_and_are_no_rebalance(
     assert sum(account.rebalances(kind) for kind in kills.KINDS) == 0, account
 
 
-def test_faults_of_the_channel_cost_no_agent_and_no_rebalance(broker: Broker, tmp_path: Path) -> None:
+def test_faults_of_the_channel_cost_no_agent_and_no_rebalance(broker: BrokerCluster, tmp_path: Path) -> None:
     short = tuple(fault for fault in channel_faults.FAULTS if fault.short)[:4]
     faults = channel_faults.ChannelFaults(broker, tmp_path / "home", protocol="classic", say=measured, faults=short)
     account = faults.run()

@@ -68,7 +68,7 @@ def test_a_cluster_that_knows_the_package_by_archives_alone_runs_the_job_and_wit
         without = run([*submit, *job], tmp_path, **here)
 
         assert without.returncode == 1, without.stderr
-        said = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.job: " in line]
+        said = [line for line in without.stdout.splitlines() if " ERROR spark_group_source.cli.run: " in line]
         assert len(said) == 1, without.stdout  # spark-submit puts there what the job writes to stderr
         assert "has no package spark_group_source. Install spark-group-source on every executor" in said[0]
         assert living_rows(tmp_path / "table") == []

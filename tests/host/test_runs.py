@@ -219,17 +219,6 @@ def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
     assert [(doc["seq"], doc["drained"]) for doc in runs.read("etl")] == [(5, True)]
 
 
-def test_numbers_of_another_release_are_not_shown_as_ours(directory: Path) -> None:
-    run = runs.Publisher("etl")
-    run.publish(statistics())
-    assert runs.snapshot("etl", STREAM) == statistics()
-    (path,) = directory.glob("*.json")
-    doc = json.loads(path.read_text())
-    del doc["commits"]
-    path.write_text(json.dumps(doc))
-    assert runs.snapshot("etl", STREAM) is None
-
-
 # --- one load() ------------------------------------------------------------------------------------------------------
 
 HOLDS = """

@@ -15,11 +15,11 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from conftest import ADMIN_S, Produce, TopicFactory, await_until, create_topic
+from kit.broker_cluster import BrokerCluster
 from streams import Engine, options_of
 
 from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka import Runtime
-from spark_group_source.local.broker import Broker
 
 CLI_S = 60
 
@@ -41,7 +41,7 @@ class Watching(Runtime):
 
 
 def test_the_admin_clients_of_a_run_end_with_it_and_not_wherever_garbage_is_collected(
-    broker: Broker, topic: TopicFactory, produce: Produce, group_id: str
+    broker: BrokerCluster, topic: TopicFactory, produce: Produce, group_id: str
 ) -> None:
     """No test collects garbage before it ends. A late answer lets the client's own thread do so, and then abort."""
     name, runtime = topic(1), Watching()
@@ -52,7 +52,7 @@ def test_the_admin_clients_of_a_run_end_with_it_and_not_wherever_garbage_is_coll
     await_until(runtime.ended, what="the end of the run's clients")
 
 
-def test_so_do_those_of_a_run_that_ends_before_it_has_joined(broker: Broker, group_id: str) -> None:
+def test_so_do_those_of_a_run_that_ends_before_it_has_joined(broker: BrokerCluster, group_id: str) -> None:
     runtime = Watching()
     options = options_of(broker.bootstrap_servers, group_id, subscribe="no-such-topic")
     with Engine(options, runtime=runtime) as engine, pytest.raises(TopicMissing):
@@ -63,7 +63,7 @@ def test_so_do_those_of_a_run_that_ends_before_it_has_joined(broker: Broker, gro
 @pytest.mark.crash
 @pytest.mark.slow
 def test_B66_a_group_whose_coordinator_cannot_write_is_described_or_the_reason_said(
-    cluster: Broker, group_id: str
+    cluster: BrokerCluster, group_id: str
 ) -> None:
     """It answers NOT_COORDINATOR after 5 s. To the library's own question for all offsets that was a segmentation
     fault."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+from kit.broker_cluster import BrokerCluster
 from kit.proxy import Direction, Line, Proxy
-from spark_group_source.local.broker import JAVA_OPTIONS, Broker, free_ports
+from spark_group_source.local.broker import JAVA_OPTIONS, free_ports
 
 Kind = Literal["delay", "narrow", "refuse", "cut", "swallow", "half-open", "cut-after", "kill", "pause"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -88,12 +89,12 @@ class FaultyCluster:
 
     Args:
         nodes: 1 or 3.
-        settings: Kafka settings, as :class:`Broker` takes them.
+        settings: Kafka settings, as :class:`BrokerCluster` takes them.
     """
 
     def __init__(self, nodes: int = 1, *, settings: Mapping[str, str] | None = None) -> None:
         self.proxies = {node: Proxy(port=port) for node, port in enumerate(free_ports(nodes), start=1)}
-        self.broker = Broker(
+        self.broker = BrokerCluster(
             nodes,
             settings=settings,
             advertised=[proxy.port for proxy in self.proxies.values()],

@@ -11,7 +11,7 @@ from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
-from spark_group_source.kafka.taking import TAKE_MS_MAX
+from spark_group_source.kafka.consumer import TAKE_MS_MAX
 from spark_group_source.members.member import Member
 from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition

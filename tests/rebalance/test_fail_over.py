@@ -16,12 +16,12 @@ import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # its stubs hide it
 from conftest import ADMIN_S, await_until, create_topic
+from kit.broker_cluster import BrokerCluster
 
 from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed, describe, described, measured, stays
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
-from spark_group_source.local.broker import Broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.crash, pytest.mark.slow]
 soak = partial(pytest.param, marks=pytest.mark.soak)
@@ -35,14 +35,14 @@ RECOVERED_S = 90
 
 
 @pytest.fixture(scope="module")
-def cluster_admin(cluster: Broker) -> AdminClient:
+def cluster_admin(cluster: BrokerCluster) -> AdminClient:
     return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
 
 
 class ClusterScene:
     """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
 
-    def __init__(self, cluster: Broker, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
+    def __init__(self, cluster: BrokerCluster, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
         self.cluster, self.admin, self.group, self.folder, self.strategy = cluster, admin, group, folder, strategy
         self.topic = create_topic(admin, f"t-{group}", PARTITIONS)
         self.options = make_options(
@@ -129,7 +129,7 @@ class ClusterScene:
 
 @pytest.fixture
 def scene(
-    cluster: Broker,
+    cluster: BrokerCluster,
     cluster_admin: AdminClient,
     group_id: str,
     tmp_path: Path,
@@ -234,7 +234,7 @@ def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Cluster
 
 @pytest.mark.parametrize("strategy", ["range", soak("consumer")])
 def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(
-    strategy: str, cluster: Broker, cluster_admin: AdminClient, group_id: str
+    strategy: str, cluster: BrokerCluster, cluster_admin: AdminClient, group_id: str
 ) -> None:
     name = f"t-{group_id}"
     first = create_topic(cluster_admin, f"{name}-probe", 1)

@@ -28,10 +28,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs h
     UserScramCredentialUpsertion,
 )
 from kafka_words import ADMIN_S, Record, await_until, create_topic, produce_to
+from kit.broker_cluster import BrokerCluster
 from streams import options_of
 
 from security.certificates import BROKER_NAMES, Authority
-from spark_group_source.local.broker import Broker
 
 USER, PASSWORD = "etl", "open-sesame-7f3a"
 """Of the SCRAM listener."""
@@ -126,7 +126,7 @@ class Permission:
 class Guarded:
     """The broker and what its clients need."""
 
-    broker: Broker
+    broker: BrokerCluster
     folder: Path
     authority: Authority
     tokens: TokenEndpoint
@@ -254,10 +254,10 @@ def query(client: Mapping[str, str], group: str, topic: str, *, protocol: str = 
     return options_of("", group, protocol=protocol, subscribe=topic) | named
 
 
-def guarded_broker(folder: Path, authority: Authority) -> Broker:
+def guarded_broker(folder: Path, authority: Authority) -> BrokerCluster:
     """Not started yet. Who comes through the plain listener is a super user."""
     store = str(authority.issue("127.0.0.1", names=BROKER_NAMES))
-    return Broker(
+    return BrokerCluster(
         listeners=LISTENERS,
         settings={
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",

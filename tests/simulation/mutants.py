@@ -305,7 +305,7 @@ MUTANTS = [
     Mutant(
         "takes-back-what-it-commits",
         "kafka/committer.py",
-        'self._open = "commit_transaction"',
+        "self._transaction = Transaction.COMMITTING",
         "pass",
         "the transaction of the offsets is committed",
     ),

@@ -10,11 +10,11 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stubs do not say so
 from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
 from cut_logs import cut_log
+from kit.broker_cluster import BrokerCluster
 from streams import Engine, Seen, options_of, texts
 
 from spark_group_source.errors import DataLoss
 from spark_group_source.kafka import EpochEnds, Runtime
-from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 Write = Callable[[str, int, int], None]
@@ -31,19 +31,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(jvm: None, data: Path) -> Iterator[Broker]:
+def alone(jvm: None, data: Path) -> Iterator[BrokerCluster]:
     """A broker of its own, whose disk is at hand."""
-    with Broker(data_dir=data) as started:
+    with BrokerCluster(data_dir=data) as started:
         yield started
 
 
 @pytest.fixture
-def name(alone: Broker, request: pytest.FixtureRequest) -> str:
+def name(alone: BrokerCluster, request: pytest.FixtureRequest) -> str:
     return create_topic(AdminClient({"bootstrap.servers": alone.bootstrap_servers}), request.node.name, 1)
 
 
 @pytest.fixture
-def write(alone: Broker) -> Write:
+def write(alone: BrokerCluster) -> Write:
     """``write(topic, first, last)``: that many texts, each a batch of its own."""
     producer = Producer({"bootstrap.servers": alone.bootstrap_servers, "linger.ms": 0})
 
@@ -64,7 +64,7 @@ def await_batch(engine: Engine, deadline_s: float = BACK_S) -> None:
 
 
 def test_a_log_that_shrank_and_grew_again_between_two_batches(
-    alone: Broker, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
+    alone: BrokerCluster, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = options_of(alone.bootstrap_servers, f"g-{name}", subscribe=name)
     tp = TopicPartition(name, 0)
@@ -100,7 +100,7 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
 
 
 def test_a_log_that_shrinks_and_grows_between_a_plan_and_its_reading(
-    alone: Broker, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
+    alone: BrokerCluster, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)  # a failure is reported with what the library did about the group
     options = options_of(
@@ -123,7 +123,9 @@ def test_a_log_that_shrinks_and_grows_between_a_plan_and_its_reading(
     assert caught.value.fields["expected"] == 6
 
 
-def test_the_librarys_words_are_those_that_the_answer_is_read_from(alone: Broker, name: str, write: Write) -> None:
+def test_the_librarys_words_are_those_that_the_answer_is_read_from(
+    alone: BrokerCluster, name: str, write: Write
+) -> None:
     """A release of librdkafka with other words would make every answer "cannot say"."""
     write(name, 0, 4)
     admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
@@ -139,7 +141,7 @@ def test_the_librarys_words_are_those_that_the_answer_is_read_from(alone: Broker
 def test_an_unclean_election(request: pytest.FixtureRequest, jvm: None) -> None:
     """The same by the brokers' own doing: the follower that becomes leader was down while the last records came."""
     name = request.node.name
-    with Broker(nodes=3) as brokers:
+    with BrokerCluster(nodes=3) as brokers:
         admin = AdminClient({"bootstrap.servers": brokers.bootstrap_servers})
         # With fewer copies in sync than that a leader tells no one of new records (KIP-966).
         config = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
