@@ -17,9 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from spark_group_source.cli.expiry import Clock, Expiry, GroupState, expiries, near
 from spark_group_source.cli.shared import cells, table_of
 from spark_group_source.errors import GroupError
-from spark_group_source.group.expiry import Clock, Expiry, GroupState, expiries, near
 from spark_group_source.group.names import committed_ms, parse_note
 from spark_group_source.host import runs
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember

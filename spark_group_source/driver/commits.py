@@ -254,33 +254,45 @@ class Commits:
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
 
     def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> bool:
-        """Returns whether the members did it."""
-        asked_ms = self._runtime.now_ms()
-        if not self._committer.lost and asked_ms >= self._denied_until_ms:
-            try:
-                self._committer.prepare()
-                self._committer.settle()
-                _check(shares)  # those two may have taken their time
-                self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
-            except AccessDenied as exc:
-                self._refused(exc)
-            else:
-                if self.by_members:
-                    log.warning("transactions are allowed again: the members commit their offsets no more")
-                self._denials, self._barred_ms = 0, None
+        """By a transaction, or else each member its share. Returns whether the members did it.
+
+        Raises:
+            MemberStale: a member is not what it was.
+            AccessDenied: nobody may commit, told twice.
+            CommitFailed: nothing was committed; the core orders it again.
+        """
+        if not self._committer.lost and self._runtime.now_ms() >= self._denied_until_ms:
+            denied = self._try_transaction(shares, notes)
+            if denied is None:
+                self._allowed()
                 return False
-        try:
-            for at, share in enumerate(shares):
-                _commit_by_member(at, share, notes)
-        except AccessDenied as exc:
-            self._bar(exc)
+            if denied.fields.get("on") in ("topic", "group"):
+                self._bar(denied)  # a member would be refused as well
+            self._deny(denied)
+        denied = _try_members(shares, notes)
+        if denied is not None:
+            self._bar(denied)
         self._barred_ms = None
         return True
 
-    def _refused(self, exc: AccessDenied) -> None:
+    def _try_transaction(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
+        """Returns why it is not allowed, if so."""
+        try:
+            self._committer.prepare()
+            self._committer.settle()
+            _check(shares)  # those two may have taken their time
+            self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
+        except AccessDenied as exc:
+            return exc
+        return None
+
+    def _allowed(self) -> None:
+        if self.by_members:
+            log.warning("transactions are allowed again: the members commit their offsets no more")
+        self._denials, self._barred_ms = 0, None
+
+    def _deny(self, exc: AccessDenied) -> None:
         """Raises CommitFailed where it was the first time: the core orders the commit again."""
-        if exc.fields.get("on") in ("topic", "group"):
-            self._bar(exc)  # a member would be refused as well
         self._denials += 1
         if not self.by_members:
             raise CommitFailed(f"{exc}; it is tried once more") from exc
@@ -305,10 +317,15 @@ def _check(shares: Sequence[Share]) -> None:
             raise MemberStale(why, share=at)
 
 
-def _commit_by_member(at: int, share: Share, notes: Mapping[TopicPartition, str]) -> None:
-    try:
-        share.member.commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
-    except TimeoutError:
-        raise CommitFailed(f"the member did not commit within {MEMBER_COMMIT_S_MAX:.0f} s") from None
-    except MemberStale as exc:
-        raise MemberStale(str(exc), thrown_out=exc.thrown_out, share=at) from exc
+def _try_members(shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
+    """Each member commits its share. Returns why one may not, if so."""
+    for at, share in enumerate(shares):
+        try:
+            share.member.commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
+        except AccessDenied as exc:
+            return exc
+        except TimeoutError:
+            raise CommitFailed(f"the member did not commit within {MEMBER_COMMIT_S_MAX:.0f} s") from None
+        except MemberStale as exc:
+            raise MemberStale(str(exc), thrown_out=exc.thrown_out, share=at) from exc
+    return None

@@ -82,13 +82,13 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strate
 def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
     scene: GroupScene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("spark_group_source.group.steps.PATIENCE_MS", 500)
+    monkeypatch.setattr("spark_group_source.group.machine.PATIENCE_MS", 500)
     name = scene.topic(PARTITIONS)
     scene.fill(name, 1)
     with Run(scene.run_options(name)) as first:
         first.hold()
         with Run(scene.run_options(name)) as second:
             await_until(lambda: "waiting up to" in caplog.text, what="the warning")
-            assert "a self-join" in caplog.text and "a group of its own" in caplog.text
+            assert "by two loads" in caplog.text and "a group of its own" in caplog.text
             first.let_go()
             second.await_partitions(2)

@@ -1,6 +1,5 @@
 """G8, G2: runs that end by themselves have bounds and say what is missing; two streams of one query are refused."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from conftest import await_until
 from delta_files import living_rows
 from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
-from streams import PROTOCOLS, Engine, numbered, texts, values_of
+from streams import Engine, numbered, texts, values_of
 
 from spark_group_source import DeltaSink
 from spark_group_source.driver import coordinator
@@ -29,7 +28,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
     name = scene.topic(4)
     scene.produce(name, numbered(0, 3, 4))
     monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
-    monkeypatch.setattr("spark_group_source.group.steps.SETTLE_MS_MAX", 500)  # the first batch goes without its share
+    monkeypatch.setattr("spark_group_source.group.machine.SETTLE_MS_MAX", 500)  # the first batch goes without its share
     given = scene.options("consumer", subscribe=name)
     with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
         other.await_partitions(4)
@@ -74,20 +73,33 @@ def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offset
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_G8_two_loads_of_one_group_in_one_query_are_refused_with_the_way_out(protocol: str, scene: Scene) -> None:
-    """Spark makes two streams of them: each holds its partitions for a batch that waits for the other's."""
+def test_G8_two_streams_of_one_load_are_refused_with_the_way_out(scene: Scene) -> None:
+    """Spark makes two streams of it: each would hold its partitions for a batch that waits for the other's."""
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
-    one = scene.job(protocol, subscribe=name)
-    joined = one.load().alias("l").join(one.load().alias("r"), on="value")
-    began_s = time.monotonic()
-    query = one.start_frame(joined.selectExpr("l.topic", "l.partition", "l.offset", "value"))
+    one = scene.job("classic", subscribe=name)
+    frame = one.load()
+    frame.createOrReplaceTempView("both_sides")
+    sql = "SELECT l.topic, l.partition, l.offset, l.value FROM both_sides l JOIN both_sides r ON l.value = r.value"
+    query = one.start_frame(frame.sparkSession.sql(sql))
     try:
         failure = await_until(query.exception, SELF_JOIN_S_MAX, what="the refusal")
     finally:
         query.stop()
-    print(f"{protocol}: refused after {time.monotonic() - began_s:.1f} s")  # noqa: T201 - pytest -s
     assert "OptionError" in str(failure)
-    assert f"this query reads group '{scene.group}' by two loads" in str(failure)
-    assert "Give each side a load() with a group of its own" in str(failure)
+    assert "another stream of the same load() runs in process" in str(failure)
+    assert "Each stream needs its own load()" in str(failure)
+
+
+@pytest.mark.spark
+def test_a_frame_is_read_again_when_its_query_has_ended(scene: Scene) -> None:
+    """The same load() has the same name: its former stream is waited for, if it still ends."""
+    name = scene.topic()
+    one = scene.job("classic", subscribe=name)
+    frame = one.load()
+    for first in (0, 4):
+        scene.produce(name, numbered(first, first + 3))
+        query = one.start_frame(frame)
+        await_until(lambda query=query: query.lastProgress or query.exception(), what="a batch")  # type: ignore[misc]
+        assert query.exception() is None
+        query.stop()

@@ -28,7 +28,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         real(self, shares, notes)
 
     monkeypatch.setattr(OffsetCommitter, "commit", commit)
-    monkeypatch.setattr("spark_group_source.group.steps.STOP_ECHO_MS_MAX", 100)
+    monkeypatch.setattr("spark_group_source.group.machine.STOP_ECHO_MS_MAX", 100)
     return silent
 
 

@@ -122,7 +122,7 @@ def test_a_drain_is_not_done_before_kafka_has_the_offsets(scene: Scene, monkeypa
     name = scene.topic()
     scene.produce(name, numbered(0, 3))
     broken = refused_commits(monkeypatch)
-    monkeypatch.setattr("spark_group_source.group.steps.ECHO_MS_MAX", 500)
+    monkeypatch.setattr("spark_group_source.group.machine.ECHO_MS_MAX", 500)
     with Engine(patient(scene, subscribe=name)) as engine:
         engine.step()
         with pytest.raises(GroupError, match="did not end its batch within 0 s"):

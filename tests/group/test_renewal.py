@@ -1,87 +1,13 @@
-"""When Kafka forgets a committed offset, and what a run does before that and after it. The rules are Kafka's own, as
-``tests/kafka/test_expiry.py`` sees them on a real broker."""
+"""What a run does before Kafka forgets an offset, and after it did."""
 
-import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
-from spark_group_source.group.expiry import Clock, Expiry, GroupState, clock_of, expiries, near
-from spark_group_source.group.names import committed_ms, note_text, parse_note, reset_text
 from spark_group_source.group.positions import RENEW_LOOK_MS, RENEW_MS
-from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 
 A, B, C = tps("orders", 0, 1, 2)
-OLD = TopicPartition("former", 0)
-DAY_MS = 86_400_000
-WEEK_MS = 7 * DAY_MS
-STATES = ("stable", "empty", "preparing_rebalancing", "completing_rebalancing", "assigning", "reconciling")
-
-
-def seen(
-    state: str = "stable", protocol: str = "classic", members: int = 1, *topics: str, simple: bool = False
-) -> GroupState:
-    return GroupState(state=state, protocol=protocol, members=members, simple=simple, topics=frozenset(topics))
-
-
-# --- Kafka's rules --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("protocol", ["classic", "consumer"])
-@pytest.mark.parametrize("state", STATES)
-def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str) -> None:
-    assert clock_of("orders", seen(state, protocol, 1, "orders")) is Clock.NONE
-
-
-@pytest.mark.parametrize(
-    ("group", "clock"),
-    [
-        (seen("stable", "classic", 2, "orders"), Clock.COMMIT),
-        (seen("preparing_rebalancing", "classic", 2, "orders"), Clock.NOT_STABLE),
-        (seen("completing_rebalancing", "classic", 2, "orders"), Clock.NOT_STABLE),
-        (seen("reconciling", "consumer", 2, "orders"), Clock.COMMIT),
-        (seen("empty", "classic", 0), Clock.EMPTY),
-        (seen("empty", "consumer", 0), Clock.COMMIT),
-        (seen("empty", "classic", 0, simple=True), Clock.COMMIT),
-    ],
-)
-def test_what_counts_for_a_topic_that_no_member_has(group: GroupState, clock: Clock) -> None:
-    assert clock_of("former", group) is clock
-
-
-def test_a_classic_group_without_members_keeps_all_offsets_for_a_retention_after_its_newest_commit() -> None:
-    found = expiries(seen("empty", "classic", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
-    later = Expiry(clock=Clock.EMPTY, earliest_ms=DAY_MS + WEEK_MS)
-    assert found == dict.fromkeys((A, B, C), later), "the last member committed the newest one, and left after that"
-
-
-def test_in_a_group_of_kip_848_without_members_each_offset_has_its_own_end() -> None:
-    found = expiries(seen("empty", "consumer", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
-    assert [found[tp].earliest_ms for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
-    assert all(found[tp].surely for tp in (A, B, C))
-    assert near(found, now_ms=WEEK_MS - DAY_MS, retention_ms=WEEK_MS) == [A]
-
-
-def test_G10_of_what_nobody_wrote_down_nothing_is_concluded() -> None:
-    unknown = expiries(seen("empty", "consumer", 0), {A: None}, retention_ms=WEEK_MS)
-    assert unknown[A].earliest_ms is None and not near(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
-    untold = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)
-    assert untold[A].earliest_ms is None and not near(untold, now_ms=10 * WEEK_MS, retention_ms=None)
-    members = expiries(seen("stable", "classic", 1, "orders"), {OLD: 0, A: 0}, retention_ms=WEEK_MS)
-    assert members[OLD] == Expiry(clock=Clock.COMMIT, earliest_ms=WEEK_MS), "a member may subscribe to it all the same"
-    assert members[A] == Expiry(clock=Clock.NONE)
-
-
-def test_a_streams_note_says_when_it_was_committed_and_who_reads_only_the_rest_is_not_disturbed() -> None:
-    text = note_text("s", 4, 2, followed=True, cut=9, at_ms=1_700_000_000_123)
-    assert committed_ms(text) == 1_700_000_000_123
-    assert parse_note(text) == parse_note(note_text("s", 4, 2, followed=True, cut=9))
-    assert committed_ms(note_text("s", 4, at_ms=5)) == 5
-    for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
-        assert committed_ms(other) is None
-
-
-# --- what a run does ------------------------------------------------------------------------------------------------
 
 
 def committed(offset: int, at_ms: int | None) -> ev.Committed:

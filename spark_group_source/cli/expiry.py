@@ -1,6 +1,6 @@
 """When Kafka forgets a committed offset, as far as anybody outside its coordinator can say.
 
-Runs in: the stream reader, the command line, tests. Deliberately absent: asking Kafka, clocks (times are passed in),
+Runs in: the command line, tests. Deliberately absent: asking Kafka, clocks (times are passed in),
 and guesses: who subscribes to what and when somebody left are not told by Kafka's APIs.
 
 The coordinator looks every ``offsets.retention.check.interval.ms`` for offsets whose time is over, which is
