@@ -117,7 +117,10 @@ class Coordinator:
             SourceError: the run cannot go on.
         """
         drain = self._publisher.drain_asked
-        return self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
+        end = self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
+        if end is not start:  # a listener may look as soon as the batch is done, before the clock publishes
+            self._publish()
+        return end
 
     def replay(self, end: StreamOffset) -> None:
         """A batch that ends at ``end`` is about to be read; join the group if this is the first word of the stream."""
@@ -167,7 +170,10 @@ class Coordinator:
                     self._handle(ev.Closing(leave=step.leave))
                     self._end(leave=step.leave)
                 case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe():
-                    self._handle(self._ask(step))
+                    answer = self._ask(step)
+                    self._handle(answer)
+                    if isinstance(answer, ev.NotAnswered):  # the clock does not run before the members join
+                        self._publish()
                 case _:
                     assert_never(step)
 
