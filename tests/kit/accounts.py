@@ -208,10 +208,6 @@ class Accounts:
         book.times += [0] * missing
         book.first += [self._nobody] * missing
 
-    def _lost_it(self, tp: TopicPartition, *readers: Reader) -> bool:
-        parties = {reader.party for reader in readers}
-        return any(loss.reader.party in parties for loss in self.books[tp].losses)
-
     def _overlaps(self, tp: TopicPartition, reader: Reader) -> bool:
         (start, end), committed = self.books[tp].flight[reader], self._committed(tp)
         book = self.books[tp]

@@ -79,7 +79,6 @@ class Book:
     away: set[str] = field(default_factory=set)  # parties that somebody else followed, or committed after
     commits: list[tuple[int, Entry]] = field(default_factory=list)
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)
-    written: dict[Reader, tuple[int, int]] = field(default_factory=dict)  # of these, what its stream wrote meanwhile
     again: bool = False  # its topic was deleted and made again
     begun: set[Reader] = field(default_factory=set)  # runs that began at its beginning because of that
     back: set[Reader] = field(default_factory=set)  # those of them that did not commit so yet

@@ -217,14 +217,6 @@ class Invariants(Accounts):
                 book.away.add(reader.party)
             if start == end:
                 continue
-            for other in book.flight:
-                known = self._lost_it(tp, other, reader) or book.moved or book.again  # a replay is as it was planned
-                # Two runs of a stream had the same batch in hand, and one has written it: the other reads in vain.
-                known |= book.written.get(other) == book.flight[other] and start >= book.flight[other][1]
-                if other.alive and other.party != reader.party and not known:
-                    self._break(
-                        f"{reader.name} plans {tp}[{start},{end}) while {other.name} reads {book.flight[other]}"
-                    )
             book.flight[reader] = (start, end)
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
 
@@ -253,9 +245,6 @@ class Invariants(Accounts):
                 continue
             book = self.books[tp]
             known = book.flight.pop(reader, None) is not None or reader.counted is None  # else it is void
-            book.written |= {
-                other: batch for other, batch in book.flight.items() if other.party == reader.party and batch[1] == end
-            }
             book.reached[reader.party] = max(end, book.reached.get(reader.party, end))
             ever = max(book.end, book.start + len(book.times))  # the log may have lost its end since
             if book.again and end > ever:
