@@ -471,7 +471,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "commits-ahead": ("cooperative", 0),
     "reads-beyond-the-end": ("cooperative", 0),
     "does-not-read-back": ("eager", 0),
-    "calls-all-committed": ("cooperative", 38),
+    "calls-all-committed": ("consumer", 24),
     "takes-back-what-it-commits": ("eager", 1),
     "ends-at-a-failed-commit": ("eager", 1),
     "stays-out-after-a-fatal-error": ("eager", 16),
