@@ -61,6 +61,7 @@ class GroupRun:
         self.arrivals: Counter[TopicPartition] = Counter()  # how often it became ours, or all was void
         self.out: set[int] = set()  # slots that an echo left out
         self.revoked_at: dict[int, int] = {}
+        self.asked: list[ev.AskReplaced] = []  # by the slot that was fenced last
         self.model = Model(kafka=self.model.kafka)
 
     def send(self, event: ev.Event) -> None:
@@ -70,6 +71,8 @@ class GroupRun:
             match command:
                 case ev.Join():
                     self.clients[command.slot] = command.client
+                case ev.AskReplaced():
+                    self.asked.append(command)
                 case ev.FetchCommitted():
                     unasked = set(ALL[:3]) - set(command.partitions)
                     assert self.knows or unasked <= set(command.beside), "who comes back asks for every note"
@@ -162,15 +165,22 @@ class GroupRun:
         if back:
             self.assign(slot, set(gone))
 
-    def fail(self, slot: int, fenced: bool) -> None:
-        """Its consumer dies, or an older process of this stream takes its place; it joins again. Late words follow."""
+    def fail(self, slot: int, how: str) -> None:
+        """Its consumer dies, or an older process of this stream takes its place, or may have; it joins again.
+
+        Late words of the former consumer follow.
+        """
         old = self.of(slot)
         for tp in self.mine(slot, set(ALL)):
             self.model.drop(tp)
         self.model.leaving.pop(slot, None)
-        if fenced:
-            self.send(ev.MemberFenced(**self.of(slot), reason="test"))
+        if how != "dead":
+            self.asked = []
+            self.send(ev.MemberFenced(**self.of(slot), reason="test", seen=how == "fenced"))
             self.send(ev.ReplacedUnknown(slot=slot, reason="test"))
+            self.tick(LONGEST_PAUSE_MS)
+            again = ev.AskReplaced(slot=slot, seen=how == "fenced")
+            assert self.asked == [again, again], "it is asked until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:
             self.send(ev.MemberFailed(**self.of(slot), reason="test"))
@@ -372,7 +382,7 @@ MOVES: dict[str, Callable[[Random], tuple[Any, ...]]] = {
     "assign": lambda r: (slot(r), some(r)),
     "revoke": lambda r: (slot(r), some(r), r.random() < 0.2),
     "lose": lambda r: (some(r), r.choice((*OTHERS, STREAM, STREAM)), numbers(r, OFFSET_MAX), r.random() < 0.7),
-    "fail": lambda r: (slot(r), r.random() < 0.5),
+    "fail": lambda r: (slot(r), r.choice(("dead", "fenced", "in doubt"))),
     "plan": lambda r: (numbers(r, 9), r.random() < 0.5),
     "finish": lambda r: (r.random() < 0.3,),
     "restart": lambda r: (numbers(r, OFFSET_MAX) if r.random() < 0.3 else None, numbers(r, SLOTS)),

@@ -476,7 +476,7 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "ends-at-a-failed-commit": ("eager", 1),
     "stays-out-after-a-fatal-error": ("eager", 16),
     "lets-the-clock-stand-still": ("consumer", 1),
-    "writes-what-it-has": ("eager", 2),
+    "writes-what-it-has": ("cooperative", 1),
     "writes-void-plans": ("eager", 5),
     "moves-what-is-on-its-way": ("cooperative", 29),
     "joins-before-its-id": ("eager", 0),
