@@ -189,8 +189,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             self._coordinator.close()
             if self._reception is not None:
                 self._reception.stop()
-            if self._held is not None:
-                self._held.release()
+        if self._held is not None:
+            self._held.release()
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:

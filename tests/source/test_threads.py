@@ -68,7 +68,7 @@ def test_G8_what_the_worker_did_not_expect_ends_the_run_and_says_so(
     with Engine(options) as engine:
         engine.run()
 
-        def fail(self: Worker, due_s: float | None) -> None:
+        def fail(self: Worker) -> None:
             raise ZeroDivisionError("what nobody thought of")
 
         monkeypatch.setattr(Worker, "_on_time", fail)
