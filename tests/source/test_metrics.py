@@ -75,7 +75,8 @@ def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_
 
         def at_rest() -> Scrape:
             of = scrape(port)
-            return of if value(of, "kafka_group_source_uncommitted_partitions") == 0 else {}
+            durable = value(of, "kafka_group_source_durable_batch", group=scene.group) >= 0
+            return of if durable and value(of, "kafka_group_source_uncommitted_partitions") == 0 else {}
 
         inside = await_until(at_rest, what="a scrape of a run that committed")
         exporter.sweep()
