@@ -1,7 +1,7 @@
 """The next offset: which ranges a batch reads, and everything else that the checkpoint has to remember.
 
 Runs in: the stream reader, tests, benchmarks. Deliberately absent: where partitions stand and who has them
-(``machine``), what the brokers say (``loss``), and when a batch is planned (``run``). This is the only place that makes
+(``machine``), what the brokers say (``loss``), and when a batch is planned. This is the only place that makes
 a :class:`StreamOffset`.
 """
 
