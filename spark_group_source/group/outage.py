@@ -1,6 +1,7 @@
 """Brokers that do not answer: since when, who waits for them, and when they are asked again.
 
-Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and what an answer means (``kafka``).
+Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and what an answer means
+(``kafka``).
 
 An outage is waited for (``brokerTimeoutMs``). It is said once when it begins and once when it ends; in between everyone
 asks again after growing pauses, a little different for each stream, so that a cluster that comes back is not asked by
