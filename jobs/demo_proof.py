@@ -46,12 +46,15 @@ class DeltaLog:
             self._rows[unquote(add["path"])] = json.loads(add["stats"])["numRecords"]
         elif remove := action.get("remove"):
             self._rows.pop(unquote(remove["path"]), None)
-        elif domain := action.get("domainMetadata"):
-            self._ledgers[domain["domain"]] = json.loads(domain["configuration"])
+        elif (note := action.get("commitInfo", {}).get("userMetadata", "")).startswith(("[{", "{")):
+            docs = json.loads(note)
+            for doc in docs if isinstance(docs, list) else [docs]:
+                if "ledger" in doc:
+                    self._ledgers[doc["group"]] = doc["ledger"]
 
     def ledger(self, group: str, topic: str) -> dict[int, int]:
         """The offsets that the last commit of the group recorded together with its rows."""
-        topics = self._ledgers.get(f"spark-group-source.{group}", {}).get("topics", {})
+        topics = self._ledgers.get(group, {}).get("topics", {})
         return {int(p): offset for p, offset in topics.get(topic, {}).get("offsets", {}).items()}
 
     def column(self, name: str) -> list[Any]:

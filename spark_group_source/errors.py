@@ -1,7 +1,7 @@
 """What can go wrong, as a tree of classes.
 
 Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated once, where it is met:
-Kafka's in ``kafka.translation``, Delta's in ``delta.deltalog``) and secrets.
+Kafka's in ``kafka.translation``, Delta's in ``delta.races``) and secrets.
 
 ::
 

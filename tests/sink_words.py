@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
-from spark_group_source.delta.sink import DeltaSink, Tier
+from spark_group_source.delta.access import Writer
+from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -36,8 +37,8 @@ def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) 
 class Query:
     """A query's checkpoint, and its batches handed to a sink as ``foreachBatch`` would."""
 
-    def __init__(self, spark: "SparkSession", root: Path, name: str, tier: Tier = "auto") -> None:
-        self.spark, self.root, self.id, self.tier = spark, root / name, f"query-{name}", tier
+    def __init__(self, spark: "SparkSession", root: Path, name: str, writer: Writer = "auto") -> None:
+        self.spark, self.root, self.id, self.writer = spark, root / name, f"query-{name}", writer
         (self.root / "offsets").mkdir(parents=True)
         (self.root / "metadata").write_text(json.dumps({"id": self.id}))
 
@@ -53,7 +54,7 @@ class Query:
         sink(self.rows(*lines), batch_id)
 
     def sink(self, table: Path | str, **arguments: Any) -> DeltaSink:
-        return DeltaSink(table, **{"checkpoint": str(self.root), "tier": self.tier, **arguments})
+        return DeltaSink(table, **{"checkpoint": str(self.root), "writer": self.writer, **arguments})
 
 
 def commits(table: Path | str) -> list[list[dict[str, Any]]]:
@@ -88,19 +89,15 @@ def notes(commit: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """The ledger as the log's files have it: in the last note with one of the group, and in its last domain."""
-    found = [d for commit in commits(table) for d in actions(commit, "domainMetadata")]
-    kept = [json.loads(d["configuration"]) for d in found if d["domain"] == f"spark-group-source.{group}"]
+    """The ledger as the log's files have it: in the last note with one of the group."""
     noted = [doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc.get("group") == group]
-    if not noted:
-        return {}
-    assert not kept or kept[-1] in noted
-    topics = noted[-1]["topics"]
+    topics = noted[-1]["topics"] if noted else {}
     return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
 
 
 def parquet_files(table: Path) -> set[str]:
-    return {f.name for f in table.rglob("*.parquet") if "_delta_log" not in f.parts}
+    files = (f for f in table.rglob("*.parquet") if "_delta_log" not in f.parts)
+    return {str(f.relative_to(table)) for f in files if not f.name.startswith(".")}
 
 
 def stream(spark: "SparkSession", tmp_path: Path, script: Sequence[StreamOffset], name: str = "script") -> "DataFrame":

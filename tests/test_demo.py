@@ -1,6 +1,7 @@
 """The demo: a short one is played for real, and its proof must not hold for anything but the truth."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -190,16 +191,19 @@ def test_the_tables_log_is_read_with_its_removals_and_its_ledger(proof: ModuleTy
     log = tmp_path / "_delta_log"
     log.mkdir()
     add = '{{"add": {{"path": "{}", "stats": "{{\\"numRecords\\": {}}}"}}}}\n'
-    ledger = '{{"domainMetadata": {{"domain": "spark-group-source.g", "configuration": {}}}}}\n'
-    one = '"{\\"topics\\": {\\"t\\": {\\"offsets\\": {\\"0\\": 5}}}}"'
-    two = one.replace("5", "7")
+    note = '{{"commitInfo": {{"userMetadata": {}}}}}\n'
+
+    def ledger(offset: int) -> str:
+        doc = {"group": "g", "ledger": {"topics": {"t": {"offsets": {"0": offset}}}}}
+        return note.format(json.dumps(json.dumps([doc])))
+
     table = proof.DeltaLog(tmp_path)
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (0, 0, {})
-    (log / f"{0:020d}.json").write_text(add.format("a%20b", 5) + ledger.format(one))
+    (log / f"{0:020d}.json").write_text(add.format("a%20b", 5) + ledger(5))
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (1, 5, {0: 5})
-    (log / f"{1:020d}.json").write_text(add.format("c", 7) + '{"remove": {"path": "a%20b"}}\n' + ledger.format(two))
+    (log / f"{1:020d}.json").write_text(add.format("c", 7) + '{"remove": {"path": "a%20b"}}\n' + ledger(7))
     table.refresh()
     assert (table.commits, table.rows, table.ledger("g", "t")) == (2, 7, {0: 7})
     assert table.ledger("other", "t") == {}

@@ -1,4 +1,4 @@
-"""``spark-group ledger``: what a table holds of its groups, whether that fits its rows, and that it stays there.
+"""``spark-group ledger``: what a table holds of its groups, and whether that fits its rows.
 
 Runs in: a terminal. Deliberately absent: Kafka, and setting a ledger (``spark-group reset --table``).
 """
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_group_source.delta.ledger import Ledger
-    from spark_group_source.delta.notes import Commit
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -50,7 +49,7 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
 
 @ledger_app.command("verify")
 def verify(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Compare the ledgers of a table, the batches in its history, and its rows; exit 1 if something does not fit."""
+    """Compare the rows of a table with the ledgers of its groups; exit 1 if something does not fit."""
     from spark_group_source.delta import verified
 
     with shared.session(True) as spark:
@@ -70,47 +69,22 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@ledger_app.command("renew")
-def renew(table: TableArgument, as_json: JsonOption = False) -> None:
-    """Write the ledgers again that Delta would soon delete with the table's log; exit 1 if one cannot be.
-
-    For tables of groups that may have nothing to read for weeks; once a day is often enough.
-    """
-    from spark_group_source.delta import renewed
-
-    with shared.session(True) as spark:
-        assert spark is not None
-        found = renewed.renew(spark, table)
-    if as_json:
-        typer.echo(json.dumps([one._asdict() for one in found], indent=2))
-    else:
-        for one in found:
-            age = "" if one.age_days is None else f", {one.age_days:.1f} days old"
-            typer.echo(f"{one.group}: {one.what}{age}{': ' if one.why else ''}{one.why}")
-    if any(one.why for one in found):
-        raise typer.Exit(1)
-
-
 def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
-    from spark_group_source.delta import doors, kept, names, notes
-    from spark_group_source.delta.history import COMMITS_MAX
+    from spark_group_source.delta import access, kept, names
 
-    past = doors.existing(spark, table).begin().past
-    found = kept.ledgers(past)
-    last: dict[str, notes.Commit] = {}
-    for commit in past.commits():
-        for group in found.keys() - last.keys():
-            if commit.has_ledger(group):
-                last[group] = commit
+    history = access.existing(spark, table).history()
+    found = kept.ledgers(history)
+    last: dict[str, int] = {}
+    for commit in history.commits():
+        last |= {group: commit.version for group in found.keys() - last.keys() if commit.has_ledger(group)}
         if len(last) == len(found):
             break
-    history = spark.sql(f"DESCRIBE HISTORY {names.sql_name(past.table)} LIMIT {COMMITS_MAX + 1}")
-    at = {row["version"]: str(row["timestamp"]) for row in history.select("version", "timestamp").collect()}
+    described = spark.sql(f"DESCRIBE HISTORY {names.sql_name(history.table)}")
+    at = {row["version"]: str(row["timestamp"]) for row in described.select("version", "timestamp").collect()}
     return [_group(group, ledger, last.get(group), at) for group, ledger in found.items()]
 
 
-def _group(group: str, ledger: "Ledger | None", written: "Commit | None", at: "Mapping[int, str]") -> dict[str, Any]:
-    version = None if written is None else written.version
+def _group(group: str, ledger: "Ledger | None", version: int | None, at: "Mapping[int, str]") -> dict[str, Any]:
     if ledger is None:
         gone = "the table's log does not go back to it"
         return {"group": group, "number": None, "version": version, "written": None, "by": gone} | {

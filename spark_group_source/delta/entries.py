@@ -1,15 +1,16 @@
-"""What a table holds of a group, as text in the table.
+"""The ledger of a group: what a table holds of it, as text in the table's commits.
 
 Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what follows for a batch
 (:mod:`ledger`).
 
-A table keeps one ledger per group, as the configuration of the Delta metadata domain ``spark-group-source.<group>``::
+Each commit of a group has the group's ledger as it is after it, in its ``userMetadata`` (:mod:`notes`)::
 
     {"epoch": 2, "seq": 17, "stream": "9f2c",
      "topics": {"orders": {"id": "<topic id>", "offsets": {"0": 250, "1": 40}}}, "v": 1}
 
-It survives log cleanup and checkpoints of the table. It does *not* follow the rows: after ``RESTORE``, ``REPLACE`` or a
-``DELETE`` the ledger still says what was once written. ``spark-group reset`` with ``--table`` moves it back.
+It is as old as the commit: Delta deletes both with the table's log (``delta.logRetentionDuration``). It does *not*
+follow the rows: after ``RESTORE``, ``REPLACE`` or a ``DELETE`` the ledger still says what was once written.
+``spark-group reset`` with ``--table`` moves it back.
 
 ``epoch`` counts the group's resets, as the notes beside Kafka's offsets do (``group.names``). A batch that was planned
 before the newest reset is *void*: its positions are those of before, so nothing of it is written, and the source goes
@@ -25,8 +26,7 @@ nothing. Releases that do not know these two forget them.
 
 ``number`` counts the group's commits in the table: it is the version of the commit's ``SetTransaction`` of the
 application ``spark-group-source.<group>``, by which Delta lets one of two writers win that count the same number.
-``queries`` has the last batch of each query that wrote. The same text stands in the ``userMetadata`` of the commit
-(:mod:`notes`), for those who cannot read domains.
+``queries`` has the last batch of each query that wrote.
 """
 
 import json
@@ -39,8 +39,8 @@ from spark_group_source.model import TopicPartition
 
 VERSION = 1
 
-DOMAIN_PREFIX = "spark-group-source."
-"""Of the metadata domain of a group, and of the application that counts its commits."""
+APP_PREFIX = "spark-group-source."
+"""Begins the name of the application whose ``SetTransaction`` counts the commits of a group."""
 
 QUERIES_MAX = 50
 """How many queries' last batches are kept; the one that wrote longest ago goes first. A replay of its last batch is
@@ -81,7 +81,7 @@ class Ledger:
     table_version: int = -1
 
     def to_json(self) -> str:
-        """The domain's configuration: keys sorted, integers only; what may be empty is absent then."""
+        """The text: keys sorted, integers only; what may be empty is absent then."""
         topics: dict[str, dict[str, Any]] = {}
         for topic in sorted({tp.topic for tp in self.offsets} | set(self.topic_ids)):
             topics[topic] = {"id": self.topic_ids.get(topic, ""), "offsets": {}}
@@ -110,7 +110,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, group: str, text: str, *, table_version: int = -1) -> "Ledger":
-        """Read a domain's configuration.
+        """Read the text.
 
         Raises:
             LedgerDamaged: it cannot be read. Nothing is assumed in its place.
@@ -151,9 +151,9 @@ class Ledger:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise LedgerDamaged(
-                f"the ledger of group {group!r} in the table is damaged ({exc!r}): {text[:200]}. It is the metadata "
-                f"domain {DOMAIN_PREFIX + group!r}. Stop the query; `spark-group reset --group {group} --table T` with "
-                "the position you want writes it anew, and the query can go on with its checkpoint",
+                f"the ledger of group {group!r} in version {table_version} of the table is damaged ({exc!r}): "
+                f"{text[:200]}. Stop the query; `spark-group reset --group {group} --table T` with the position you "
+                "want writes it anew, and the query can go on with its checkpoint",
                 group=group,
             ) from exc
 
@@ -165,6 +165,10 @@ class Ledger:
             queries[query_id] = batch_id
         last = dict(list(queries.items())[-QUERIES_MAX:])
         return replace(self, number=self.number + 1, queries=last, table_version=-1)
+
+    def at(self, version: int) -> "Ledger":
+        """The ledger as it stands in a version of the table."""
+        return replace(self, table_version=version)
 
     def same(self, other: "Ledger | None") -> bool:
         """Whether both say the same of the same topics, whoever wrote them."""

@@ -1,31 +1,50 @@
-"""What others did to a table: its versions and commits, through the classes of the Delta jar.
+"""The commits of a Delta table, and the ledgers in them.
 
-Runs in: the user's driver, the command line. Deliberately absent: what follows from it (:mod:`kept`, :mod:`sink`), the
-rows, and sessions without these classes (:mod:`told`).
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line, tests.
+Deliberately absent: rows, and what follows from the commits (:mod:`kept`, :mod:`sink`).
 
-``RESTORE`` takes rows away, and leaves metadata domains and the numbers of applications as they are: the ledger then
-still says what was once written. So the ledger of a table is that of its newest commit with one, unless a ``RESTORE``
-came after it; then it is the one of the version that the table was restored to.
+Commits are read from the files of the table's log (:class:`LogFiles`). ``deltalake`` opens the table; each commit is
+then read by its version, because ``deltalake``'s own ``history()`` numbers the newest commits from the version that it
+loaded, which is wrong when another writer commits meanwhile. Where the log cannot be read that way (a catalog manages
+the commits, no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, one Spark job a
+look (:class:`DescribedHistory`).
+
+``RESTORE`` takes rows away and leaves the numbers of applications as they are, so the newest ledger still says what was
+once written; :mod:`kept` compares the two.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_group_source.delta import deltalog, names
-from spark_group_source.delta.entries import DOMAIN_PREFIX, Ledger
+from pyspark.errors import PySparkException
+
+from spark_group_source.delta import names
+from spark_group_source.delta.entries import APP_PREFIX, Ledger
 from spark_group_source.delta.notes import Commit
+from spark_group_source.errors import LedgerConflict, OptionError
 
 if TYPE_CHECKING:
+    from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
 
-COMMITS_MAX = 1000
-"""How far back a look for a ``RESTORE`` goes, among commits without a ledger: one costs some milliseconds."""
+LOOK_COMMITS = (2, 20, 1000)
+"""How many of the newest commits ``DESCRIBE HISTORY`` is asked for, one after the other; after that for all of them."""
+
+NOT_A_TABLE = {
+    "TABLE_OR_VIEW_NOT_FOUND",
+    "DELTA_MISSING_DELTA_TABLE",
+    "DELTA_TABLE_NOT_FOUND",
+    "DELTA_TABLE_ONLY_OPERATION",
+    "DELTA_PATH_DOES_NOT_EXIST",
+}
+"""The conditions under which Delta says that there is no table."""
 
 
 class Aged(Exception):
-    """A group wrote to the table, and its log has nothing of that any more.
+    """A group wrote to the table, and the table's log does not go back to its last commit.
 
-    ``number``: of its last commit, or one that none is beyond; None, if not even that is known.
+    ``number`` is the number of that commit, or None where only Delta knows it.
     """
 
     def __init__(self, group: str, number: int | None) -> None:
@@ -33,116 +52,237 @@ class Aged(Exception):
         self.group, self.number = group, number
 
 
-class Commits(Protocol):
-    """Those of a table."""
-
-    def commits(self, *, after: int = -1) -> Iterator[Commit]:
-        """Newest first, as long as the log has them; at most COMMITS_MAX."""
-
-
-class Past(Commits, Protocol):
-    """A version of a table and what came before it."""
+class CommitSource(Protocol):
+    """Where the commits of one table are read."""
 
     @property
     def table(self) -> str: ...
 
-    @property
-    def version(self) -> int:
-        """-1: there is no table."""
+    def newest(self) -> int:
+        """The newest version; -1 if there is no table."""
 
-    def at(self, version: int) -> "Past":
-        """An earlier version of the same table."""
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        """The commits from version ``newest`` down to ``after + 1``, as far as the log has them."""
 
-    def groups(self) -> list[str]:
-        """Those that have a ledger, sorted."""
+    def number(self, app_id: str) -> int | None:
+        """The newest ``SetTransaction`` of an application; -1 if there is none, None where this source cannot tell."""
 
-    def ledger(self, group: str) -> Ledger | None:
-        """The newest ledger of a group, whatever was restored since.
+    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
+        """The version that the ``RESTORE`` in ``version`` went back to.
 
         Raises:
-            Aged: there was one.
-            LedgerConflict: it is damaged or of a newer release.
+            LedgerConflict: it cannot be found out.
         """
 
 
-class Logged:
-    """The past of a snapshot."""
+class History:
+    """A version of a table and the commits up to it."""
 
-    def __init__(self, spark: "SparkSession", table: str, snapshot: deltalog.Snapshot) -> None:
-        self.table, self.snapshot, self._spark = table, snapshot, spark
+    def __init__(self, source: CommitSource, version: int | None = None) -> None:
+        self.source = source
+        self.version = source.newest() if version is None else version
 
     @property
-    def version(self) -> int:
-        return self.snapshot.version
+    def table(self) -> str:
+        return self.source.table
 
-    def at(self, version: int) -> "Logged":
-        jvm: Any = self._spark._jvm
-        none = jvm.scala.Option.empty()
-        java = self.snapshot.java.deltaLog().getSnapshotAt(version, none, none, False)
-        return Logged(self._spark, self.table, deltalog.Snapshot(java))
-
-    def groups(self) -> list[str]:
-        found = {*self.snapshot.domains(), *self.snapshot.applications()}
-        return sorted(name.removeprefix(DOMAIN_PREFIX) for name in found if name.startswith(DOMAIN_PREFIX))
-
-    def ledger(self, group: str) -> Ledger | None:
-        text = self.snapshot.domains().get(DOMAIN_PREFIX + group)
-        found = None if text is None else Ledger.from_json(group, text, table_version=self.version)
-        number, least = self.snapshot.recorded(DOMAIN_PREFIX + group), -1 if found is None else found.number
-        forgotten = number < least or (found is None and names.RETENTION in self.snapshot.properties())
-        if number <= least and not forgotten:
-            return found
-        # Somebody wrote it who cannot write domains, or did so and Delta has forgotten the number.
-        from spark_group_source.delta.told import Told
-
-        noted = Told(self._spark, self.table, version=self.version).noted(group)
-        if noted is not None and noted.number >= max(number, least):
-            return noted
-        if number <= least:
-            return found
-        raise Aged(group, number)
+    def at(self, version: int) -> "History":
+        """An earlier version of the same table."""
+        return History(self.source, version)
 
     def commits(self, *, after: int = -1) -> Iterator[Commit]:
-        jvm: Any = self._spark._jvm
-        delta = jvm.org.apache.spark.sql.delta
-        log = self.snapshot.java.deltaLog()
-        files, conf = delta.util.DeltaCommitFileProvider.apply(self.snapshot.java), log.newDeltaHadoopConf()
-        for version in range(self.version, max(after, self.version - COMMITS_MAX), -1):
-            file = files.deltaFile(version)
-            if not file.getFileSystem(conf).exists(file):
-                return  # the log was cleaned up
-            found = delta.DeltaHistoryManager.getCommitInfoOpt(log.store(), file, conf)
-            yield self._commit(version, found.get()) if found.isDefined() else Commit(version, version - 1)
+        """The commits newer than version ``after``, newest first, as far as the log has them."""
+        return self.source.commits(self.version, after)
 
-    def _commit(self, version: int, info: Any) -> Commit:
-        operation, read, note = str(info.operation()), info.readVersion(), info.userMetadata()
-        return Commit.of(
-            version,
-            int(read.get()) if read.isDefined() else None,
-            operation,
-            str(note.get()) if note.isDefined() else None,
-            self._restored_to(info, version) if operation == "RESTORE" else None,
-        )
+    def groups(self) -> list[str]:
+        """The groups that have a ledger in the log, sorted."""
+        return sorted({str(doc["group"]) for commit in self.commits() for doc in commit.docs if "ledger" in doc})
 
-    def _restored_to(self, info: Any, version: int) -> int:
-        given = {name: info.operationParameters().get(name) for name in ("version", "timestamp")}
-        values = {name: str(found.get()) for name, found in given.items() if found.isDefined()}
-        table = names.sql_name(self.snapshot.java.deltaLog().dataPath().toString())
-        return restored_to(lambda: self._spark.sql(f"DESCRIBE HISTORY {table} LIMIT {COMMITS_MAX}"), version, values)
+    def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:
+        """The newest ledger of a group, whatever was restored since; None if the group never wrote to the table.
+
+        Args:
+            known: a ledger from an earlier version, so that only newer commits are read.
+
+        Raises:
+            Aged: the group wrote, and the log does not go back to its last commit.
+            LedgerConflict: the ledger is damaged or of a newer release.
+        """
+        number = self.source.number(APP_PREFIX + group)
+        if number == -1:
+            return None
+        after = -1 if known is None else known.table_version
+        least = self.version + 1
+        for commit in self.commits(after=after):
+            least = commit.version
+            if (found := commit.ledger(group)) is not None:
+                return found
+        if known is not None and least == after + 1:
+            return known
+        if least == 0:
+            return None
+        raise Aged(group, number)
+
+    def restored_to(self, commit: Commit) -> int:
+        """The version that a ``RESTORE`` went back to. Raises LedgerConflict if that cannot be found out."""
+        return self.source.restored_to(commit.version, commit.restore or {})
 
 
-def restored_to(history: "Callable[[], DataFrame]", version: int, given: Mapping[str, str]) -> int:
-    """The version that a ``RESTORE`` went back to, which it was told by number or by time.
+class LogFiles:
+    """The commits of a table whose log ``deltalake`` can open.
 
-    Args:
-        history: of the table; asked for only where the time counts, because that is a Spark job.
-        version: what the ``RESTORE`` made.
-        given: its parameters.
+    ``opened`` is the state by which ``deltalake`` judges whether a commit lost a race, so one batch at a time uses it.
     """
-    to = str(given.get("version")).strip('"')
-    if to.isdecimal():
-        return int(to)
-    moment = str(given.get("timestamp")).strip('"')
-    before = history().where(f"version < {version} AND timestamp <= timestamp'{moment}'")
-    first: Any = before.selectExpr("coalesce(max(version), 0)").first()
-    return int(first[0])
+
+    def __init__(
+        self, table: str, location: str, opened: "DeltaTable", storage_options: Mapping[str, str] | None = None
+    ) -> None:
+        from deltalake.fs import DeltaStorageHandler
+        from pyarrow.fs import PyFileSystem
+
+        self._table, self.location, self.opened = table, location, opened
+        self._options = dict(storage_options or {})
+        self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._options))
+
+    @property
+    def table(self) -> str:
+        return self._table
+
+    def newest(self) -> int:
+        self.opened.update_incremental()
+        version = int(self.opened.version())
+        # The log always has its newest commit. Without it the table was deleted, and perhaps created again.
+        return version if self.actions(version) is not None else -1
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        for version in range(newest, after, -1):
+            text = self.actions(version)
+            if text is None:
+                return
+            yield _commit(version, _commit_info(text))
+
+    def actions(self, version: int) -> bytes | None:
+        """The commit file of a version, one action a line; None if the log does not have it any more."""
+        try:
+            with self.files.open_input_file(f"_delta_log/{version:020}.json") as file:
+                return bytes(file.readall())
+        except FileNotFoundError:
+            return None
+
+    def number(self, app_id: str) -> int | None:
+        found = self.opened.transaction_version(app_id)
+        return -1 if found is None else int(found)
+
+    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
+        given = _number(parameters)
+        if given is not None:
+            return given
+        # A time was given: Delta records the local time of the session that ran RESTORE, without its zone. The version
+        # it chose has the files that the table has after the RESTORE, and so does each other version with these files.
+        wanted = self._content(version)
+        for earlier in range(version - 1, -1, -1):
+            try:
+                if self._content(earlier) == wanted:
+                    return earlier
+            except Exception as exc:
+                raise _unknown_restore(self._table, version) from exc
+        raise _unknown_restore(self._table, version)
+
+    def _content(self, version: int) -> set[tuple[object, ...]]:
+        from deltalake import DeltaTable
+
+        table = DeltaTable(self.opened.table_uri, version=version, storage_options=self._options or None)
+        import pyarrow as pa
+
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        return {
+            (action["path"], *(str(value) for key, value in sorted(action.items()) if "deletion" in key.lower()))
+            for action in actions
+        }
+
+
+class DescribedHistory:
+    """The commits of a table as ``DESCRIBE HISTORY`` shows them, in any session that has Delta."""
+
+    def __init__(self, spark: "SparkSession", table: str) -> None:
+        self._spark, self._table = spark, table
+        self._seen: list[Commit] = []
+
+    @property
+    def table(self) -> str:
+        return self._table
+
+    def newest(self) -> int:
+        try:
+            self._seen = self._load(LOOK_COMMITS[0])
+        except PySparkException as exc:
+            if exc.getCondition() in NOT_A_TABLE:
+                return -1
+            raise
+        return self._seen[0].version
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        least = newest + 1
+        limits: list[int | None] = [len(self._seen), *LOOK_COMMITS, None]
+        for limit in limits:
+            if limit is None or limit > len(self._seen):
+                self._seen = self._load(limit)
+            for commit in self._seen:
+                if after < commit.version < least:
+                    yield commit
+                    least = commit.version
+            if least <= after + 1 or (limit is not None and len(self._seen) < limit):
+                return
+
+    def number(self, app_id: str) -> int | None:
+        del app_id
+        return None
+
+    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
+        given = _number(parameters)
+        if given is None:
+            raise _unknown_restore(self._table, version)
+        return given
+
+    def _load(self, limit: int | None) -> list[Commit]:
+        last = "" if limit is None else f" LIMIT {limit}"
+        history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {names.sql_name(self._table)}{last}")
+        wanted = ("version", "operation", "operationParameters", "readVersion")
+        note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
+        rows = history.selectExpr(*wanted, note).collect()
+        found = [row.asDict() for row in rows]
+        return [_commit(row["version"], row) for row in sorted(found, key=lambda row: -row["version"])]
+
+
+def _commit(version: int, info: Mapping[str, Any]) -> Commit:
+    operation = str(info.get("operation") or "")
+    restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
+    return Commit.of(version, info.get("readVersion"), operation, info.get("userMetadata"), restore)
+
+
+def _commit_info(text: bytes) -> dict[str, Any]:
+    for line in text.splitlines():
+        if line.startswith(b'{"commitInfo"'):
+            found: dict[str, Any] = json.loads(line)["commitInfo"]
+            return found
+    return {}
+
+
+def _number(parameters: Mapping[str, Any]) -> int | None:
+    text = str(parameters.get("version")).strip('"')
+    return int(text) if text.isdecimal() else None
+
+
+def _unknown_restore(table: str, version: int) -> LedgerConflict:
+    return LedgerConflict(
+        f"version {version} of table {table} is a RESTORE to a time, and which version that is cannot be found out. "
+        "Nothing was written. Run the RESTORE again with the version: `RESTORE TABLE "
+        f"{names.sql_name(table)} TO VERSION AS OF` the version that you mean (DESCRIBE HISTORY lists them)",
+        table=table,
+        restored=version,
+    )
+
+
+def missing_table(spark: "SparkSession", table: str) -> OptionError:
+    """The error for a table that is not there."""
+    return OptionError(names.no_table(spark, table), table=table)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from spark_group_source.delta import doors, names, notes, races
-from spark_group_source.delta.history import Aged, Commits, Past
+from spark_group_source.delta import access, names, races
+from spark_group_source.delta.entries import APP_PREFIX
+from spark_group_source.delta.history import Aged, History
 from spark_group_source.delta.ledger import Ledger, LedgerDamaged, shown
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -30,12 +31,13 @@ def read_ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
         LedgerConflict: the ledger is damaged, of a newer release, or older than what the table's log keeps.
     """
     try:
-        return standing(doors.existing(spark, table).begin().past, group)
+        return standing(access.existing(spark, table).history(), group)
     except Aged as exc:
-        raise LedgerConflict(
-            f"group {group!r} wrote to table {table}, but that is longer ago than the table's log goes back "
-            "(delta.logRetentionDuration), so nobody can read its ledger. The next batch of the group makes it anew "
-            f"from the rows; to set it: `spark-group reset --group {group} --table {table}` with a position",
+        raise LedgerDamaged(
+            f"group {group!r} wrote to table {table}, but its last commit is older than the table's log "
+            "(delta.logRetentionDuration), so its ledger cannot be read. The next batch of the group begins a new "
+            f"ledger where the query stands; to set it: `spark-group reset --group {group} --table {table}` with a "
+            "position",
             table=table,
             group=group,
         ) from exc
@@ -54,7 +56,7 @@ def required_ledger(spark: "SparkSession", table: str, group: str) -> Ledger:
     return found
 
 
-def ledgers(now: Past) -> dict[str, Ledger | None]:
+def ledgers(now: History) -> dict[str, Ledger | None]:
     """The ledgers of all groups that ever wrote to a table; None of one that the table's log does not go back to.
 
     Raises:
@@ -98,11 +100,11 @@ def set_ledger(
         OptionError: there is no such Delta table, or it knows of a newer reset.
         LedgerConflict: the ledger is of a newer release, or other writers won every one of the bounded attempts.
     """
-    door = doors.existing(spark, table)
+    there = access.existing(spark, table)
 
     def attempt() -> Ledger:
-        entry = door.begin()
-        old = _readable(entry, group)
+        history = there.history()
+        old = _readable(there, history, group)
         now = old.epoch if epoch is None else epoch
         if now < old.epoch:
             raise OptionError(
@@ -126,9 +128,7 @@ def set_ledger(
         )
         if now > old.epoch:
             new = new.retire(deleted)
-        new = new.written()
-        version = entry.restate(new, notes.text((), [new], read=entry.past.version, reason=reason))
-        return replace(new, table_version=version)
+        return there.restate(history, new.written(), reason)
 
     return races.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 
@@ -142,20 +142,20 @@ class Restored(NamedTuple):
     batch: int | None = None
 
 
-def restored(now: Commits, group: str, *, after: int = -1) -> Restored | None:
+def restored(now: History, group: str, *, after: int = -1) -> Restored | None:
     """Whether the table was restored since a group's ledger was written, looking at the commits after a version."""
     inside: tuple[int, int] | None = None
     for commit in now.commits(after=after):
         if inside is not None and commit.version <= inside[0]:
             return None
-        if commit.restored_to is not None:
-            return Restored(commit.version, commit.restored_to, None if inside is None else inside[1])
+        if commit.restore is not None:
+            return Restored(commit.version, now.restored_to(commit), None if inside is None else inside[1])
         if inside is None and commit.has_ledger(group):
             inside = commit.read, commit.version
     return None
 
 
-def standing(there: Past, group: str, found: Restored | None = None) -> Ledger | None:
+def standing(there: History, group: str, found: Restored | None = None) -> Ledger | None:
     """The ledger that fits the rows of a version of the table. Errors as in :func:`read_ledger`, and Aged.
 
     Of a partition that the table had no rows of in the version it was restored to, it is where the first batch began
@@ -180,7 +180,7 @@ def standing(there: Past, group: str, found: Restored | None = None) -> Ledger |
     return replace(now, offsets=offsets, table_version=there.version)
 
 
-def refuse_restored(past: Past, now: Ledger, *, after: int) -> None:
+def refuse_restored(history: History, now: Ledger, *, after: int) -> None:
     """Refuse a batch while rows that the ledger stands for are gone by a ``RESTORE``.
 
     Args:
@@ -190,8 +190,8 @@ def refuse_restored(past: Past, now: Ledger, *, after: int) -> None:
     Raises:
         LedgerConflict: with what settles it.
     """
-    found, table = restored(past, now.group, after=after), past.table
-    there = standing(past, now.group, found) if found is not None else now
+    found, table = restored(history, now.group, after=after), history.table
+    there = standing(history, now.group, found) if found is not None else now
     if found is None or there is None or there.offsets == now.offsets:
         return
     gone = [OffsetRange(tp, at, now.offsets[tp]) for tp, at in sorted(there.offsets.items()) if at < now.offsets[tp]]
@@ -208,7 +208,7 @@ def refuse_restored(past: Past, now: Ledger, *, after: int) -> None:
     )
 
 
-def _torn(there: Past, group: str, found: Restored) -> LedgerConflict:
+def _torn(there: History, group: str, found: Restored) -> LedgerConflict:
     table = there.table
     return LedgerConflict(
         f"table {table} was restored to version {found.to} (this is its version {found.version}) while a batch of "
@@ -223,13 +223,19 @@ def _torn(there: Past, group: str, found: Restored) -> LedgerConflict:
     )
 
 
-def _readable(entry: doors.Entry, group: str) -> Ledger:
+def _readable(there: access.TableAccess, history: History, group: str) -> Ledger:
     """The ledger that an operator's takes the place of; an empty one with its number, if it cannot be read."""
+    number = history.source.number(APP_PREFIX + group)
     try:
-        there = entry.ledger(group)
-        return Ledger(group=group) if there is None else standing(entry.past, group) or there
+        found = history.ledger(group)
+        return Ledger(group=group) if found is None else standing(history, group) or found
     except LedgerDamaged as exc:
-        log.warning("it is replaced: %s", exc)
+        log.warning("group %s: %s; the ledger is replaced", group, exc)
     except Aged:
-        log.warning("group %s: what table %s had of it is older than the table's log", group, entry.past.table)
-    return Ledger(group=group, number=entry.number(group))
+        log.warning(
+            "group %s: its last commit is older than the log of table %s; it gets a new ledger", group, there.table
+        )
+    if number is None:
+        counted = there.number_of(history, group)
+        return counted if isinstance(counted, Ledger) else Ledger(group=group, number=counted)
+    return Ledger(group=group, number=number)

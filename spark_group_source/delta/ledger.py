@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from spark_group_source.delta.entries import DOMAIN_PREFIX, VERSION, Ledger, LedgerDamaged
+from spark_group_source.delta.entries import APP_PREFIX, VERSION, Ledger, LedgerDamaged
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
 
-__all__ = ["DOMAIN_PREFIX", "VERSION", "Ledger", "LedgerDamaged"]
+__all__ = ["APP_PREFIX", "VERSION", "Ledger", "LedgerDamaged"]
 
 SHOWN_MAX = 5
 """How many partitions an error or a log line lists; the ``fields`` of an error carry all of them."""

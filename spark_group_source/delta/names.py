@@ -61,8 +61,13 @@ def qualified(spark: "SparkSession", table: str) -> str:
     """A relative path as Hadoop completes it, on a local file system with the driver's working directory: SQL takes
     absolute ones only. Everything else, and on Spark Connect all, as it is."""
     absolute = table.startswith("/") or re.match(r"[a-zA-Z][\w+.-]*:", table) is not None
-    if not is_path(table) or absolute or not hasattr(spark, "_jsparkSession"):
-        return table
+    return table if not is_path(table) or absolute else location(spark, table) or table
+
+
+def location(spark: "SparkSession", table: str) -> str | None:
+    """Where a path leads, with its file system; None on Spark Connect, where Hadoop's settings cannot be reached."""
+    if not hasattr(spark, "_jsparkSession"):
+        return None
     jvm: Any = spark._jvm
     path = jvm.org.apache.hadoop.fs.Path(table)
     system = path.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
@@ -72,6 +77,11 @@ def qualified(spark: "SparkSession", table: str) -> str:
 def sql_name(table: str) -> str:
     """The table as SQL writes it."""
     return "delta.`" + table.replace("`", "``") + "`" if is_path(table) else table
+
+
+def quoted(column: str) -> str:
+    """The name of a column as SQL writes it."""
+    return "`" + column.replace("`", "``") + "`"
 
 
 def read(spark: "SparkSession", table: str) -> "DataFrame":

@@ -4,32 +4,25 @@ Runs in: the user's driver (on Spark Connect: in the server's worker for ``forea
 members, the source: what a batch holds comes from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
 its log (:mod:`kept`), and what follows from the two from :func:`ledger.decide`.
 
-Two tiers, by the way that a commit takes (:mod:`doors`). In both it holds the rows, the offset JSON and the ledger of
-the group, and the batch is compared with the ledger before it; of two writers of one group one wins, and the other is
-judged anew. A killed driver, a replay, a zombie, a deleted checkpoint and a second query of the group all end with each
-record in the table once.
-
-- **transaction** (classic Spark with the delta-spark jar): through Delta's classes. The ledger is also kept where it
-  does not age, sources of several groups have one commit, and a lost race does not write files again.
-- **writer-options** (everywhere: Spark Connect, platforms with Delta classes of their own): by Delta's documented
-  options, without a table feature. The sources of a query are of one group. A ledger that nobody renewed for as long as
-  the table keeps its log is made anew from the rows.
+Every commit holds the rows, the number of the group's commits as a ``SetTransaction``, and the offset JSON with the
+ledger of the group in its ``userMetadata``. A batch is compared with the ledger before it; of two commits with one
+number one wins, and the other batch is judged anew. A killed driver, a replay, a zombie, a deleted checkpoint and a
+second query of the group all end with each record in the table once. Which writer makes the commit: :mod:`access`.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, assert_never, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, assert_never
 
 from spark_group_source import fits
-from spark_group_source.delta import board, deltalog, doors, kept, ledger, names, notes, races, rebuilt, turns
+from spark_group_source.delta import access, board, kept, ledger, names, notes, races, turns
+from spark_group_source.delta.access import TableAccess, Writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
-from spark_group_source.delta.draft import Draft
-from spark_group_source.delta.history import Aged
+from spark_group_source.delta.entries import APP_PREFIX
+from spark_group_source.delta.history import Aged, History, LogFiles
 from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Retired, Unaware, Write
-from spark_group_source.delta.told import Told
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
@@ -40,14 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Tier = Literal["auto", "transaction", "writer-options"]
+ROW_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
+"""The columns that tell which record a row is."""
 
 
 class DeltaSink:
     """Writes each batch to a Delta table exactly once: ``stream.writeStream.foreachBatch(DeltaSink("/lake/orders"))``.
 
-    The table is created at the first batch, with the columns of that batch, if it does not exist. A table that lacks
-    Delta's ``domainMetadata`` feature gets it (the transaction tier only; a commit of its own, said in the log).
+    The table is created at the first batch, with the columns of that batch, if it does not exist.
 
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
     The ledger knows what was written, not what is there: after ``REPLACE`` or ``DELETE``, rows come back only if Kafka
@@ -66,8 +59,14 @@ class DeltaSink:
             Rows must not be read more than once in it (no ``count()``): each action reads the batch again.
         partition_by: the partition columns, used when the table is created, and compared when it exists.
         merge_schema: whether new columns are added to the table; otherwise they are an error of Delta's.
-        tier: "auto" takes the transaction tier where it works and says in the log where it does not; "transaction"
-            raises there; "writer-options" is described in this module.
+        writer: "native": Spark's tasks write Parquet files and ``deltalake`` commits them. "options": Delta's own
+            writer, by its documented options for idempotent writes; the sources of the query are of one group then.
+            "auto" decides for each batch: natively, but for tables that are not on a local file system, whose commits
+            a catalog manages, or with constraints, NOT NULL, generated or identity columns, column mapping or other
+            features that need Delta's write path, and for batches with other columns or types than the table. The log
+            has the reason, once.
+        storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table is
+            written natively that is not on a local file system.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
 
     Raises (when a batch is written):
@@ -86,71 +85,82 @@ class DeltaSink:
         transform: "Callable[[DataFrame], DataFrame] | None" = None,
         partition_by: Sequence[str] = (),
         merge_schema: bool = False,
-        tier: Tier = "auto",
+        writer: Writer = "auto",
+        storage_options: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        if tier not in get_args(Tier):
-            raise OptionError(f"tier {tier!r}: must be one of {', '.join(get_args(Tier))}", tier=tier)
+        access.check_writer(writer)
         self.table = names.canonical(table)
         self.transform = transform
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
         self.merge_schema = merge_schema
-        self.tier = tier
+        self.writer: Writer = writer
+        self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._told: set[str] = set()
         self._table_id = ""  # once the table is there
         self._looked_to: dict[str, int] = {}  # for each group the version that nobody restored the table before
         self._known: dict[str, Ledger] = {}
+        self._logs: list[LogFiles] = []  # opened by batches that are written
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_logs": []}
 
     def __repr__(self) -> str:
-        return f"DeltaSink({self.table!r}, tier={self.tier!r})"
+        return f"DeltaSink({self.table!r}, writer={self.writer!r})"
 
     def __call__(self, df: "DataFrame", batch_id: int) -> None:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
-        door = doors.of(
+        table = TableAccess(
             spark,
             self.table,
-            known=self._known,
-            classes=self._has_transactions(spark),
+            writer=self.writer,
             partition_by=self.partition_by,
             merge_schema=self.merge_schema,
+            storage_options=self.storage_options,
+            log=self._logs.pop() if self._logs else None,
         )
         if not self._table_id:
             names.require_apart(self.table, planned.root)
             fits.check_session(spark)
-            self._table_id = door.prepare(lambda: self._transformed(df))
+            self._prepare(table, df)
+        elif table.log is not None:
+            self._refuse_retention(table)  # the properties are at hand
         with turns.turn(self._table_id, self.table, planned) as turn:
-            attempt = _Attempt(self, door, df, planned, turn)
+            attempt = _Attempt(self, table, df, planned, turn)
             written = races.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        if table.log is not None:
+            self._logs.append(table.log)
         safe = turns.everywhere(planned)
         for offset in written:
             if safe:
                 runs.mark_durable(offset.stream, offset.seq)
             _notify(spark, planned, offset)
 
-    def _has_transactions(self, spark: "SparkSession") -> bool:
-        if self.tier == "writer-options":
-            return False
-        if deltalog.available(spark):
-            return True
-        if self.tier == "transaction":
+    def _prepare(self, table: TableAccess, df: "DataFrame") -> None:
+        """Make sure that the table is there and remembers the numbers of commits."""
+        if not table.exists():
+            table.create(self._transformed(df))
+        self._refuse_retention(table)
+        self._table_id = table.identity()
+        self._tell_once("table %s is written %s", self.table, table.described_writer())
+
+    def _refuse_retention(self, table: TableAccess) -> None:
+        retention = table.retention()
+        if retention is not None:
             raise OptionError(
-                "tier='transaction' needs Delta's open-source Java classes: a classic Spark session with the "
-                "delta-spark jar, not Spark Connect. tier='writer-options' works here; its documentation lists what is "
-                "different"
+                f"table {self.table} sets {names.RETENTION} = {retention!r}: Delta would forget the numbers of the "
+                "group's commits, which tell a replay from a new batch. Unset it: ALTER TABLE "
+                f"{names.sql_name(self.table)} UNSET TBLPROPERTIES ('{names.RETENTION}')",
+                table=self.table,
             )
-        self._tell_once(
-            "Delta's Java classes cannot be reached in this session, so DeltaSink uses writer options. Its guarantees "
-            "are the same, for sources of one group, as long as the table's log goes back to the group's last commit"
-        )
-        return False
 
     def _tell_once(self, message: str, *args: object) -> None:
         if message not in self._told:
             self._told.add(message)
-            log.warning(message, *args)
+            log.info(message, *args)
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
@@ -160,62 +170,83 @@ class _Attempt:
     """The attempts to commit one batch."""
 
     def __init__(
-        self, sink: DeltaSink, door: doors.Door, df: "DataFrame", planned: PlannedBatch, turn: turns.Turn
+        self, sink: DeltaSink, table: TableAccess, df: "DataFrame", planned: PlannedBatch, turn: turns.Turn
     ) -> None:
-        self.sink, self.door, self.df, self.planned, self.turn = sink, door, df, planned, turn
+        self.sink, self.table, self.df, self.planned, self.turn = sink, table, df, planned, turn
+        self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
 
     def __call__(self) -> tuple[StreamOffset, ...]:
         """One attempt; returns the offsets whose rows the table has now.
 
         Raises CommitRace if another writer was first; the next one decides anew.
         """
-        sink, planned = self.sink, self.planned
-        entry = self.door.begin()
-        if entry.past.version < 0:
+        sink, planned, history = self.sink, self.planned, self.table.history()
+        newest_known = max((found.table_version for found in sink._known.values()), default=-1)
+        if history.version < max(newest_known, 0) or self.table.identity() != sink._table_id:
             raise self._deleted()
-        if (retention := entry.forgets()) is not None:
-            sink._tell_once(
-                "table %s sets %s = %s: Delta forgets after that time which batches it has, and a replay later than "
-                "that is recognised only by the ledger. Unset the property",
-                sink.table,
-                names.RETENTION,
-                retention,
-            )
-        ledgers = {o.group: self._ledger(entry, o.group) for o in planned.offsets}
+        ledgers = {offset.group: self._ledger(history, offset.group) for offset in planned.offsets}
         decision = ledger.decide(
             planned.offsets,
             ledgers,
-            recorded=entry.recorded(planned.query_id, ledgers) >= planned.batch_id,
+            recorded=self._recorded(history, ledgers),
             others=planned.other_sources > 0,
         )
         match decision:
             case Recorded():
-                self._confirm(decision)
+                self._confirm(history, decision)
                 return decision.durable
             case Refused() | Retired() | Unaware() | Mixed():
                 raise ledger.conflict(sink.table, decision, planned.batch_id)
             case Write():
-                self._write(entry, decision)
+                self._write(history, decision)
                 return decision.durable
             case _:
                 assert_never(decision)
 
-    def _ledger(self, entry: doors.Entry, group: str) -> Ledger | None:
+    def _recorded(self, history: History, ledgers: Mapping[str, Ledger | None]) -> bool:
+        """Whether the table has this batch of the query, or a later one."""
+        planned = self.planned
+        if not ledgers:  # rows of other sources only: the query itself counts as the application
+            return (history.source.number(planned.query_id) or -1) >= planned.batch_id
+        last = [found.queries.get(planned.query_id, -1) for found in ledgers.values() if found is not None]
+        return max(last, default=-1) >= planned.batch_id
+
+    def _ledger(self, history: History, group: str) -> Ledger | None:
         """The ledger of a group, if the rows that it stands for are still there."""
-        sink, past = self.sink, entry.past
+        sink = self.sink
         try:
-            found = entry.ledger(group)
+            found = history.ledger(group, sink._known.get(group))
         except Aged as aged:
-            mine = [offset for offset in self.planned.offsets if offset.group == group]
-            anew = rebuilt.from_rows(
-                self.df.sparkSession, past, group, mine, number=aged.number or entry.number(group)
-            ).written()
-            entry.restate(anew, notes.text((), [anew], read=past.version, reason="older than the log of the table"))
-            raise races.CommitRace("the ledger was made anew") from aged
+            found = self._begun_anew(history, group, aged)
         if found is not None:
-            kept.refuse_restored(past, found, after=sink._looked_to.get(group, -1))
-        sink._looked_to[group] = past.version
+            kept.refuse_restored(history, found, after=sink._looked_to.get(group, -1))
+        sink._looked_to[group] = history.version
         return found
+
+    def _begun_anew(self, history: History, group: str, aged: Aged) -> Ledger:
+        """A ledger in the place of one that the table's log does not go back to. Positions of the query's checkpoint,
+        or committed at Kafka by a stream of the group, are where the table stands; others are not known to be."""
+        counted = self.table.number_of(history, group) if aged.number is None else aged.number
+        if isinstance(counted, Ledger):
+            return counted
+        mine = [offset for offset in self.planned.offsets if offset.group == group]
+        unknown = sorted({tp for offset in mine for tp in offset.followed | offset.began})
+        if unknown:
+            table, reset = self.sink.table, f"`spark-group reset --group {group} --table {self.sink.table}`"
+            raise LedgerConflict(
+                f"group {group!r} wrote to table {table}, but its last commit is older than the table's log, and "
+                f"batch {self.planned.batch_id} begins {unknown[0]} at an offset that no query of the group committed. "
+                f"Which records the table has is not known, so nothing was written. Stop the query, set where it goes "
+                f"on: {reset} with the position you want, and start it again with the same checkpoint",
+                table=table,
+                group=group,
+            )
+        log.warning(
+            "group %s: its last commit is older than the log of table %s; a new ledger begins where the query stands",
+            group,
+            self.sink.table,
+        )
+        return Ledger(group=group, number=counted, table_version=history.version)
 
     def _deleted(self) -> LedgerConflict:
         """The error for a table that a running query wrote to, and that is not there any more."""
@@ -226,11 +257,11 @@ class _Attempt:
             table=table,
         )
 
-    def _confirm(self, decision: Recorded) -> None:
+    def _confirm(self, history: History, decision: Recorded) -> None:
         """The table has a batch of this number. Make sure that it is this one."""
         sink, planned = self.sink, self.planned
-        # The ledger may also be behind because a former release wrote the batch, or an operator set it back since.
-        if decision.uncovered and not Told(self.df.sparkSession, sink.table).recorded(planned.offsets):
+        # The ledger may also be behind because an operator set it back since: then the commit itself tells.
+        if decision.uncovered and not _has_batch(history, planned.offsets):
             group, missing = next(iter(decision.uncovered.items()))
             raise LedgerConflict(
                 f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
@@ -244,29 +275,31 @@ class _Attempt:
             )
         log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
 
-    def _write(self, entry: doors.Entry, decision: Write) -> None:
+    def _write(self, history: History, decision: Write) -> None:
         sink, planned = self.sink, self.planned
         after = {group: found.written(planned.query_id, planned.batch_id) for group, found in decision.ledgers.items()}
-        draft = Draft(
-            planned=planned,
-            rows=self._rows_without(decision.drop) if decision.rows else None,
-            ledgers=after,
-            without=decision.drop,
-            needed=bool(decision.drop) or decision.changed,
+        numbers = {APP_PREFIX + group: found.number for group, found in after.items()}
+        version = self.table.commit(
+            history,
+            self._rows_without(decision.drop) if decision.rows else None,
+            numbers or {planned.query_id: planned.batch_id},
+            notes.text(planned.offsets, after.values(), read=history.version),
+            needed=bool(decision.drop) or decision.changed or (not after and planned.other_sources > 0),
         )
-        version = entry.write(draft)
         if version is None:
             log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
             return
         self.turn.version = version
-        sink._known |= {group: replace(found, table_version=version) for group, found in after.items()}
-        if version == entry.past.version + 1:  # nobody came in between
+        sink._known |= {group: found.at(version) for group, found in after.items()}
+        if version == history.version + 1:  # nobody came in between
             sink._looked_to |= dict.fromkeys(after, version)
         self._tell(decision)
         log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
 
-    def _rows_without(self, drop: tuple[OffsetRange, ...]) -> "Callable[[], DataFrame]":
-        return lambda: self.sink._transformed(without(self.df, drop, self.sink.table))
+    def _rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
+        if drop not in self._rows:
+            self._rows[drop] = self.sink._transformed(without(self.df, drop, self.sink.table))
+        return self._rows[drop]
 
     def _tell(self, decision: Write) -> None:
         """What someone may want to know of a batch that was written."""
@@ -293,6 +326,17 @@ class _Attempt:
                 log.info("%s: others had %s", where, ledger.shown(verdict.skipped))
 
 
+def _has_batch(history: History, offsets: Sequence[StreamOffset]) -> bool:
+    """Whether one of the table's commits is that of a batch with exactly these offsets."""
+    wanted = {(offset.stream, offset.seq): offset for offset in offsets}
+    groups = {offset.group for offset in offsets}
+    for commit in history.commits():
+        found = {(one.stream, one.seq): one for group in groups for one in commit.batch(group)}
+        if found.keys() & wanted.keys():
+            return found == wanted
+    return False
+
+
 def _notify(spark: "SparkSession", planned: PlannedBatch, offset: StreamOffset) -> None:
     """Have the run's notices kept in its checkpoint, where one is known and can be written."""
     if planned.run_id not in (None, ONLY_RUN):
@@ -311,10 +355,10 @@ def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFr
     from pyspark.sql import functions as F
 
     types = [(field.name, field.dataType.simpleString()) for field in df.schema.fields]
-    if any(types.count(column) != 1 for column in rebuilt.ROW_COLUMNS.items()):
+    if any(types.count(column) != 1 for column in ROW_COLUMNS.items()):
         raise LedgerConflict(
             f"table {table} must not get {ledger.shown(drop)} (again), and the sink cannot leave these rows out: it "
-            f"needs the columns {', '.join(rebuilt.ROW_COLUMNS)} as the source gives them, and the batch has "
+            f"needs the columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has "
             f"{dict(types)}. Nothing was written. Select and rename columns in DeltaSink(..., transform=...), not "
             "before writeStream",
             table=table,

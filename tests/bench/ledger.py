@@ -44,8 +44,8 @@ def kinds(root: Path) -> dict[str, Callable[["DataFrame", int], None]]:
 
     return {
         "alone": alone,
-        "transaction": DeltaSink(root / "transaction", checkpoint=checkpoint, tier="transaction"),
-        "writer-options": DeltaSink(root / "writer-options", checkpoint=checkpoint, tier="writer-options"),
+        "native": DeltaSink(root / "native", checkpoint=checkpoint, writer="native"),
+        "options": DeltaSink(root / "options", checkpoint=checkpoint, writer="options"),
     }
 
 

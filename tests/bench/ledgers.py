@@ -1,12 +1,10 @@
-"""What becomes of a table's ledgers: kills, two applications, races for one number, and histories that are verified.
+"""What becomes of a table's ledgers: kills, two applications, races for one number.
 
 ``python -m tests.bench ledgers --kills N [--minutes M] [--way W] [--seed S]``: a query is killed N times, or as often
 as there is time for, and a tenth of its checkpoints deleted
 ``python -m tests.bench ledgers --both [--minutes M] ...``: the same for two applications of one group and one table
 ``python -m tests.bench ledgers --races N [--minutes M]``: two sinks race for the next number N times, by each way and
 by both
-``python -m tests.bench ledgers --histories N [--minutes M]``: ``verify`` looks at N random tables in
-order, and at a fault in each
 
 Every way into a table is taken in turn, unless one is named. The same seed draws the same kills; what they meet
 differs. What was written is read back from the files of the table's log.
@@ -19,15 +17,12 @@ import os
 import secrets
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import quick_spark
 from confluent_kafka.admin import AdminClient
-from crash.histories import judged
 from crash.killed import WAYS, Hammer, Way
 from crash.raced import PAIRS, Race
 from kafka_words import create_topic
@@ -40,8 +35,6 @@ if TYPE_CHECKING:
 
 SEEDS = 2**32
 PARTITIONS = 4
-STEPS = 8
-"""Of a history."""
 KILLS = 10
 """Of each way, where neither a number nor a time is given: as by ``make bench``, which must end."""
 PYTHONS = 45
@@ -57,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="the longest time")
     parser.add_argument("--races", type=int, default=0, help="instead of kills")
     parser.add_argument("--pairs", choices=PAIRS, nargs="+", default=list(PAIRS), help="who races")
-    parser.add_argument("--histories", type=int, default=0, help="instead of kills")
     given = parser.parse_args(arguments)
     if given.kills is None and given.minutes == math.inf:
         given.kills = KILLS
@@ -65,11 +57,11 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="spark-group-ledgers-") as scratch, quick_spark.prepared():
         os.environ["SPARK_HOME"] = str(quick_spark.home())
         os.environ["SPARK_SUBMIT_OPTS"] = quick_spark.submit_options()
-        if given.races or given.histories:
+        if given.races:
             spark = session(Path(scratch))
             logging.getLogger("spark_group_source").setLevel(logging.ERROR)
             try:
-                return int(_raced(spark, Path(scratch), given) if given.races else _told(spark, Path(scratch), given))
+                return int(_raced(spark, Path(scratch), given))
             finally:
                 spark.stop()
         with Broker() as broker:
@@ -104,23 +96,6 @@ def _raced(spark: "SparkSession", folder: Path, given: argparse.Namespace) -> bo
         _say("  " + ("; ".join(wrong) or "each record once, each number once"))
         failed |= bool(wrong)
     return failed
-
-
-def _told(spark: "SparkSession", folder: Path, given: argparse.Namespace) -> bool:
-    failed, kinds = 0, Counter[str]()
-    until_s, count = time.monotonic() + 60 * given.minutes, 0
-    for number in range(given.histories):
-        if time.monotonic() > until_s:
-            break
-        count += 1
-        seed = given.seed + number
-        kind, wrong = judged(spark, folder / str(seed), seed, STEPS)
-        kinds[kind] += 1
-        failed += bool(wrong)
-        for text in wrong:
-            _say(text)
-    _say(f"{count} histories from seed {given.seed} on, faults {dict(kinds)}: {failed} were judged wrongly")
-    return bool(failed)
 
 
 def _say(text: str) -> None:

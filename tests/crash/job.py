@@ -1,7 +1,7 @@
 """The job that the crash tests kill: a group into a Delta table, until it is stopped.
 
 Arguments, as one JSON object: servers, group, topic, table, checkpoint, scratch, options. ``connect``: by a Spark
-Connect server of its own, which has this master. ``tier``: of the sink. ``again``: whether a query that failed is
+Connect server of its own, which has this master. ``writer``: of the sink. ``again``: whether a query that failed is
 started again.
 """
 
@@ -14,7 +14,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_group_source import DeltaSink, KafkaGroupDataSource
-from spark_group_source.delta.sink import Tier
+from spark_group_source.delta.access import Writer
 from spark_group_source.local.conf import local_spark_settings
 
 LOOK_S = 2
@@ -28,7 +28,7 @@ def main(
     checkpoint: str,
     scratch: str,
     connect: str = "",
-    tier: Tier = "auto",
+    writer: Writer = "auto",
     again: str = "",
     **options: str,
 ) -> None:
@@ -44,11 +44,11 @@ def main(
     spark.dataSource.register(KafkaGroupDataSource)
     stream = spark.readStream.format("kafka-group").option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
-    sink = DeltaSink(table, transform=_rows, tier=tier, checkpoint=checkpoint if connect else None)
-    writer = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
+    sink = DeltaSink(table, transform=_rows, writer=writer, checkpoint=checkpoint if connect else None)
+    started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
     tests, running = os.getppid(), True
     while running:
-        query = writer.start()
+        query = started.start()
         try:
             while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
                 pass  # a killed test run takes its jobs with it

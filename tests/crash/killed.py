@@ -33,11 +33,11 @@ from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
 JOB = Path(__file__).with_name("job.py")
-Way = Literal["transaction", "writer-options", "connect"]
+Way = Literal["native", "options", "connect"]
 WAYS: tuple[Way, ...] = get_args(Way)
 ARGUMENTS: dict[Way, dict[str, str]] = {
-    "transaction": {"tier": "transaction"},
-    "writer-options": {"tier": "writer-options"},
+    "native": {"writer": "native"},
+    "options": {"writer": "options"},
     "connect": {"connect": "local[2]"},
 }
 Kind = Literal["driver", "python"]
@@ -306,7 +306,7 @@ class Hammer:
                     numbers.append(action["txn"]["version"])
         if numbers != list(range(1, len(numbers) + 1)):
             account.wrong.append("the numbers of the group's commits do not follow one another")
-        if account.way != "transaction" and (protocols != 1 or "domainMetadata" in log[0].read_text()):
+        if protocols != 1:
             account.wrong.append("the table was given a feature")
         for each in self.applications:
             said = each.log.read_text(errors="replace").count("LedgerConflict: ")
@@ -323,14 +323,11 @@ def _command(process: psutil.Process) -> str:
 
 
 def ledger_of(table: Path, group: str) -> Offsets:
-    """The newest ledger in the table's log, read as plain JSON: in a domain, else in a note."""
+    """The newest ledger in the table's log, read as plain JSON."""
     for commit in sorted((table / "_delta_log").glob("*.json"), reverse=True):
         noted: dict[str, Any] = {}
         for line in commit.read_text().splitlines():
-            action = json.loads(line)
-            domain, note = action.get("domainMetadata", {}), action.get("commitInfo", {}).get("userMetadata", "")
-            if domain.get("domain") == f"spark-group-source.{group}":
-                return _next(json.loads(domain["configuration"]))
+            note = json.loads(line).get("commitInfo", {}).get("userMetadata", "")
             if '"ledger"' in note:
                 docs = json.loads(note)
                 its = [doc for doc in (docs if isinstance(docs, list) else [docs]) if doc.get("group") == group]

@@ -20,26 +20,26 @@ from sink_source import offset
 from sink_words import Query, actions, commits, one, rows
 
 from spark_group_source.delta import races
-from spark_group_source.delta.sink import Tier
+from spark_group_source.delta.access import Writer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 MEET_S = 120
 """Bound of the wait for the other one."""
-PAIRS: dict[str, tuple[Tier, Tier]] = {
-    "transaction": ("transaction", "transaction"),
-    "writer-options": ("writer-options", "writer-options"),
-    "mixed": ("transaction", "writer-options"),
+PAIRS: dict[str, tuple[Writer, Writer]] = {
+    "native": ("native", "native"),
+    "options": ("options", "options"),
+    "mixed": ("native", "options"),
 }
 
 
 class Race:
     """Two queries of one group and one table."""
 
-    def __init__(self, spark: "SparkSession", root: Path, pair: tuple[Tier, Tier]) -> None:
+    def __init__(self, spark: "SparkSession", root: Path, pair: tuple[Writer, Writer]) -> None:
         self.table = root / "table"
-        self._queries = [Query(spark, root, name, tier) for name, tier in zip("ab", pair, strict=True)]
+        self._queries = [Query(spark, root, name, writer) for name, writer in zip("ab", pair, strict=True)]
         self._line = threading.Barrier(2)
         self._sinks = [q.sink(self.table, transform=self._met(n)) for n, q in enumerate(self._queries)]
         self._waits = [False, False]

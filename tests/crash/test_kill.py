@@ -15,7 +15,7 @@ JOINED_MIN = 0.3
 
 
 def kill_and_prove(kills: int, seed: int, *, broker: Broker, topic: str, group: str, home: Path) -> None:
-    account = Hammer(broker, home, way="transaction", group=group, topic=topic, seed=seed).run(kills=kills)
+    account = Hammer(broker, home, way="native", group=group, topic=topic, seed=seed).run(kills=kills)
     assert not account.wrong, account
     assert account.joined >= kills * JOINED_MIN, account
 

@@ -1,6 +1,7 @@
 """Fixtures of the sink's tests: a query without Kafka, a table, somebody who commits in between."""
 
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,22 +12,23 @@ from pyspark import cloudpickle
 from sink_source import SCHEMA, ScriptSource
 from sink_words import Query
 
-from spark_group_source.delta import by_options, deltalog
-from spark_group_source.delta.sink import Tier
+from spark_group_source.delta.access import TableAccess, Writer
+from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.delta.options_writer import OptionsWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 @pytest.fixture
-def tier() -> Tier:
+def writer() -> Writer:
     """Of the queries' sinks."""
     return "auto"
 
 
 @pytest.fixture
-def new_query(spark: "SparkSession", tmp_path: Path, tier: Tier) -> Callable[[str], Query]:
-    return lambda name: Query(spark, tmp_path / "checkpoints", name, tier)
+def new_query(spark: "SparkSession", tmp_path: Path, writer: Writer) -> Callable[[str], Query]:
+    return lambda name: Query(spark, tmp_path / "checkpoints", name, writer)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def new_table(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def created(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sink") / "table"
-    deltalog.Table(spark, str(made)).create(spark.createDataFrame([], SCHEMA), [])
+    TableAccess(spark, str(made)).create(spark.createDataFrame([], SCHEMA))
     return made
 
 
@@ -53,26 +55,60 @@ def table(created: Path, new_table: Path) -> Path:
     return Path(shutil.copytree(created, new_table))
 
 
+DISK_KIB = 2048
+
+
+class Disk:
+    """A small file system of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._ballast = root / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+
+    def forbid(self) -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(self.root)], check=True)
+
+    def mend(self) -> None:
+        subprocess.run(["mount", "-o", "remount,rw", str(self.root)], check=True)
+        self._ballast.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", str(root)]
+    if (tried := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"needs the right to mount a small file system: {tried.stderr.strip()}")
+    try:
+        yield Disk(root)
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
 @pytest.fixture
 def intruder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
     """``intruder(action)``: once, just before the next commit, someone else does ``action``."""
 
     def arm(action: Callable[[], object]) -> None:
-        real, write = deltalog.Transaction.commit, by_options.Door.write
         waiting = [action]
+        for kind in (NativeWriter, OptionsWriter):
+            real = kind.commit
 
-        def commit(self: deltalog.Transaction, *args: Any, **kwargs: Any) -> int:
-            if waiting:
-                waiting.pop()()
-            return real(self, *args, **kwargs)
+            def commit(self: Any, rows: Any, *args: Any, real: Any = real, **kwargs: Any) -> bool:
+                if waiting:
+                    waiting.pop()()
+                return bool(real(self, rows, *args, **kwargs))
 
-        def by_writer(self: by_options.Door, *args: Any, **kwargs: Any) -> None:
-            if waiting:
-                waiting.pop()()
-            write(self, *args, **kwargs)
-
-        monkeypatch.setattr(deltalog.Transaction, "commit", commit)
-        monkeypatch.setattr(by_options.Door, "write", by_writer)
+            monkeypatch.setattr(kind, "commit", commit)
 
     return arm
 

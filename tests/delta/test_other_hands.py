@@ -3,15 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sink_source import SCHEMA, offset
 from sink_words import Query, commits, next_offsets, one, parquet_files, records, rows
 
-from spark_group_source.delta import told
 from spark_group_source.delta.kept import read_ledger, set_ledger
-from spark_group_source.delta.told import Told
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -54,35 +52,31 @@ def foreign(spark: "SparkSession", table: Path, start: int, end: int) -> None:
 # RESTORE
 
 
-def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_record_is_there_once(
-    query: Query, table: Path
-) -> None:
-    sink = query.sink(table)
+@pytest.mark.slow
+def test_a_restore_by_time_stops_the_query_until_a_reset(query: Query, table: Path) -> None:
+    sink, spark = query.sink(table), query.spark
     for n in range(3):
-        query.run(sink, n, offset(n, {("orders", 0): (n * 10, n * 10 + 10), ("orders", 1): (7, 7 + n)}))
-    query.spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1")
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").selectExpr("string(timestamp)")
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment.collect()[0][0]}'")
     for again in (sink, query.sink(table)):
-        with pytest.raises(
-            LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
-        ):
+        with pytest.raises(LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\).*--to-ledger"):
             query.run(again, 3, offset(3, one(30, 40)))
-    assert rows(table) == records(0, 10)
-    there = read_ledger(query.spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 10, P1: 7}, "what `reset --to-ledger` moves Kafka to"
-    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
-    query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    followed = [("orders", 0), ("orders", 1)]
-    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, epoch=1)
-    query.run(sink, 4, last)
-    assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
+    there = read_ledger(spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 10}
+    set_ledger(spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    query.run(sink, 3, offset(3, one(30, 40)))
+    query.run(sink, 4, offset(4, one(10, 40), followed=[("orders", 0)], epoch=1))
+    assert rows(table) == records(0, 40)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)  # two times RESTORE, ten seconds of CPU each
+@pytest.mark.parametrize("writer", ["options"])
 def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
-    """Delta lets the batch in, behind the RESTORE: its rows are there, and those before them are not."""
+    """Delta lets the batch in, behind the RESTORE: its rows are there, and those before them are not.
+    ``deltalake`` does not (``decisions/test_history.py``)."""
     sink, spark = query.sink(table), query.spark
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
@@ -94,47 +88,6 @@ def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
             query.run(again, 3, offset(3, one(30, 40)))
     with pytest.raises(LedgerConflict, match="restore it without the batch"):
         read_ledger(spark, str(table), "etl")
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 3")
-    with pytest.raises(LedgerConflict, match=r"orders-0\[10,30\).*--to-ledger"):
-        query.run(sink, 3, offset(3, one(30, 40)))
-    there = read_ledger(spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 10}
-    set_ledger(spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
-    query.run(sink, 3, offset(3, one(30, 40)))
-    query.run(sink, 4, offset(4, one(10, 40), followed=[("orders", 0)], epoch=1))
-    assert rows(table) == records(0, 40)
-
-
-@pytest.mark.soak  # a RESTORE is ten seconds of CPU; what a history of them says is tested without one
-def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    query.spark.sql(f"DELETE FROM delta.`{table}` WHERE offset < 5")
-    query.spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1")
-    for n in (1, 2):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
-    query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    assert rows(table) == records(0, 40)
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_a_restore_by_time_and_one_to_before_another_are_followed_to_where_the_rows_are(
-    query: Query, table: Path
-) -> None:
-    spark, sink = query.spark, query.sink(table)
-    for n in range(2):
-        query.run(sink, n, offset(n, one(100 + n * 10, 110 + n * 10)))
-    moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").collect()[0]["timestamp"]
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment}'")
-    there = read_ledger(spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 110}
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
-    there = read_ledger(spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 100}, "the table had nothing: where the first batch began"
-    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 2")
-    query.run(sink, 2, offset(2, one(120, 130)))
-    assert rows(table) == records(100, 130)
 
 
 # Upkeep
@@ -190,36 +143,7 @@ def test_after_the_log_was_cleaned_up_the_ledger_and_the_batch_numbers_are_still
     assert there is not None and there.offsets == {P0: 80}
 
 
-def test_a_query_whose_ledger_is_all_that_the_log_still_has_of_it_goes_on(query: Query, table: Path) -> None:
-    """It stood still while others wrote, until the commits of its batches were cleaned up."""
-    spark, log = query.spark, table / "_delta_log"
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    forget_soon(spark, table, checkpoint_every=2)
-    for file in log.iterdir():
-        os.utime(file, (file.stat().st_mtime - 3 * 86_400,) * 2)
-    for n in range(4):
-        foreign(spark, table, n, n + 1)
-    assert not (log / f"{1:020}.json").exists()
-    query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    query.run(query.sink(table), 1, offset(1, one(5, 20)))
-    assert found(spark, table) == sorted(records(0, 20) + records(0, 4, topic="foreign"))
-
-
 # Other writers, and other tables than before
-
-
-def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_the_query(
-    query: Query, table: Path, intruder: Intruder
-) -> None:
-    sink, spark = query.sink(table), query.spark
-    foreign(spark, table, 0, 2)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    intruder(lambda: foreign(spark, table, 2, 4))
-    query.run(sink, 1, offset(1, one(10, 20)))
-    query.run(sink, 2, offset(2, one(20, 30)))
-    query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    assert rows(table) == sorted(records(0, 30) + records(0, 4, topic="foreign"))
-    assert next_offsets(table) == {("orders", 0): 30}
 
 
 @pytest.mark.parametrize("during", [False, True])
@@ -286,35 +210,3 @@ def test_a_constraint_that_comes_while_a_batch_is_written_holds_for_that_batch(
         query.run(sink, 1, offset(1, one(10, 20)))
     assert rows(table) == records(0, 10)
     assert next_offsets(table) == {("orders", 0): 10}
-
-
-# The table's history
-
-
-def test_the_search_for_a_batch_in_the_history_has_a_bound_in_bytes() -> None:
-    assert told.steps("x" * 300) == [1, 20, 1000]
-    large = "x" * 400_000  # the offsets of 10,000 partitions
-    assert told.steps(large)[-1] * len(large) <= told.NOTE_CHARS_MAX
-    assert told.steps("x" * 10**9) == [1]
-
-
-def test_a_batch_is_found_in_the_history_without_fetching_the_notes_of_others(
-    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pyspark.sql.classic.dataframe import DataFrame as Classic
-
-    batches = [offset(n, one(n, n + 1)) for n in range(4)]
-    for n, batch in enumerate(batches):
-        query.run(query.sink(table), n, batch)
-    came: list[object] = []
-    collect = Classic.collect
-
-    def watched(self: Classic) -> Any:
-        found = collect(self)
-        came.extend(found)
-        return found
-
-    monkeypatch.setattr(Classic, "collect", watched)
-    assert Told(query.spark, str(table)).recorded([batches[1]])
-    assert not Told(query.spark, str(table)).recorded([offset(9, one(0, 1))])
-    assert came and "stream" not in str(came)

@@ -8,9 +8,10 @@ import pytest
 from sink_source import offset
 from sink_words import QUERY_S, commits, next_offsets, one, records, rows, run, stream
 
+from spark_group_source.delta.access import Writer
 from spark_group_source.delta.checkpoint import RUN_ID
 from spark_group_source.delta.kept import read_ledger, set_ledger
-from spark_group_source.delta.sink import DeltaSink, Tier
+from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.host import runs
 from spark_group_source.model import TopicPartition
 
@@ -34,8 +35,11 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
 ) -> None:
     (tmp_path / "runs").mkdir(mode=0o700)
     monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
-    tier: Tier = "writer-options" if twice.endswith("writer options") else "transaction"
-    first, second = DeltaSink(table, transform=odd, tier=tier), DeltaSink(f"delta.`{table}`", transform=even, tier=tier)
+    writer: Writer = "options" if twice.endswith("writer options") else "native"
+    first, second = (
+        DeltaSink(table, transform=odd, writer=writer),
+        DeltaSink(f"delta.`{table}`", transform=even, writer=writer),
+    )
 
     def write(df: "DataFrame", batch_id: int) -> None:
         first(df, batch_id)
@@ -94,13 +98,13 @@ def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(
     assert rows(table) == records(0, 10)
 
 
-@pytest.mark.parametrize("tier", ["transaction", "writer-options"])
+@pytest.mark.parametrize("writer", ["native", "options"])
 def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
-    scripted: "SparkSession", tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, tier: Tier
+    scripted: "SparkSession", tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, writer: Writer
 ) -> None:
     (tmp_path / "runs").mkdir(mode=0o700)
     monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
-    a, b = (DeltaSink(path, tier=tier) for path in (table, tmp_path / "other"))
+    a, b = (DeltaSink(path, writer=writer) for path in (table, tmp_path / "other"))
     between, after = [], []
     fails = [2]
 

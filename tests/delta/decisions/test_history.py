@@ -1,0 +1,280 @@
+"""The history of a table: notes, RESTORE, logs that were cleaned up, and what a batch makes of them."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from sink_source import SCHEMA, offset
+from sink_words import Query, actions, commits, next_offsets, one, records, rows
+
+from spark_group_source.delta import access, notes
+from spark_group_source.delta.history import History
+from spark_group_source.delta.kept import Restored, read_ledger, restored, set_ledger
+from spark_group_source.delta.ledger import Ledger
+from spark_group_source.delta.notes import Commit
+from spark_group_source.errors import LedgerConflict
+from spark_group_source.model import TopicPartition
+
+P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+Intruder = Callable[[Callable[[], object]], None]
+
+
+class Listed:
+    """Commits that are written down here."""
+
+    table = "t"
+
+    def __init__(self, *commits: Commit) -> None:
+        self._commits = commits
+
+    def newest(self) -> int:
+        return self._commits[-1].version
+
+    def commits(self, newest: int, after: int) -> Iterator[Commit]:
+        return (commit for commit in reversed(self._commits) if after < commit.version <= newest)
+
+    def number(self, app_id: str) -> int | None:
+        return None
+
+    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
+        return int(parameters["version"])
+
+
+def batch(version: int, *, read: int | None = None) -> Commit:
+    known = version - 1 if read is None else read
+    note = notes.text([offset(version, one(version, version + 1))], [Ledger(group="etl")], read=known)
+    return Commit.of(version, version - 1, "WRITE", note)
+
+
+def restore(version: int, to: int) -> Commit:
+    return Commit.of(version, version - 1, "RESTORE", None, {"version": to})
+
+
+# What a history says
+
+
+def test_a_note_is_read_as_it_was_written() -> None:
+    batches = [offset(3, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")]
+    ledger = Ledger(group='e"tl', offsets={P0: 5}, number=3, queries={"q": 3})
+    text = notes.text(batches, [ledger], read=8)
+    found = Commit.of(12, 11, "WRITE", text)
+    assert (found.batch("etl"), found.read) == (batches, 8)
+    assert found.ledger('e"tl') == Ledger.from_json('e"tl', ledger.to_json(), table_version=12)
+    assert not found.has_ledger("etl")
+    assert Commit.of(1, 0, "WRITE", "somebody's note").docs == ()
+
+
+def test_a_restore_that_came_after_the_look_is_seen_though_the_batch_was_written_behind_it() -> None:
+    assert restored(History(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
+    assert restored(History(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restored(2, 0, 3)
+    assert restored(History(Listed(batch(1), restore(2, 0))), "etl") == Restored(2, 0)
+
+
+# RESTORE
+
+
+def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_record_is_there_once(
+    query: Query, table: Path
+) -> None:
+    sink = query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, {("orders", 0): (n * 10, n * 10 + 10), ("orders", 1): (7, 7 + n)}))
+    DeltaTable(table).restore(1)
+    for again in (sink, query.sink(table)):
+        with pytest.raises(
+            LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
+        ):
+            query.run(again, 3, offset(3, one(30, 40)))
+    assert rows(table) == records(0, 10)
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 10, P1: 7}, "what `reset --to-ledger` moves Kafka to"
+    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    followed = [("orders", 0), ("orders", 1)]
+    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, epoch=1)
+    query.run(sink, 4, last)
+    assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
+
+
+def test_a_restore_while_a_batch_is_on_its_way_refuses_that_batch(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    sink = query.sink(table)
+    for n in range(2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    intruder(lambda: DeltaTable(table).restore(1))
+    with pytest.raises(LedgerConflict, match=r"restored to version 1 .*orders-0\[10,20\)"):
+        query.run(sink, 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 10)
+
+
+def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    DeltaTable(table).delete("offset < 5")
+    DeltaTable(table).restore(1)
+    for n in (1, 2):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    assert rows(table) == records(0, 40)
+
+
+def test_a_restore_to_before_another_one_is_followed_to_where_the_rows_are(query: Query, table: Path) -> None:
+    spark, sink = query.spark, query.sink(table)
+    for n in range(2):
+        query.run(sink, n, offset(n, one(100 + n * 10, 110 + n * 10)))
+    for version, position in ((1, 110), (0, 100)):
+        DeltaTable(table).restore(version)
+        there = read_ledger(spark, str(table), "etl")
+        assert there is not None and there.offsets == {P0: position}, "without rows: where the first batch began"
+    DeltaTable(table).restore(2)
+    query.run(sink, 2, offset(2, one(120, 130)))
+    assert rows(table) == records(100, 130)
+
+
+def test_a_restore_by_time_is_placed_by_the_files_that_the_table_has_after_it(query: Query, table: Path) -> None:
+    """Delta writes the local time of the session that ran it, without its zone: any other zone reads another time."""
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).restore(2)
+    log = table / "_delta_log" / f"{4:020}.json"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        if "commitInfo" in line:
+            line["commitInfo"]["operationParameters"] = {"version": None, "timestamp": "1999-12-31 23:59:59.000"}
+    log.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    there = read_ledger(query.spark, str(table), "etl")
+    assert there is not None and there.offsets == {P0: 20}
+    with pytest.raises(LedgerConflict, match=r"restored to version 2 .*orders-0\[20,30\)"):
+        query.run(query.sink(table), 3, offset(3, one(30, 40)))
+
+
+# Logs that were cleaned up
+
+
+def forget_history(table: Path) -> None:
+    """As Delta does with what is older than ``delta.logRetentionDuration``, once there is a checkpoint."""
+    DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
+    DeltaTable(table).create_checkpoint()
+    newest = max((table / "_delta_log").glob("*.checkpoint*.parquet")).name.split(".")[0]
+    for file in (table / "_delta_log").glob("*.json"):
+        if file.name.split(".")[0] < newest:
+            file.unlink()
+    assert not any("group" in info.get("userMetadata", "") for c in commits(table) for info in actions(c, "commitInfo"))
+
+
+def offsets_in(table: Path) -> list[int]:
+    """By a plain read: the files of the log do not tell any more."""
+    return sorted(DeltaTable(table).to_pyarrow_table()["offset"].to_pylist())
+
+
+def test_where_the_log_was_cleaned_up_the_query_goes_on_where_its_checkpoint_stands(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    forget_history(table)
+    sink = query.sink(table)
+    query.run(sink, 3, offset(3, one(30, 40)))
+    query.run(sink, 4, offset(4, one(35, 45)))
+    assert "a new ledger begins where the query stands" in caplog.text
+    assert offsets_in(table) == list(range(45))
+    assert next_offsets(table) == {("orders", 0): 45}
+    numbers = [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")]
+    assert numbers == [4, 5], "the numbers go on, so that an older writer loses"
+
+
+def test_where_the_log_was_cleaned_up_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    forget_history(table)
+    with pytest.raises(LedgerConflict, match=r"older than the table's log.*spark-group reset --group etl --table"):
+        query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))
+    with pytest.raises(LedgerConflict, match="its ledger cannot be read"):
+        read_ledger(query.spark, str(table), "etl")
+    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", epoch=1)
+    query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))  # planned before the reset
+    query.run(query.sink(table), 2, offset(2, one(10, 20), epoch=1))
+    assert offsets_in(table) == list(range(20))
+
+
+def test_a_group_that_is_new_to_an_old_table_begins_where_kafka_says(query: Query, table: Path) -> None:
+    """Though rows of that topic are there: whoever wrote them, this group did not."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="another", stream="s0"))
+    forget_history(table)
+    query.run(query.sink(table), 1, offset(0, one(5, 8), followed=[("orders", 0)]))
+    assert offsets_in(table) == sorted([*range(10), *range(5, 8)])
+
+
+def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_ledger(query: Query, table: Path) -> None:
+    stale = query.sink(table)
+    query.run(stale, 0, offset(0, one(0, 10)))
+    query.run(query.sink(table), 1, offset(1, one(10, 11)))
+    info = json.dumps({"commitInfo": {"timestamp": 1, "operation": "OPTIMIZE", "operationParameters": {}}})
+    last = len(commits(table))
+    for version in range(last, last + 1_005):
+        (table / "_delta_log" / f"{version:020}.json").write_text(info + "\n")
+    for sink in (stale, query.sink(table)):
+        query.run(sink, 1, offset(1, one(10, 11)))
+    query.run(stale, 2, offset(2, one(5, 12)))
+    assert rows(table) == records(0, 12)
+
+
+# Other writers
+
+
+def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_the_query(
+    query: Query, table: Path, intruder: Intruder
+) -> None:
+    def foreign(start: int, end: int) -> None:
+        frame = query.spark.createDataFrame(records(start, end, topic="foreign"), SCHEMA)
+        there = access.TableAccess(query.spark, str(table))
+        there.commit(there.history(), frame, {"theirs": start}, "not ours", needed=True)
+
+    sink = query.sink(table)
+    foreign(0, 2)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    intruder(lambda: foreign(2, 4))
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))
+    assert rows(table) == sorted(records(0, 20) + records(0, 4, topic="foreign"))
+    assert next_offsets(table) == {("orders", 0): 20}
+
+
+def test_two_writers_that_race_for_every_number_write_each_record_once(
+    query: Query, new_query: Callable[[str], Query], table: Path
+) -> None:
+    """Both are given the same records: one of the two wins each number, and the other leaves them out."""
+    query.run(query.sink(table), 0, offset(0, one(0, 1)))
+
+    def write(name: str) -> None:
+        mine = new_query(name)
+        sink = mine.sink(table)
+        for n in range(20):
+            mine.run(sink, n, offset(n, one(n * 5, n * 5 + 6), stream=name))
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(write, name) for name in ("a", "b")]:
+            done.result()
+    assert rows(table) == records(0, 101)
+    assert next_offsets(table) == {("orders", 0): 101}
+    numbers = [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")]
+    assert numbers == list(range(1, len(numbers) + 1)), "no number twice, and none left out"
+
+
+def test_a_table_that_is_deleted_while_the_query_runs_is_not_created_again_silently(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+    rmtree(table)
+    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+        query.run(sink, 3, offset(3, one(30, 40)))
+    assert not list(table.glob("_delta_log/*.json"))
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+        query.run(sink, 4, offset(4, one(40, 50)))
+    assert rows(table) == records(30, 40)

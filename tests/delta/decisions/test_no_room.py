@@ -1,0 +1,85 @@
+"""A disk that is full or read-only, under the table or the checkpoint: an error, nothing moved, and on it goes."""
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sink_source import offset
+from sink_words import Query, commits, next_offsets, one, records, rows
+
+from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.host import runs
+
+if TYPE_CHECKING:
+    pass
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the sink says what is durable."""
+    (tmp_path / "runs").mkdir(mode=0o700)
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"), [("fill", "No space left on device"), ("forbid", "Read-only file system")]
+)
+@pytest.mark.parametrize("when", ["rows", "log"])
+def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_when_it_can(
+    query: Query,
+    created: Path,
+    disk: Any,
+    marks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
+    said: str,
+    when: str,
+) -> None:
+    table = disk.root / "table"
+    subprocess.run(["cp", "-r", str(created), str(table)], check=True)
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    real, strike = NativeWriter._files, getattr(disk, trouble)
+
+    def files(self: NativeWriter, rows: Any) -> list[Any]:
+        found = real(self, rows)
+        strike()
+        return found
+
+    with monkeypatch.context() as patch:
+        if when == "log":
+            patch.setattr(NativeWriter, "_files", files)
+        else:
+            strike()
+        for _ in range(2):
+            with pytest.raises(Exception, match=said):
+                query.run(sink, 1, offset(1, one(10, 20)))
+    assert runs.durable_seq("s1") == 0, "Kafka must not be told of it"
+    assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
+    disk.mend()
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert rows(table) == records(0, 30)
+    assert runs.durable_seq("s1") == 2
+
+
+@pytest.mark.parametrize("place", ["table", "log", "checkpoint"])
+def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it_and_nothing_moves(
+    query: Query, table: Path, tmp_path: Path, place: str
+) -> None:
+    """What a permission that is missing looks like to the sink; for root there is none that could be missing."""
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    query.plan(1, offset(1, one(10, 20)))
+    folder = {"table": table, "log": table / "_delta_log", "checkpoint": query.root / "offsets"}[place]
+    folder.rename(tmp_path / "away")
+    folder.write_text("a file")
+    said = "there is no .*/offsets/1" if place == "checkpoint" else "/table.*Not a directory"
+    with pytest.raises(Exception, match=f"(?s){said}"):
+        sink(query.rows(offset(1, one(10, 20))), 1)
+    folder.unlink()
+    (tmp_path / "away").rename(folder)
+    assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
+    query.run(sink, 1, offset(1, one(10, 20)))
+    assert rows(table) == records(0, 20)

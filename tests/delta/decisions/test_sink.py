@@ -1,0 +1,467 @@
+"""What DeltaSink does with a batch, on real tables of ``deltalake`` and without a JVM. What a table holds is read back
+from its log files. Deliberately absent: what Spark and Delta do (``test_contract.py``)."""
+
+import json
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from deltalake import DeltaTable
+from pyspark import cloudpickle
+from sink_source import SCHEMA, offset
+from sink_words import (
+    Query,
+    actions,
+    commits,
+    next_offsets,
+    notes,
+    one,
+    parquet_files,
+    records,
+    rows,
+)
+
+from spark_group_source.delta import names, races
+from spark_group_source.delta.access import TableAccess
+from spark_group_source.delta.checkpoint import planned
+from spark_group_source.delta.kept import set_ledger
+from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
+from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.host import runs
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    pass
+
+
+def no_rows(df: Any) -> Any:
+    raise AssertionError("the rows are not wanted")
+
+
+# One commit
+
+
+def test_one_commit_holds_the_rows_the_batch_number_the_ledger_and_the_offsets(query: Query, new_table: Path) -> None:
+    batch = offset(0, {("orders", 0): (0, 5), ("orders", 1): (7, 7)})
+    query.run(query.sink(new_table), 0, batch)
+    commit = commits(new_table)[-1]
+    assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
+    (txn,) = actions(commit, "txn")
+    assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
+    ledger = {
+        "number": 1,
+        "queries": {query.id: 0},
+        "seq": 0,
+        "stream": "s1",
+        "topics": {"orders": {"id": "id-1", "offsets": {"0": 5, "1": 7}}},
+        "v": 1,
+    }
+    note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
+    assert note == [json.loads(batch.to_json()), {"group": "etl", "ledger": ledger, "read": 0, "v": 1}]
+    assert rows(new_table) == records(0, 5)
+
+
+def test_several_groups_in_one_query_have_a_ledger_each(query: Query, table: Path) -> None:
+    a, b = offset(0, one(0, 5), group="a"), offset(0, one(3, 4, topic="other"), group="b", stream="s2")
+    query.run(query.sink(table), 0, a, b)
+    assert next_offsets(table, "a") == {("orders", 0): 5}
+    assert next_offsets(table, "b") == {("other", 0): 4}
+    note = json.loads(actions(commits(table)[-1], "commitInfo")[0]["userMetadata"])
+    assert note[:2] == [json.loads(a.to_json()), json.loads(b.to_json())]
+    assert [doc["group"] for doc in note[2:]] == ["a", "b"]
+
+
+def test_two_sources_of_one_group_share_its_ledger(query: Query, table: Path) -> None:
+    lines = offset(0, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")
+    query.run(query.sink(table), 0, *lines)
+    assert next_offsets(table) == {("orders", 0): 5, ("orders", 1): 9}
+
+
+# Replay and zombies
+
+
+def test_a_replayed_batch_is_skipped(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    assert len(commits(table)) == 2
+    assert rows(table) == records(0, 5)
+
+
+def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back(query: Query, table: Path) -> None:
+    zombie, sink = query.sink(table), query.sink(table)
+    for n in range(3):
+        query.run(sink, n, offset(n, one(n * 5, n * 5 + 5)))
+    query.run(zombie, 1, offset(1, one(5, 10)))
+    assert len(commits(table)) == 4
+    assert next_offsets(table) == {("orders", 0): 15}
+
+
+def test_B46_another_batch_under_a_recorded_number_is_refused(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    with pytest.raises(LedgerConflict, match=r"does not cover orders-0\[5,9\)"):
+        query.run(query.sink(table), 0, offset(0, one(0, 9)))
+    assert rows(table) == records(0, 5)
+
+
+def test_a_replay_after_the_ledger_was_set_back_by_hand_is_skipped(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 2}, reason="replay")
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    assert rows(table) == records(0, 5)
+    query.run(query.sink(table), 1, offset(1, one(2, 4), followed=[("orders", 0)]))
+    assert Counter(rows(table)) == Counter(records(0, 5) + records(2, 4)), "what the operator asked for"
+
+
+# Against the ledger
+
+
+def test_B53_two_queries_of_one_group_write_every_record_once(
+    new_query: Callable[[str], Query], table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = new_query("a"), new_query("b")
+    a.run(a.sink(table), 0, offset(0, one(0, 10)))
+    b.run(b.sink(table), 0, offset(0, {("orders", 0): (5, 15), ("orders", 1): (0, 3)}, stream="s2"))
+    a.run(a.sink(table), 1, offset(1, one(10, 20)))
+    assert rows(table) == sorted(records(0, 20) + records(0, 3, partition=1))
+    assert next_offsets(table) == {("orders", 0): 20, ("orders", 1): 3}
+    assert "5 offsets are in the table already" in caplog.text
+
+
+def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
+    new_query: Callable[[str], Query], table: Path
+) -> None:
+    a, b = new_query("a"), new_query("b")
+    a.run(a.sink(table), 0, offset(0, one(0, 10)))
+    b.run(b.sink(table), 0, offset(0, one(2, 8), stream="s2"))
+    commit = commits(table)[-1]
+    assert actions(commit, "add") == []
+    assert notes(commit)[0]["ledger"]["queries"] == {a.id: 0, b.id: 0}
+    assert next_offsets(table) == {("orders", 0): 10}
+
+
+def test_rows_that_two_sources_may_have_read_cannot_be_told_apart(
+    new_query: Callable[[str], Query], table: Path
+) -> None:
+    a, b = new_query("a"), new_query("b")
+    a.run(a.sink(table), 0, offset(0, one(0, 10)))
+    with pytest.raises(LedgerConflict, match="cannot be told apart"):
+        b.run(b.sink(table), 0, offset(0, one(5, 15), stream="s2"), offset(0, one(0, 6), group="other", stream="s3"))
+    assert len(commits(table)) == 2
+
+
+def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="on purpose")
+    query.run(sink, 1, offset(1, one(3, 5), followed=[("orders", 0)]))
+    assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 5))
+    assert next_offsets(table) == {("orders", 0): 5}
+
+
+def test_what_another_member_had_in_between_is_no_error(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    query.run(sink, 1, offset(1, one(50, 60), followed=[("orders", 0)]))
+    assert next_offsets(table) == {("orders", 0): 60}
+
+
+def test_a_topic_that_was_created_anew_is_written_from_its_start(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    query.run(sink, 1, offset(1, one(0, 4), topic_id="id-2"))
+    assert Counter(rows(table)) == Counter(records(0, 10) + records(0, 4))
+    assert next_offsets(table) == {("orders", 0): 4}
+    assert "deleted and created again" in caplog.text
+
+
+def test_a_damaged_ledger_stops_the_query(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    there = TableAccess(query.spark, str(table))
+    note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
+    there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
+    with pytest.raises(LedgerConflict, match="damaged"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+
+
+# After a reset
+
+
+def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint stays the same: its pending batch is void, and the next one goes on where the reset says."""
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="reset", epoch=1)
+    for _ in range(2):
+        query.run(query.sink(table, transform=no_rows), 1, offset(1, one(10, 20)))
+    commit = commits(table)[-1]
+    assert {kind for action in commit for kind in action} - {"domainMetadata"} == {"commitInfo", "txn"}
+    assert len(commits(table)) == 4, "the replay is recognised"
+    assert notes(commit)[0]["ledger"]["queries"] == {query.id: 1}
+    assert next_offsets(table) == {("orders", 0): 3}
+    assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
+    query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
+    assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
+    assert next_offsets(table) == {("orders", 0): 12}
+
+
+def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Query, table: Path) -> None:
+    sink, refused = query.sink(table), offset(1, one(3, 7), followed=[("orders", 0)])
+    query.run(sink, 0, offset(0, one(0, 10)))
+    with pytest.raises(LedgerConflict, match="with the same checkpoint"):
+        query.run(sink, 1, refused)
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 1, refused)
+    query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], epoch=1))
+    assert rows(table) == records(0, 12)
+
+
+def test_another_batch_under_a_recorded_number_is_void_after_a_reset_too(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    with pytest.raises(LedgerConflict, match="does not cover"):
+        query.run(query.sink(table), 0, offset(0, one(0, 9)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=1)
+    query.run(query.sink(table), 0, offset(0, one(0, 9)))
+    query.run(query.sink(table), 1, offset(1, one(5, 9), epoch=1))
+    assert rows(table) == records(0, 9)
+
+
+def test_rows_of_other_sources_are_written_when_one_is_void(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(0, one(0, 2, topic="other"), group="b", stream="s2"))
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 1, offset(1, one(5, 9)), offset(1, one(2, 4, topic="other"), group="b", stream="s2"))
+    assert rows(table) == sorted(records(0, 5) + records(0, 4, topic="other"))
+    assert (next_offsets(table), next_offsets(table, "b")) == ({("orders", 0): 5}, {("other", 0): 4})
+
+
+def test_a_stream_that_does_not_hear_of_a_reset_is_stopped_at_its_second_batch(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 1, offset(1, one(5, 9)))
+    with pytest.raises(LedgerConflict, match="does not know of reset 1 of the group"):
+        query.run(sink, 2, offset(2, one(9, 12)))
+    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=2)
+    query.run(sink, 2, offset(2, one(9, 12)))
+    query.run(sink, 3, offset(3, one(5, 14), followed=[("orders", 0)], epoch=2))
+    assert rows(table) == records(0, 14)
+
+
+def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
+    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1))
+    query.run(query.sink(table), 1, offset(1, one(5, 9)))
+    assert rows(table) == records(0, 5)
+    assert next_offsets(table) == {("orders", 0): 5}
+
+
+def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
+    query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    (tmp_path / "runs").mkdir(mode=0o700)
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
+    assert (runs.durable_seq("s1"), runs.durable_seq("s2")) == (0, 4)
+    query.run(sink, 1, offset(1, one(5, 6)))
+    query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
+    assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
+    with pytest.raises(LedgerConflict):
+        query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+    query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
+    assert runs.durable_seq("s1") == 0
+
+
+# Idle
+
+
+def test_a_batch_without_rows_that_moves_nothing_is_not_committed(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)))
+    for n in range(1, 4):
+        query.run(sink, n, offset(n, one(5, 5)))
+    assert len(commits(table)) == 2
+
+
+def test_a_range_that_held_only_markers_moves_the_ledger(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 5)))
+    query.plan(1, offset(1, one(5, 8)))
+    sink(query.rows(), 1)
+    assert next_offsets(table) == {("orders", 0): 8}
+
+
+def test_a_source_without_news_does_not_stop_the_rows_of_another(
+    query: Query, table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, batch = query.sink(table), offset(0, one(0, 5))
+    query.plan(0, batch, "1")
+    sink(query.rows(batch), 0)
+    query.plan(1, batch, "2")
+    sink(query.spark.createDataFrame([("rate", 0, 7, "r")], SCHEMA), 1)
+    assert rows(table) == sorted([*records(0, 5), ("rate", 0, 7, "r")])
+    assert actions(commits(table)[-1], "txn")[0]["version"] == 1
+    assert "WARNING" not in caplog.text
+
+
+# Writers at the same time
+
+
+def test_a_lost_race_commits_the_files_that_are_written_already(
+    new_query: Callable[[str], Query], table: Path, intruder: Callable[[Callable[[], object]], None]
+) -> None:
+    a, b = new_query("a"), new_query("b")
+    a.run(a.sink(table), 0, offset(0, one(0, 2)))
+    intruder(lambda: b.run(b.sink(table), 0, offset(0, one(0, 3, partition=1), stream="s2")))
+    read = []
+
+    def transform(df: Any) -> Any:
+        read.append(1)
+        return df
+
+    a.run(a.sink(table, transform=transform), 1, offset(1, one(2, 4)))
+    assert len(read) == 1, "the batch was read once"
+    committed = {action["path"] for commit in commits(table) for action in actions(commit, "add")}
+    assert parquet_files(table) == committed, "no file was written twice"
+    assert rows(table) == sorted(records(0, 4) + records(0, 3, partition=1))
+    assert next_offsets(table) == {("orders", 0): 4, ("orders", 1): 3}
+
+
+def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
+    query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 2)))
+
+    def lose(self: NativeWriter, *args: Any, **kwargs: Any) -> int:
+        raise races.CommitRace("lost")
+
+    monkeypatch.setattr(NativeWriter, "commit", lose)
+    monkeypatch.setattr(races, "RACE_WAIT_MAX_S", 0.0)
+    monkeypatch.setattr(races, "COMMIT_ATTEMPTS_MAX", 3)
+    with pytest.raises(LedgerConflict, match="lost to concurrent writers 3 times"):
+        query.run(query.sink(table), 1, offset(1, one(2, 5)))
+    assert len(commits(table)) == 2
+
+
+# Tables
+
+
+def test_a_table_that_is_deleted_while_the_query_runs_is_not_written_by_halves(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 2)))
+    shutil.rmtree(table)
+    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+        query.run(sink, 1, offset(1, one(2, 4)))
+    query.run(query.sink(table), 1, offset(1, one(2, 4)))
+    assert rows(table) == records(2, 4)
+
+
+def test_a_table_that_forgets_batch_numbers_is_refused_whenever_it_begins_to(query: Query, table: Path) -> None:
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 2)))
+    DeltaTable(table).alter.set_table_properties({names.RETENTION: "interval 1 days"}, raise_if_not_exists=False)
+    for again in (sink, query.sink(table)):
+        with pytest.raises(OptionError, match="UNSET TBLPROPERTIES"):
+            query.run(again, 1, offset(1, one(2, 3)))
+    assert rows(table) == records(0, 2)
+
+
+# What the checkpoint says
+
+
+def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table: Path) -> None:
+    query.plan(0, "42", '{"topic":{"0":12}}', "-")
+    with pytest.raises(CheckpointMismatch, match="no offset of a kafka-group source"):
+        query.sink(new_table)(query.rows(), 0)
+    assert not new_table.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"group": "etl", "seq": 0, "str', "not JSON"),
+        ('{"group": "etl", "seq": 0, "stream": "s", "topics": {"a": {"ranges": {"0": [5, 1]}}}, "v": 1}', "damaged"),
+        ('{"group": "etl", "v": 2}', "version 2"),
+    ],
+)
+def test_a_damaged_offset_stops_the_batch(query: Query, new_table: Path, line: str, said: str) -> None:
+    query.plan(0, line)
+    with pytest.raises(CheckpointMismatch, match=said):
+        query.sink(new_table)(query.rows(), 0)
+    assert not new_table.exists()
+
+
+def test_both_formats_of_spark_s_offset_log_are_read() -> None:
+    a, b = offset(3, one(0, 5)), offset(0, one(0, 5), group="b")
+    ja, jb = json.dumps(a.to_json_dict()), json.dumps(b.to_json_dict())
+    for text in (f"v1\n{{}}\n{ja}\n-\n{jb}\n17", f"v2\n{{}}\n0:{ja}\n2:{jb}\nrate_1:17\n3:-"):
+        found = planned("q", 3, text, None)
+        assert found.offsets == (a, b)
+        assert found.other_sources == 2
+    with pytest.raises(CheckpointMismatch, match="format 'v3'"):
+        planned("q", 3, f"v3\n{{}}\n{ja}", None)
+
+
+def test_a_source_whose_offset_is_that_of_the_batch_before_has_nothing_to_record() -> None:
+    ja = json.dumps(offset(3, one(0, 5)).to_json_dict())
+    jb = json.dumps(StreamOffset.initial("b").to_json_dict())
+    assert planned("q", 1, f"v1\n{{}}\n{ja}\n{jb}", f"v1\n{{}}\n{ja}\n-").offsets == ()
+
+
+def test_a_checkpoint_of_another_query_is_named_in_the_error(query: Query, table: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="Is `checkpoint=` the checkpointLocation of this very query"):
+        query.sink(table)(query.rows(), 7)
+    with pytest.raises(OptionError, match="metadata"):
+        DeltaSink(table, checkpoint=str(tmp_path / "nowhere"))(query.rows(), 0)
+    with pytest.raises(OptionError, match="called by foreachBatch"):
+        DeltaSink(table)(query.rows(), 0)
+
+
+def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_written(query: Query) -> None:
+    with pytest.raises(OptionError, match="one folder"):
+        query.run(query.sink(f"file://{query.root}/"), 0, offset(0, one(0, 5)))
+    assert not (query.root / "_delta_log").exists()
+
+
+# The writer-options writer
+
+
+# The object itself
+
+
+def test_a_sink_travels_by_pickle(query: Query, table: Path) -> None:
+    sink = query.sink(table, transform=lambda df: df.select("value"), partition_by=["value"], merge_schema=True)
+    copy = pickle.loads(cloudpickle.dumps(sink))
+    assert {k: v for k, v in vars(copy).items() if k != "transform"} == {
+        k: v for k, v in vars(sink).items() if k != "transform"
+    }
+
+
+@pytest.mark.parametrize("arguments", [{"writer": "best"}, {"table": ""}])
+def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        DeltaSink(**{"table": "t", **arguments})
+
+
+def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
+    assert DeltaSink(tmp_path).table == str(tmp_path)
+    assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
+    assert DeltaSink(Path("orders")).table == "./orders"
+    assert [names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
+
+
+# Real streaming queries

@@ -1,0 +1,148 @@
+"""Spark for the sink's tests, without a JVM: frames of pyarrow, and the calls of a session that the sink makes.
+
+Runs in: tests. Deliberately absent: SQL, queries, Delta. A table is a real one: ``deltalake`` makes its log, and a
+frame writes real Parquet files where Spark's tasks would. ``tests/delta/test_contract.py`` runs the same cases on
+Spark. :func:`without` stands for :func:`spark_group_source.delta.sink.without`, whose functions need a JVM.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spark_group_source.model import OffsetRange
+
+TYPES = {"string": pa.string(), "int": pa.int32(), "long": pa.int64(), "bigint": pa.int64()}
+NAMES = {pa.string(): "string", pa.int32(): "integer", pa.int64(): "long"}
+
+
+class Frame:
+    """A DataFrame, as far as a sink uses one."""
+
+    def __init__(self, session: "Session", rows: pa.Table) -> None:
+        self.sparkSession, self.rows = session, rows
+
+    @property
+    def schema(self) -> Any:
+        fields = [{"name": f.name, "type": NAMES[f.type], "nullable": True, "metadata": {}} for f in self.rows.schema]
+        simple = {"integer": "int", "long": "bigint"}
+        return SimpleNamespace(
+            json=lambda: json.dumps({"type": "struct", "fields": fields}),
+            fields=[
+                SimpleNamespace(
+                    name=f["name"], dataType=SimpleNamespace(simpleString=lambda t=f["type"]: simple.get(str(t), t))
+                )
+                for f in fields
+            ],
+        )
+
+    def select(self, *columns: str) -> "Frame":
+        return Frame(self.sparkSession, self.rows.select([column.strip("`") for column in columns]))
+
+    @property
+    def write(self) -> "_Writer":
+        return _Writer(self.rows)
+
+
+class _Writer:
+    def __init__(self, rows: pa.Table) -> None:
+        self._rows, self._by = rows, list[str]()
+
+    def option(self, name: str, value: object) -> "_Writer":
+        return self
+
+    def mode(self, mode: str) -> "_Writer":
+        return self
+
+    def partitionBy(self, *columns: str) -> "_Writer":
+        self._by = list(columns)
+        return self
+
+    def parquet(self, folder: str) -> None:
+        root = Path(folder.removeprefix("file:"))
+        root.mkdir(parents=True)
+        if not self._by:
+            pq.write_table(self._rows, root / "part-00000.parquet")
+            return
+        (by,) = self._by
+        for value in sorted(set(self._rows[by].to_pylist())):
+            place = root / f"{by}={quote(str(value))}"
+            place.mkdir()
+            mask = pa.array([found == value for found in self._rows[by].to_pylist()])
+            pq.write_table(self._rows.filter(mask).drop_columns([by]), place / "part-00000.parquet")
+
+
+class Session:
+    """A classic session whose file system is this machine's, and that has no Delta Lake."""
+
+    def __init__(self) -> None:
+        self.sparkContext = SimpleNamespace(getLocalProperty=lambda name: None)
+        self._jsparkSession = SimpleNamespace(sessionState=lambda: SimpleNamespace(newHadoopConf=lambda: None))
+        system = SimpleNamespace(getProperty=lambda name: "17")
+        self._jvm = SimpleNamespace(
+            org=SimpleNamespace(apache=SimpleNamespace(hadoop=SimpleNamespace(fs=SimpleNamespace(Path=_HadoopPath)))),
+            java=SimpleNamespace(lang=SimpleNamespace(System=system)),
+            io=SimpleNamespace(delta=SimpleNamespace(package=None, tables=SimpleNamespace(DeltaTable=None))),
+        )
+        self.conf = _Conf()
+
+    def createDataFrame(self, rows: Sequence[tuple[Any, ...]], schema: str) -> Frame:
+        columns = [column.split() for column in schema.split(",")]
+        arrays = [pa.array([row[number] for row in rows], TYPES[kind]) for number, (_, kind) in enumerate(columns)]
+        return Frame(self, pa.table(arrays, names=[name for name, _ in columns]))
+
+
+class _Conf:
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def get(self, key: str, default: str | None = "INT96") -> str | None:
+        return self._values.get(key, default)
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+
+class _HadoopPath:
+    """A path, its file system, and an open file: Hadoop's three classes in one."""
+
+    def __init__(self, text: str) -> None:
+        self._path = Path(text.removeprefix("file:")).absolute()
+
+    def getFileSystem(self, conf: object) -> "_HadoopPath":
+        return self
+
+    def makeQualified(self, path: "_HadoopPath") -> "_HadoopPath":
+        return path
+
+    def toString(self) -> str:
+        return f"file:{self._path}"
+
+    def exists(self, path: "_HadoopPath") -> bool:
+        return path._path.exists()
+
+    def open(self, path: "_HadoopPath") -> "_HadoopPath":
+        return path
+
+    def readAllBytes(self) -> bytes:
+        return self._path.read_bytes()
+
+    def close(self) -> None:
+        pass
+
+
+def without(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
+    """The rows of a batch but those in the given ranges."""
+    keep = [
+        not any(
+            (row["topic"], row["partition"]) == r.tp and r.start <= row["offset"] < r.end  # a null topic is no range's
+            for r in drop
+        )
+        for row in df.rows.to_pylist()
+    ]
+    return Frame(df.sparkSession, df.rows.filter(pa.array(keep, pa.bool_())))
