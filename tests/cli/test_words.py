@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
 from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, app
-from spark_group_source.cli.move import duration_ms, plan_text, read_plan, scope_of
+from spark_group_source.cli.move import duration_ms, parse_to, plan_text, read_plan, scope_of
+from spark_group_source.cli.reset import Offsets, Shift
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 
 CLI_S = 60
 NOBODY = "127.0.0.1:1"
@@ -47,6 +48,47 @@ def test_topics_may_name_partitions() -> None:
             scope_of(wrong)
     with pytest.raises(OptionError, match="twice, once with all"):
         scope_of(["a", "a:1"])
+
+
+NOWHERE = dict.fromkeys(
+    ("--to-earliest", "--to-latest", "--to-current", "--to-offset", "--to-offsets", "--shift-by", "--to-ledger")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "to"),
+    [
+        ("--to-earliest", True, EARLIEST),
+        ("--to-current", True, "current"),
+        ("--to-offset", 0, StartAt("offset", 0)),
+        ("--to-offsets", '{"orders":{"0":-1}}', Offsets({TopicPartition("orders", 0): -1})),
+        ("--to-datetime", "1970-01-01T00:00:01+00:00", StartAt("time", 1000)),
+        ("--shift-by", 0, Shift(0)),
+        ("--to-ledger", True, "ledger"),
+    ],
+)
+def test_the_one_place_that_is_named_is_where_the_group_goes(name: str, value: object, to: object) -> None:
+    assert parse_to(NOWHERE | {"--to-latest": False, name: value}, "etl") == to
+    with pytest.raises(OptionError, match="exactly one of --to-earliest, --to-latest"):
+        parse_to(NOWHERE | {name: value, "--to-checkpoint": "/c"}, "etl")
+
+
+# --- files of settings ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_settings_takes_values_from_the_environment_and_shows_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KAFKA_SECRET", "a=b c")
+    path = tmp_path / "client.properties"
+    path.write_text("# comment\n\nsasl.username=me\nsasl.password = ${KAFKA_SECRET}\n")
+    settings = dict(shared.options_of("b:1", "etl", path).settings)
+    assert (settings["sasl.username"], settings["sasl.password"]) == ("me", "a=b c")
+    for text, why in (("a=1\na=hunter2", "line 2: 'a' is there twice"), ("hunter2", "line 1: write key=value")):
+        path.write_text(text)
+        with pytest.raises(OptionError, match=why) as caught:
+            shared.settings_in(path)
+        assert "hunter2" not in str(caught.value) and str(path) in str(caught.value)
 
 
 # --- CSV ------------------------------------------------------------------------------------------------------------
