@@ -1,6 +1,7 @@
 # Needs Python 3.11+ and Java 17+; everything else goes into .venv and the user's cache folder.
 #   make demo    a Kafka group read into a Delta table, from nothing, on this machine
 #   make test    the tests            make unit    the quick ones that need neither Kafka nor Spark
+#   make test-all   the same and what takes minutes: notebooks, submitted jobs, Spark Connect, a soak of three brokers
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
 #   make clean   removes what the others made here
@@ -16,17 +17,20 @@ export PYTHON
 # one, where -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test unit check bench soak docs clean tools
+.PHONY: demo test test-all unit check bench soak docs clean tools
 .DEFAULT_GOAL := test
 
 demo: $(LOCAL)
 	@$(BIN)/python jobs/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 20 --durations-min 5 $(ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 20 --durations-min 5 -m "not soak" $(ARGS)
 
 unit: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not slow and not soak" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not jvm and not slow and not soak and not full" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

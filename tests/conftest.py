@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import quick_spark
@@ -69,27 +69,15 @@ shared.console.size = ConsoleDimensions(WIDTH, 25)
 JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
 
-LANES = {
-    "ledgers": (
-        "tests/delta/test_public_ledger.py",
-        "tests/delta/test_renewed.py",
-        "tests/delta/test_turns.py",
-        "tests/delta/test_verified.py",
-    ),
-    "tables": ("tests/delta/",),
-    "source": ("tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py"),
-    "programs": ("tests/crash/", "tests/test_demo.py", "tests/test_notebooks.py", "tests/test_docs.py"),
-    "commands": ("tests/cli/", "tests/host/test_runs.py", "tests/test_jobs.py", "tests/test_docs.py"),
-    "faults": ("tests/faults/",),
-    "cluster": (
-        "tests/rebalance/test_fail_over.py",
-        "tests/local/test_broker.py",
-        "tests/kafka/test_ends.py",
-        "tests/security/",
-    ),
-}
-"""Tests that run one after another, in one worker: they share what is dear to start, or need all of a machine. The
-longest lane is the first. A test that is missing here works as well; it may start a second Spark."""
+TABLES = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
+"""Spark tests that share one session; the others share a second one, or start programs with a Spark of their own."""
+
+LANES = ("tables", "programs", "cluster", "security")
+"""Tests that run one after another, in one worker, because they share what is dear to start; the longest lane is the
+first. Whatever starts a Spark is in one of the first two, so at most two are alive."""
+
+SHARED_JAVA_OPTIONS = ("-Xms256m", "-Xmx1g", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
+"""Of the broker that all workers use: it has the topics of all tests at the end."""
 
 JAVA_HOME = os.environ.get("JAVA_HOME")
 NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
@@ -98,22 +86,31 @@ NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
 _numbers = itertools.count(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs a JVM, and let what takes long begin first: workers then end at about the same time."""
+    lanes = {}
     for item in items:
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
             item.add_marker("jvm")
-    lanes = list(LANES)
+        if (lane := _lane(item)) is not None:
+            lanes[item] = lane
+            item.add_marker(pytest.mark.xdist_group(lane))
     items.sort(
         key=lambda item: (
-            lanes.index(lane) if (lane := _lane(item.nodeid)) else len(lanes),
+            LANES.index(lanes[item]) if item in lanes else len(LANES),
             item.get_closest_marker("slow") is None,
         )
     )
 
 
-def _lane(nodeid: str) -> str | None:
-    return next((lane for lane, files in LANES.items() if nodeid.startswith(files)), None)
+def _lane(item: pytest.Item) -> str | None:
+    fixtures = getattr(item, "fixturenames", ())
+    if item.get_closest_marker("spark") or item.get_closest_marker("crash") or {"spark", "jvm"} <= {*fixtures}:
+        return "tables" if item.nodeid.startswith(TABLES) else "programs"
+    if "cluster" in fixtures or item.nodeid.startswith("tests/faults/"):
+        return "cluster"
+    return "security" if item.nodeid.startswith("tests/security/") else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -126,14 +123,31 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each lane to one worker; the other tests one by one to whichever is free. Their order is the collection's."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-        def _split_scope(self, nodeid: str) -> str:
-            return _lane(nodeid) or nodeid
+    from xdist.scheduler import LoadGroupScheduling
 
     config.option.loadscopereorder = False  # else the lane with the most tests begins first, however short they are
-    return Lanes(config, log)
+    return LoadGroupScheduling(config, log)
+
+
+_shared: list[BrokerCluster] = []
+"""In the process that starts the test workers: the broker that all of them use."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start one Kafka for all workers before the first of them, unless no test needs it. It ends with this process,
+    however that ends."""
+    if "not jvm" in node.config.option.markexpr:
+        return
+    if not _shared:
+        _shared.append(BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}, java_options=SHARED_JAVA_OPTIONS))
+        _shared[0].start()
+    node.workerinput["servers"] = _shared[0].bootstrap_servers, _shared[0].sasl_bootstrap_servers
+
+
+def pytest_unconfigure() -> None:
+    while _shared:
+        _shared.pop().stop()
 
 
 # The threads of admin clients run Python for moments, in which garbage may be collected: an admin client that is
@@ -195,9 +209,20 @@ def _unique(request: pytest.FixtureRequest, kind: str) -> str:
     return f"{kind}-{test}-{os.getpid()}-{next(_numbers)}"
 
 
+class SharedBroker(NamedTuple):
+    """Where the broker listens that all workers use."""
+
+    bootstrap_servers: str
+    sasl_bootstrap_servers: str
+
+
 @pytest.fixture(scope="session")
-def broker(jvm: None) -> Iterator[BrokerCluster]:
-    """One Kafka node for all tests of this worker. A test that kills or pauses a node uses ``cluster``, or its own."""
+def broker(jvm: None, request: pytest.FixtureRequest) -> Iterator[BrokerCluster | SharedBroker]:
+    """One Kafka node for all tests, in all workers. A test that kills or pauses a node uses ``cluster``, or its own."""
+    servers = getattr(request.config, "workerinput", {}).get("servers")
+    if servers is not None:
+        yield SharedBroker(*servers)
+        return
     with BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}) as started:
         yield started
 
@@ -210,13 +235,13 @@ def cluster(jvm: None) -> Iterator[BrokerCluster]:
 
 
 @pytest.fixture(scope="session")
-def admin(broker: BrokerCluster) -> AdminClient:
+def admin(broker: SharedBroker) -> AdminClient:
     """Kafka's admin client. It lives as long as the run: one that is collected drops the answers still under way."""
     return AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 3})
 
 
 @pytest.fixture(scope="session")
-def producer(broker: BrokerCluster) -> Producer:
+def producer(broker: SharedBroker) -> Producer:
     return Producer({"bootstrap.servers": broker.bootstrap_servers, "linger.ms": 2, "acks": "all", "log_level": 3})
 
 

@@ -72,6 +72,7 @@ def processes_that_know(directory: Path) -> list[str]:
 
 @pytest.mark.broker
 @pytest.mark.spark
+@pytest.mark.full
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 30)
@@ -110,6 +111,7 @@ def _as_in_a_terminal() -> None:
 
 @pytest.mark.broker
 @pytest.mark.spark
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 30)
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")

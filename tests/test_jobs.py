@@ -59,7 +59,7 @@ def run(command: list[str], scratch: Path, **env: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.spark
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3 * RUN_S)
 def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_stopped(
     broker: Broker, topic: Any, group_id: str, produce: Any, committed: Any, tmp_path: Path

@@ -57,6 +57,7 @@ def executed(name: str, kernel: str, folder: Path) -> Any:
 
 
 @pytest.mark.spark
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CELL_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
@@ -79,6 +80,7 @@ def test_the_quickstart_reads_all_and_then_only_what_is_new(
 
 
 @pytest.mark.spark
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CELL_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop

@@ -21,7 +21,7 @@ from spark_group_source.delta.checkpoint import by_spark, on_this_machine
 from spark_group_source.local.jars import spark_kafka_jars
 from spark_group_source.model import TopicPartition
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.full]
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/migrate.md"
 PARTITIONS = 2

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.crash,
     pytest.mark.spark,
     pytest.mark.broker,
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(5 * START_S),
 ]
 

@@ -22,7 +22,7 @@ JOB_S = 300
 PIP_S = 900
 RECORDS = 20
 
-pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.full]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from faults.soak import Soak
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.full]
 
 SHORT_S = 12.0
 SHORT_SEED = 1
