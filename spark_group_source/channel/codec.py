@@ -195,15 +195,24 @@ def _fixed(*kinds: _Kind) -> _Kind:
 def _union(arms: tuple[Any, ...]) -> _Kind:
     """A value of one arm is never read as another: it carries the arm's name, unless there is only one beside None."""
     kinds = {arm.__name__: _kind(arm) for arm in arms if arm is not type(None)}
-    if len(kinds) == 1:
-        ((_, only),) = kinds.items()
-        return _Kind(lambda v: None if v is None else only.write(v), lambda d: None if d is None else only.read(d))
+    optional = len(kinds) < len(arms)
+    only = next(iter(kinds.values())) if len(kinds) == 1 else None
+
+    def write(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        name = type(value).__name__
+        return only.write(value) if only else [name, kinds[name].write(value)]
 
     def read(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        if only:
+            return only.read(data)
         name, body = _list(data)
         return kinds[_STR.read(name)].read(body)
 
-    return _Kind(lambda value: [type(value).__name__, kinds[type(value).__name__].write(value)], read)
+    return _Kind(write, read)
 
 
 def _list(data: Any) -> list[Any]:

@@ -11,7 +11,7 @@ still this run's, so that it may take the id back.
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.group import events as ev
@@ -20,6 +20,9 @@ from spark_group_source.kafka import Admin, GroupMember, GroupOffsets, MemberSta
 from spark_group_source.members.shares import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
+
+if TYPE_CHECKING:
+    from spark_group_source.members.member import Member
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,7 @@ class Commits:
         self._denials = 0
         self._denied_until_ms = 0
         self._barred_ms: int | None = None
+        self._told_allowed: bool | None = None
         self._committer = OffsetCommitter(
             options.producer_settings(),
             group=options.group_id,
@@ -114,9 +118,17 @@ class Commits:
         except SourceError as exc:
             log.info("the commits' transactions are not ready: %s", exc)  # the first commit says what that means
             self._denials = self._denials + 1 if isinstance(exc, AccessDenied) else 0
+            self._tell_allowed()
             return self.by_members
         self._denials = 0
+        self._tell_allowed(works=True)
         return True
+
+    def _tell_allowed(self, *, works: bool = False) -> None:
+        """Let the core know whether transactions work, when that is known and has changed."""
+        if (works or self.by_members) and self._told_allowed is not works:
+            self._told_allowed = works
+            self._handle(ev.TransactionsSeen(allowed=works))
 
     def probe(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> Probed:
         """Whether a newer driver commits for this stream, on behalf of a slot.
@@ -222,7 +234,7 @@ class Commits:
         """Commit and read back the shares of all members that are what they were; ``left`` takes in the others."""
         while shares := self._of_members(shares, left):
             try:
-                by_members = self._commit_together(shares, notes)
+                by_members = self._commit_together(shares, notes, whole=not left)
             except MemberStale as exc:
                 self._leave_out(shares[exc.share], exc, left)
             else:
@@ -253,14 +265,20 @@ class Commits:
             member.order(ev.Leave(slot=member.slot, leave=False))
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
 
-    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> bool:
+    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str], *, whole: bool) -> bool:
         """By a transaction, or else each member its share. Returns whether the members did it.
+
+        Args:
+            whole: the share of no member is left out.
 
         Raises:
             MemberStale: a member is not what it was.
             AccessDenied: nobody may commit, told twice.
             CommitFailed: nothing was committed; the core orders it again.
         """
+        away = [share for share in shares if share.member.host]
+        if self._committer.lost and away:
+            self._regain(shares, whole=whole)
         if not self._committer.lost and self._runtime.now_ms() >= self._denied_until_ms:
             denied = self._try_transaction(shares, notes)
             if denied is None:
@@ -269,6 +287,8 @@ class Commits:
             if denied.fields.get("on") in ("topic", "group"):
                 self._bar(denied)  # a member would be refused as well
             self._deny(denied)
+        if away:
+            raise CommitFailed(f"transactions are refused, and {len(away)} members are at agents: they come home first")
         denied = _try_members(shares, notes)
         if denied is not None:
             self._bar(denied)
@@ -290,6 +310,15 @@ class Commits:
         if self.by_members:
             log.warning("transactions are allowed again: the members commit their offsets no more")
         self._denials, self._barred_ms = 0, None
+        self._tell_allowed(works=True)
+
+    def _regain(self, shares: Sequence[Share], *, whole: bool) -> None:
+        """Take the transactional id back, if the group has all of these members: a newer driver of this stream would
+        have their places. Members at agents do not commit, which would say the same."""
+        there = {member.member_id for member in self._admin.group(self._group).members}
+        if not whole or any(share.identity is None or share.identity.member not in there for share in shares):
+            raise CommitFailed("the transactional id may be another process's by now")
+        self._committer.anew()
 
     def _deny(self, exc: AccessDenied) -> None:
         """Raises CommitFailed where it was the first time: the core orders the commit again."""
@@ -297,6 +326,7 @@ class Commits:
         if not self.by_members:
             raise CommitFailed(f"{exc}; it is tried once more") from exc
         self._denied_until_ms = self._runtime.now_ms() + DENIED_AGAIN_MS
+        self._tell_allowed()
         if self._denials == DENIALS_BELIEVED:
             log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
 
@@ -321,7 +351,7 @@ def _try_members(shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -
     """Each member commits its share. Returns why one may not, if so."""
     for at, share in enumerate(shares):
         try:
-            share.member.commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
+            cast("Member", share.member).commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
         except AccessDenied as exc:
             return exc
         except TimeoutError:

@@ -19,6 +19,9 @@ from spark_group_source.members.link import Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.model import TopicPartition
 
+_Order = tuple[int, ms.Order]
+"""Of which client, and what."""
+
 
 class Lent(NamedTuple):
     """What members of ours have that live at an agent."""
@@ -32,14 +35,14 @@ class Peer(Protocol):
     """The other end of one channel."""
 
     def send(self, message: Any) -> object:
-        """Send; never raises, never waits. What is lost with a channel that is cut is sent again on the next."""
+        """Send; never raises, never waits."""
 
     def drop(self, reason: str) -> object:
         """Cut it; any thread."""
 
 
 class Hosts:
-    """All agents that have said hello.
+    """All agents that have come.
 
     Args:
         runtime: locks and answers.
@@ -63,39 +66,47 @@ class Hosts:
         self._lock = runtime.condition()
         self._peers: dict[str, Peer] = {}  # by host: its newest channel
         self._hosts: dict[Peer, str] = {}
-        self._heard: dict[str, int] = {}  # by host: what it said it has, with its last hello
-        self._links: dict[str, Link] = {}  # of hosts that were admitted
+        self._links: dict[str, Link[_Order]] = {}  # of hosts that were admitted
         self._members: dict[tuple[int, int], RemoteMember] = {}
         self._closed: str | None = None
 
     # --- from the channel -------------------------------------------------------------------------------------------
 
-    def take(self, peer: Peer, message: ms.FromAgent) -> None:
-        """A message of an agent's. Who did not say hello on this channel, or is dismissed, is told so."""
-        if isinstance(message, ms.Hello):
-            self._hello(peer, message)
+    def take(self, peer: Peer, message: ms.AgentReport) -> None:
+        """A message of an agent's. One that is no host of this run is told so."""
+        host = message.host
+        if self._closed is not None:
+            peer.send(self._dismissal(self._closed))
             return
         with self._lock:
-            host = self._hosts.get(peer)
-            link = None if host is None else self._links.get(host)
-        if host is None or link is None:
-            if not isinstance(message, ms.Bye):
-                peer.send(ms.Dismissed(reason="it is none of this run's agents"))
+            new = peer not in self._hosts
+            before = self._peers.get(host) if new else None
+            if new:
+                self._peers[host], self._hosts[peer] = peer, host
+                if (link := self._links.get(host)) is not None:
+                    link.other_took(message.taken)
+        if before is not None:
+            before.drop("the agent has a newer one")
+        if new:
+            self._handle(ev.HostCame(host=host, executor=message.executor, name=message.name, fresh=message.fresh))
+        with self._lock:
+            link = self._links.get(host)
+        if link is None:
+            if not new:
+                peer.send(self._dismissal("it is none of this run's agents"))
             return
-        match message:
-            case ms.Ping():
-                link.other_heard(message.heard)
-                peer.send(ms.Pong(heard=link.heard))
-                broken = ev.HostGone(host=host, reason="it does not take what it is told")
-                self._handle(broken if link.broken else ev.HostHeard(host=host))
-                if message.stock:
-                    self._handle(ev.HostStocked(host=host, stock=message.stock))
-            case ms.Told():
-                report = link.take(message)
-                if report is not None:
-                    self._report(host, report)
-            case ms.Bye():
-                self._handle(ev.HostGone(host=host, reason=message.reason))
+        link.other_took(message.taken)
+        if message.report is not None:
+            if link.take(message.number):
+                self._report(host, message.report)
+        elif message.over:
+            self._handle(ev.HostGone(host=host, reason=message.over))
+        elif not new:
+            peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
+            broken = ev.HostGone(host=host, reason="it does not take what it is told")
+            self._handle(broken if link.broken else ev.HostHeard(host=host))
+            if message.stock:
+                self._handle(ev.HostStocked(host=host, stock=message.stock))
 
     def closed(self, peer: Peer) -> None:
         """A channel is cut."""
@@ -108,26 +119,9 @@ class Hosts:
                 link.connect(None)
         self._handle(ev.HostCut(host=host))
 
-    def _hello(self, peer: Peer, hello: ms.Hello) -> None:
-        with self._lock:
-            if self._closed is not None:
-                peer.send(ms.Dismissed(reason=self._closed))
-                return
-            before = self._peers.get(hello.host)
-            self._peers[hello.host], self._hosts[peer] = peer, hello.host
-            self._heard[hello.host] = hello.heard
-        if before is not None and before is not peer:
-            before.drop("the agent has a newer one")
-        self._handle(ev.HostCame(host=hello.host, executor=hello.executor, name=hello.name, fresh=hello.fresh))
-
-    def _report(self, host: str, report: ms.Report | ms.Order) -> None:
-        match report:
-            case ms.Reported(event=event):
-                if (member := self._of(host, event.slot, event.client)) is not None:
-                    member.take(report)
-            case ms.Known() | ms.Committed():
-                if (member := self._of(host, report.slot, report.client)) is not None:
-                    member.take(report)
+    def _report(self, host: str, report: ms.Report) -> None:
+        if (member := self._of(host, report.slot, report.client)) is not None:
+            member.take(report)
 
     def _of(self, host: str, slot: int, client: int) -> RemoteMember | None:
         with self._lock:
@@ -140,15 +134,14 @@ class Hosts:
         with self._lock:
             peer = self._peers.get(host)
             if peer is None:
-                return  # cut meanwhile; it will say hello again
+                return  # cut meanwhile; it will come again
             link = self._links.setdefault(host, Link(self._runtime))
-            peer.send(ms.Welcome(lease_ms=self._lease_ms, heard=link.heard))
-            link.connect(peer.send, heard=self._heard.get(host, 0))
+            peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
+            link.connect(partial(self._send, peer, link))
 
     def dismiss(self, host: str, reason: str) -> None:
         with self._lock:
             peer = self._peers.pop(host, None)
-            self._heard.pop(host, None)
             self._links.pop(host, None)
             gone = [member for member in self._members.values() if member.host == host]
             for member in gone:
@@ -156,7 +149,7 @@ class Hosts:
         for member in gone:
             member.gone()
         if peer is not None:
-            peer.send(ms.Dismissed(reason=reason))
+            peer.send(self._dismissal(reason))
 
     def make(self, join: ev.Join) -> RemoteMember:
         """The member that a slot is to have at one of the agents."""
@@ -181,8 +174,15 @@ class Hosts:
         for host in list(self._peers):
             self.dismiss(host, reason)
 
-    def _tell(self, host: str, order: ms.Order) -> None:
+    def _tell(self, host: str, client: int, order: ms.Order) -> None:
         with self._lock:
             link = self._links.get(host)
         if link is not None:
-            link.tell(order)
+            link.tell((client, order))
+
+    def _send(self, peer: Peer, link: Link[_Order], number: int, order: _Order) -> None:
+        client, what = order
+        peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms, number=number, client=client, order=what))
+
+    def _dismissal(self, reason: str) -> ms.AgentOrders:
+        return ms.AgentOrders(taken=0, lease_ms=self._lease_ms, over=reason)

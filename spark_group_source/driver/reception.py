@@ -22,7 +22,6 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.claims import Claims, Plan, Unknown
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.members import messages as ms
-from spark_group_source.members.dialect import codec
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -63,7 +62,7 @@ class Reception:
         places_ = places(options.coordinator_host, options.bootstrap_servers)
         self._told = places_.told
         self._server = Server(
-            codec(),
+            ms.CODEC,
             self.secret,
             on_message=self._heard,
             on_closed=self._closed,
@@ -112,11 +111,9 @@ class Reception:
                 peer.send(self._given(message), answers=asks)
             case TaskEnded():
                 self._ended(message)
-            case ms.Hello() | ms.Ping() | ms.Bye() | ms.Told():
+            case ms.AgentReport():
                 with self._lock:
-                    agent = self._agents.setdefault(peer, _Agent(peer))
-                    if isinstance(message, ms.Hello):
-                        agent.host = message.host
+                    agent = self._agents.setdefault(peer, _Agent(peer, message.host))
                 self._hosts.take(agent, message)
             case _:
                 peer.drop(f"it said {type(message).__name__}, which is not for it to say")
@@ -154,11 +151,10 @@ class Reception:
 class _Agent:
     """One agent's channel, as ``hosts`` knows it."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.host = ""
+    def __init__(self, peer: Peer, host: str) -> None:
+        self._peer, self.host = peer, host
 
-    def send(self, message: ms.ToAgent) -> None:
+    def send(self, message: ms.AgentOrders) -> None:
         _send(self._peer, message)
 
     def drop(self, reason: str) -> None:

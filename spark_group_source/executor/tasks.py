@@ -30,7 +30,7 @@ from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.processes import Process, executor
 from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tally import Tally
-from spark_group_source.members.dialect import codec
+from spark_group_source.members.messages import CODEC
 from spark_group_source.members.settings import member_settings
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
@@ -213,7 +213,7 @@ class _Line:
         if self._client is not None and time.monotonic() - self._client.used_s > IDLE_S:
             self._client.close()
         if self._client is None or self._client.ended is not None:
-            self._client = Client(self._call.addresses, codec(), self._call.secret, within_s)
+            self._client = Client(self._call.addresses, CODEC, self._call.secret, within_s)
         return self._client
 
     def close(self) -> None:

@@ -115,6 +115,14 @@ class HostGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionsSeen:
+    """Whether the brokers take this run's transactions. Only then members may live at agents: where transactions are
+    refused for good, members commit, which they do on threads of this process alone."""
+
+    allowed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Buffered:
     """What an agent has read ahead of one slot's partitions, as it says."""
 
@@ -392,6 +400,7 @@ GroupEvent = (
     MemberReport
     | MemberEnded
     | HostReport
+    | TransactionsSeen
     | Boundary
     | Durable
     | Planned

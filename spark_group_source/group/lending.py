@@ -197,6 +197,8 @@ class Lending:
     ) -> None:
         self._rules, self._slots, self._counts, self._out, self._is_settled = rules, slots, counts, out, is_settled
         self.hosts = Hosts(rules, out)
+        self.transactional = False
+        """Whether the brokers take transactions, as far as is known. Else slots stay at home, where members commit."""
         self._due: list[tuple[Slot, str]] = []
         self._due_since_ms: int | None = None
         self._look_at_ms = 0
@@ -208,8 +210,8 @@ class Lending:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def take(self, event: ev.HostReport) -> None:
-        """What an agent does."""
+    def take(self, event: ev.HostReport | ev.TransactionsSeen) -> None:
+        """What an agent does, or the brokers say of transactions."""
         match event:
             case ev.HostCame():
                 self._lost(self.hosts.came(event))
@@ -218,6 +220,8 @@ class Lending:
                 self.hosts.heard(event)
             case ev.HostCut():
                 self.hosts.cut(event)
+            case ev.TransactionsSeen():
+                self.transactional = event.allowed
             case ev.HostGone():
                 self._lost(self.hosts.gone(event))
         if not isinstance(event, ev.HostHeard):
@@ -232,6 +236,8 @@ class Lending:
     def boundary(self) -> None:
         """Begin the moves that are due and can begin."""
         now_ms = self._out.now_ms
+        if not self.transactional:
+            self._call_home()
         self._fit()
         self._due = self._misplaced() if now_ms >= self._look_at_ms or self._due else []
         left = []
@@ -298,7 +304,7 @@ class Lending:
 
     @property
     def _may_lend(self) -> bool:
-        return self._rules.member_host != "driver" and self._slots.static
+        return self._rules.member_host != "driver" and self._slots.static and self.transactional
 
     def _ready(self) -> list[Host]:
         return self.hosts.ready() if self._may_lend else []
@@ -381,6 +387,16 @@ class Lending:
         self._counts.moves += 1
         self._slots.move(slot, host)
         self._coming.add(slot.number)
+
+    def _call_home(self) -> None:
+        """Transactions are refused, and nobody commits for members at agents: what they have is not on its way."""
+        for slot in self._slots.all:
+            if slot.host != HOME and slot.state in (SlotState.ASSIGNED, SlotState.REVOKING):
+                self._out.say(f"slot {slot.number} comes home: transactions are refused, and members commit", warn=True)
+                self._counts.recalls += 1
+                slot.recalls += 1
+                self._out.order(ev.Leave(slot=slot.number, leave=False))
+                self._slots.host_lost(slot, slot.host, "transactions are refused")
 
     def _call_back(self, slot: Slot) -> None:
         """It could not join from there."""

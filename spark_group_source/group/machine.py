@@ -226,7 +226,7 @@ class Machine:
                     self._echo.slot_is_back(event.slot)
             case ev.MemberEnded():
                 self.lending.ended(event)
-            case ev.HostCame() | ev.HostHeard() | ev.HostCut() | ev.HostGone():
+            case ev.HostCame() | ev.HostHeard() | ev.HostCut() | ev.HostGone() | ev.TransactionsSeen():
                 self.lending.take(event)
             case ev.Boundary():
                 if self.plan is None:

@@ -10,15 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import assert_never
 
-from spark_group_source.errors import AccessDenied, GroupError
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.kafka import Identity, Runtime
 from spark_group_source.members import messages as ms
 from spark_group_source.members.link import Link
 from spark_group_source.members.member import Member
-from spark_group_source.members.shares import Share
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
@@ -49,7 +46,7 @@ class Hosted:
         executor, name: which executor it runs for, and what people call it.
         settings: librdkafka settings of members, with group.id.
         runtime: threads, clock and clients.
-        send: sends the coordinator a message; never raises, never waits. What it loses is sent again.
+        send: sends the coordinator a message on the present channel, if there is one; never raises.
         ended: told once, why the agent has to end. Its members are closed by then.
         deaf: told when nothing was heard on the channel for too long; never raises, never waits. ``opened`` follows
             when there is another channel.
@@ -63,7 +60,7 @@ class Hosted:
         name: str,
         settings: Mapping[str, str],
         runtime: Runtime,
-        send: Callable[[ms.FromAgent], object],
+        send: Callable[[ms.AgentReport], object],
         ended: Callable[[str], None],
         deaf: Callable[[], object],
     ) -> None:
@@ -71,14 +68,13 @@ class Hosted:
         self._host, self._executor, self._name = host, executor, name
         self._settings, self._runtime, self._send, self._ended = dict(settings), runtime, send, ended
         self._buffered: Buffered = _nothing
-        self._link = Link(runtime)
+        self._link: Link[ms.Report] = Link(runtime)
         self._changed = runtime.condition()
         self._members: dict[int, Member] = {}
         self._former: list[Member] = []
         self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._heard_ms = self._listens_ms = runtime.now_ms()
         self._fresh = True
-        self._welcome = False  # on this channel
         self._why_end: str | None = None
 
     def begin(self, buffered: Buffered = _nothing) -> None:
@@ -89,38 +85,24 @@ class Hosted:
     def opened(self) -> None:
         """There is a channel, maybe a new one."""
         with self._changed:
-            self._welcome = False
             self._listens_ms = self._runtime.now_ms()
-            self._link.connect(None)
-            hello = ms.Hello(
-                host=self._host,
-                executor=self._executor,
-                name=self._name,
-                fresh=self._fresh,
-                heard=self._link.heard,
-            )
-        self._send(hello)
+        self._say()
+        self._link.connect(lambda number, report: self._say(number=number, report=report))
 
-    def take(self, message: ms.ToAgent) -> None:
+    def take(self, message: ms.AgentOrders) -> None:
         """A message of the coordinator's. On the channel's thread, one after the other; never waits."""
         with self._changed:
             self._heard_ms = self._runtime.now_ms()
-        match message:
-            case ms.Welcome():
-                with self._changed:
-                    self._fresh, self._welcome, self._lease_ms = False, True, message.lease_ms
-                    self._changed.notify_all()  # its next ping was due by another lease
-                self._link.connect(self._send, heard=message.heard)
-            case ms.Dismissed():
-                self.close(message.reason)
-            case ms.Pong():
-                self._link.other_heard(message.heard)
-            case ms.Told():
-                order = self._link.take(message)
-                if order is not None:
-                    self._obey(order)
-            case _:
-                assert_never(message)
+            if not message.over:
+                if message.lease_ms != self._lease_ms:
+                    self._changed.notify_all()  # the next report was due by another lease
+                self._fresh, self._lease_ms = False, message.lease_ms
+        if message.over:
+            self.close(message.over)
+            return
+        self._link.other_took(message.taken)
+        if message.order is not None and self._link.take(message.number):
+            self._obey(message.client, message.order)
 
     def close(self, reason: str) -> None:
         """Close the members, which keep their places, and end. Any thread; does not wait for it."""
@@ -134,10 +116,8 @@ class Hosted:
         while (why := self._wait()) is None:
             if self._is_deaf():
                 self._deaf()
-            elif self._welcome:
-                self._ping()
             else:
-                self.opened()
+                self._say(stock=self._stock())
         self._end(why)
 
     def _wait(self) -> str | None:
@@ -172,22 +152,19 @@ class Hosted:
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._runtime.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
-        self._send(ms.Bye(reason=why))
+        self._say(over=why)
         self._ended(why)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
-    def _obey(self, order: ms.Order | ms.Report) -> None:
-        match order:
-            case ms.Start():
-                self._start(order.join)
-            case ms.Give():
-                if (member := self._member(order.slot, order.client)) is not None:
-                    member.order(order.order)
-            case ms.Commit():
-                self._commit(order)
-            case _:
-                log.warning("the stream reader sent what only agents send: %s", type(order).__name__)
+    def _obey(self, client: int, order: ms.Order) -> None:
+        if isinstance(order, ev.Join):
+            self._start(order)
+            return
+        with self._changed:
+            member = self._members.get(order.slot)
+        if member is not None and member.client == client:
+            member.order(order)
 
     def _start(self, join: ev.Join) -> None:
         member = Member(
@@ -209,57 +186,52 @@ class Hosted:
             former.order(ev.Leave(slot=join.slot, leave=False))
         member.start()
 
-    def _commit(self, order: ms.Commit) -> None:
-        member = self._member(order.slot, order.client)
-        if member is None:
-            self._committed(order, MemberStale("the member has ended"))
-            return
-        who = Identity(order.generation, order.member, bytes.fromhex(order.metadata)) if order.member else None
-        member.commit_then(Share(member, who, order.offsets), order.notes, partial(self._committed, order))
-
-    def _committed(self, order: ms.Commit, failure: GroupError | None) -> None:
-        kinds = {MemberStale: "stale", AccessDenied: "denied"}
-        self._link.tell(
-            ms.Committed(
-                ask=order.ask,
-                slot=order.slot,
-                client=order.client,
-                failure="" if failure is None else kinds.get(type(failure), "failed"),
-                reason="" if failure is None else str(failure),
-                thrown_out=isinstance(failure, MemberStale) and failure.thrown_out,
-            )
-        )
-
-    def _member(self, slot: int, client: int) -> Member | None:
-        with self._changed:
-            member = self._members.get(slot)
-        return member if member is not None and member.client == client else None
-
     # --- what members say, on their threads -------------------------------------------------------------------------
 
     def _report(self, join: ev.Join, event: ev.Event) -> None:
         match event:
             case ev.Assigned() | ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
-                self._link.tell(ms.Reported(event=event))
+                self._link.tell(event)
             case ev.MemberEnded():
                 with self._changed:
                     if (member := self._members.get(join.slot)) is not None and member.client == join.client:
                         del self._members[join.slot]
                     me = (join.slot, join.client)
                     self._former = [member for member in self._former if (member.slot, member.client) != me]
-                self._link.tell(ms.Reported(event=event))
+                self._link.tell(event)
             case ev.Broken():  # what cannot work here may work elsewhere
                 failed = ev.MemberFailed(slot=join.slot, client=join.client, reason=str(event.error))
-                self._link.tell(ms.Reported(event=failed))
+                self._link.tell(failed)
             case _:
                 log.warning("a member says what no member says: %s", type(event).__name__)
 
-    def _ping(self) -> None:
+    def _stock(self) -> tuple[ev.Buffered, ...]:
         with self._changed:
             members = list(self._members.values())
         held = [(member.slot, *self._buffered(member.held)) for member in members]
-        stock = tuple(ev.Buffered(slot=slot, bytes=bytes_, rows=rows) for slot, bytes_, rows in held)
-        self._send(ms.Ping(heard=self._link.heard, stock=stock))
+        return tuple(ev.Buffered(slot=slot, bytes=bytes_, rows=rows) for slot, bytes_, rows in held)
+
+    def _say(
+        self,
+        *,
+        number: int = 0,
+        report: ms.Report | None = None,
+        stock: tuple[ev.Buffered, ...] = (),
+        over: str = "",
+    ) -> None:
+        self._send(
+            ms.AgentReport(
+                host=self._host,
+                executor=self._executor,
+                name=self._name,
+                fresh=self._fresh,
+                taken=self._link.taken,
+                number=number,
+                report=report,
+                stock=stock,
+                over=over,
+            )
+        )
 
     def _renamed(self, join: ev.Join, who: Identity | None) -> None:
         generation, member, metadata = (-1, "", "") if who is None else (*who[:2], bytes(who.metadata).hex())

@@ -1,74 +1,71 @@
-"""Messages that arrive once and in order, however often the channel below is cut: numbers, and what was not heard yet.
+"""Changes that arrive once and in order, whichever connection carries them.
 
-Runs in: the stream reader, agents. Deliberately absent: channels, and what the messages say. Each side keeps what the
-other has not heard, sends it again on a new channel, and takes nothing but the next number.
+Runs in: the stream reader, agents. Deliberately absent: connections, and what a change says.
+
+A connection keeps the order of what it carries and loses none of it, or it ends. So nothing is sent again over the same
+one: when a connection begins, each end sends every change that the other has not taken, and then each as it happens.
+These changes, and not a picture of where the members stand, are the state that is exchanged: a member that lost its
+partitions and was assigned the same ones while the connection was down must not look like one that kept them.
 """
 
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from spark_group_source.kafka import Runtime
-from spark_group_source.members.messages import Order, Report, Told
 
-UNHEARD_MAX = 10_000
-"""Messages that the other side has not heard; beyond this it is given up: it would know of nothing that matters."""
+KEPT_MAX = 10_000
+"""Changes that the other end has not taken; beyond this it is given up: it would know of nothing that matters."""
 
-Send = Callable[[Told], object]
+C = TypeVar("C")
 
 
-class Link:
-    """One side. Any thread."""
+class Link(Generic[C]):
+    """One end. Any thread.
+
+    Args:
+        runtime: locks.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._lock = runtime.condition()
-        self._send: Send | None = None
-        self._unheard: deque[Told] = deque()
-        self._last = 0  # number of the last message that was told
-        self._mark = 0  # the same, when it was last heard what the other side has
-        self.heard = 0
-        """The number of the last message that was taken."""
+        self._send: Callable[[int, C], object] | None = None
+        self._kept: deque[tuple[int, C]] = deque()
+        self._last = 0  # number of the last change here
+        self.taken = 0
+        """The number of the last change of the other end that was taken here."""
         self.broken = False
-        """More was told than is kept: the other side misses something."""
+        """More changes were made than are kept: the other end misses some."""
 
-    def connect(self, send: Send | None, *, heard: int = 0) -> None:
-        """There is a new channel, or none. ``heard``: what the other side has."""
+    def connect(self, send: Callable[[int, C], object] | None) -> None:
+        """There is a new connection, or none; ``send`` takes the number of a change and the change, and never waits."""
         with self._lock:
             self._send = send
-            self._drop(heard)
-            self._again()
+            if send is not None:
+                for number, change in self._kept:
+                    send(number, change)
 
-    def tell(self, body: Order | Report) -> None:
+    def tell(self, change: C) -> None:
+        """Let the other end know."""
         with self._lock:
-            if len(self._unheard) >= UNHEARD_MAX:
+            if len(self._kept) >= KEPT_MAX:
                 self.broken = True
                 return
             self._last += 1
-            told = Told(number=self._last, body=body)
-            self._unheard.append(told)
+            self._kept.append((self._last, change))
             if self._send is not None:
-                self._send(told)
+                self._send(self._last, change)
 
-    def take(self, told: Told) -> Order | Report | None:
-        """What it says, if it is the next one: one that came before, or comes too early, says nothing."""
+    def take(self, number: int) -> bool:
+        """Whether the other end's change with this number is news: after a reconnect some came before."""
         with self._lock:
-            if told.number != self.heard + 1:
-                return None
-            self.heard = told.number
-            return told.body
+            if number != self.taken + 1:
+                return False
+            self.taken = number
+            return True
 
-    def other_heard(self, heard: int) -> None:
-        """The other side says now and then what it has. What it should have had the last time is sent again."""
+    def other_took(self, number: int) -> None:
+        """The other end has taken all changes up to this number."""
         with self._lock:
-            self._drop(heard)
-            if self._unheard and self._unheard[0].number <= self._mark:
-                self._again()
-            self._mark = self._last
-
-    def _drop(self, heard: int) -> None:
-        while self._unheard and self._unheard[0].number <= heard:
-            self._unheard.popleft()
-
-    def _again(self) -> None:
-        if self._send is not None:
-            for told in self._unheard:
-                self._send(told)
+            while self._kept and self._kept[0][0] <= number:
+                self._kept.popleft()

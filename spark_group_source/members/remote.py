@@ -8,19 +8,14 @@ be somebody else's.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import count
 
-from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Identity, MemberStale, Runtime
-from spark_group_source.members.messages import Commit, Committed, Give, Known, Order, Reported, Start
-from spark_group_source.members.shares import OfSlot, Share
+from spark_group_source.kafka import Identity, Runtime
+from spark_group_source.members.messages import Known, Order, Report
+from spark_group_source.members.shares import OfSlot
 from spark_group_source.model import TopicPartition
-
-COMMITS_MAX = 100
-"""Commits that were not answered; the commit before is waited for, so more than a few are of an agent that is gone."""
 
 
 class RemoteMember(OfSlot):
@@ -30,7 +25,7 @@ class RemoteMember(OfSlot):
         join: which slot, the number of its consumer, its names in the group, and its host.
         runtime: locks and answers.
         incremental: whether it keeps what it has through a rebalance.
-        tell: sends the agent an order; never raises, and goes on trying while the agent is there.
+        tell: orders something of the client with that number; never raises, and the agent hears it while it lives.
         known_as: takes each member id that the group gives it.
         report: takes each event; never raises.
     """
@@ -41,7 +36,7 @@ class RemoteMember(OfSlot):
         *,
         runtime: Runtime,
         incremental: bool,
-        tell: Callable[[Order], None],
+        tell: Callable[[int, Order], None],
         known_as: deque[str],
         report: Callable[[ev.Event], None],
     ) -> None:
@@ -50,8 +45,6 @@ class RemoteMember(OfSlot):
         self._tell, self._known_as, self._report = tell, known_as, report
         self._lock = runtime.condition()
         self._ended: Future[None] = runtime.future()
-        self._asks = count(1)
-        self._commits: dict[int, Future[None]] = {}
         self._revoking: tuple[TopicPartition, ...] = ()
         self.identity: Identity | None = None
         """Who it is in the group, as far as it has told."""
@@ -59,41 +52,13 @@ class RemoteMember(OfSlot):
         """Its partitions: from when it was given them to when it was told to give them back."""
 
     def start(self) -> None:
-        self._tell(Start(join=self._join))
+        self._tell(self.client, self._join)
 
     def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         if isinstance(order, ev.Release):
             with self._lock:
                 self._gave_back(self._revoking)
-        self._tell(Give(slot=self.slot, client=self.client, order=order))
-
-    @property
-    def host(self) -> str:
-        return self._join.host
-
-    def commit(self, share: Share, notes: Mapping[TopicPartition, str]) -> "Future[None]":
-        """Commit offsets as this member; the same promises as :meth:`Member.commit`."""
-        done: Future[None] = self._runtime.future()
-        who = share.identity
-        with self._lock:
-            if self._ended.done() or len(self._commits) >= COMMITS_MAX:
-                done.set_exception(GroupError("the member has ended"))
-                return done
-            ask = next(self._asks)
-            self._commits[ask] = done
-        self._tell(
-            Commit(
-                ask=ask,
-                slot=self.slot,
-                client=self.client,
-                generation=-1 if who is None else who.generation,
-                member="" if who is None else who.member,
-                metadata="" if who is None else bytes(who.metadata).hex(),
-                offsets=share.offsets,
-                notes={tp: notes[tp] for tp in share.offsets},
-            )
-        )
-        return done
+        self._tell(self.client, order)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the member to end, or its host; False when neither did in time."""
@@ -107,16 +72,13 @@ class RemoteMember(OfSlot):
 
     # --- what its host says -----------------------------------------------------------------------------------------
 
-    def take(self, report: Reported | Known | Committed) -> None:
+    def take(self, report: Report) -> None:
         """One report of the member; in order, each once."""
-        match report:
-            case Known():
-                self._known(report)
-            case Committed():
-                self._committed(report)
-            case Reported():
-                self._note(report.event)
-                self._report(report.event)
+        if isinstance(report, Known):
+            self._known(report)
+        else:
+            self._note(report)
+            self._report(report)
 
     def gone(self) -> None:
         """Its host is lost, or has been told to end it."""
@@ -148,27 +110,9 @@ class RemoteMember(OfSlot):
         gone = set(partitions)
         self.held = tuple(tp for tp in self.held if tp not in gone)
 
-    def _committed(self, answer: Committed) -> None:
-        with self._lock:
-            done = self._commits.pop(answer.ask, None)
-        if done is None:
-            return
-        match answer.failure:
-            case "":
-                done.set_result(None)
-            case "stale":
-                done.set_exception(MemberStale(answer.reason, thrown_out=answer.thrown_out))
-            case "denied":
-                done.set_exception(AccessDenied(answer.reason))
-            case _:
-                done.set_exception(CommitFailed(answer.reason))
-
     def _end(self) -> None:
         with self._lock:
             if self._ended.done():
                 return
             self.identity, self.held = None, ()
-            commits, self._commits = list(self._commits.values()), {}
             self._ended.set_result(None)
-        for done in commits:
-            done.set_exception(GroupError("the member has ended"))

@@ -4,7 +4,6 @@ Runs in: the stream reader and agents, any of their threads. Deliberately absent
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +28,10 @@ class SlotMember(Protocol):
         """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
 
     @property
+    def host(self) -> str:
+        """The agent where it lives; empty for the stream reader itself."""
+
+    @property
     def slot(self) -> int: ...
     @property
     def client(self) -> int: ...
@@ -37,13 +40,6 @@ class SlotMember(Protocol):
 
     def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         """Give it something to do; never waits."""
-
-    def commit(self, share: "Share", notes: Mapping[TopicPartition, str]) -> "Future[None]":
-        """Commit offsets as this member: the way where transactions are not allowed.
-
-        Returns:
-            Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
-        """
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for it to end; False when it did not in time."""
@@ -58,6 +54,10 @@ class OfSlot:
     @property
     def static(self) -> bool:
         return self._join.instance_id is not None
+
+    @property
+    def host(self) -> str:
+        return self._join.host
 
     @property
     def slot(self) -> int:

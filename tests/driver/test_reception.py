@@ -17,7 +17,7 @@ from spark_group_source.executor.tasks import Call
 from spark_group_source.group import events as ev
 from spark_group_source.group.claims import Plan
 from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.members.dialect import codec
+from spark_group_source.members.messages import CODEC
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 
@@ -91,7 +91,7 @@ def test_a_task_with_too_much_to_tell_ends_all_the_same(
 ) -> None:
     tally = read(skipped=(7, 9), ends=True)
     tally.brokers.update({TopicPartition("orders", p): 2**60 for p in range(2_000)})
-    monkeypatch.setattr(codec(), "bytes_max", 10_000)
+    monkeypatch.setattr(CODEC, "bytes_max", 10_000)
     with caplog.at_level(logging.WARNING):
         listening.task(tally)
     assert "gets no counts of what this task read" in caplog.text

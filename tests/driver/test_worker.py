@@ -36,6 +36,7 @@ class HandMember:
 
     def __init__(self, slot: int, runtime: HandRuntime) -> None:
         self.slot, self.client, self.runtime = slot, 7, runtime
+        self.host = ""
         self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
         self.held: tuple[TopicPartition, ...] = (A0, A1, B0)
@@ -62,6 +63,8 @@ class Scene:
     def __init__(self, **options: str) -> None:
         self.runtime = HandRuntime()
         self.handled: list[ev.Event] = []
+        self.transactions: list[bool] = []
+        """What the core was told of them."""
         self.topics: list[Mapping[str, int] | Exception] = []
         self.members = {slot: HandMember(slot, self.runtime) for slot in range(3)}
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
@@ -73,8 +76,14 @@ class Scene:
             Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
             runtime=self.runtime,
             topics=self._topics,
-            handle=self.handled.append,
+            handle=self._handle,
         )
+
+    def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, ev.TransactionsSeen):
+            self.transactions.append(event.allowed)
+        else:
+            self.handled.append(event)
 
     def _topics(self) -> Mapping[str, int]:
         found = self.topics.pop(0)
@@ -530,3 +539,60 @@ def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Except
     denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
     (failed,) = denied.handled
     assert isinstance(failed, ev.EchoFailed) and not failed.stale
+
+
+# --- members at agents ----------------------------------------------------------------------------------------------
+
+
+def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
+    scene = Scene()
+    scene.run()
+    assert scene.transactions == [True]
+    refused = Scene()
+    refused.runtime.will("init_transactions", *[DENIED] * 9)
+    refused.shows({A0: 5, A1: 6})
+    for member in refused.members.values():
+        member.held = (A0, A1)
+    refused.run(refused.order(echo(), echo(), echo()))
+    assert refused.transactions == [False]
+
+
+def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refused() -> None:
+    scene = Scene()
+    scene.members[0].host = "h1"
+    scene.runtime.will("init_transactions", *[DENIED] * 9)
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and "come home first" in failed.reason
+    assert not scene.members[0].committed and not scene.members[1].committed
+
+
+@pytest.mark.parametrize("others", [(), ("m",)], ids=["places are another's", "places are ours"])
+@pytest.mark.parametrize("out", [False, True], ids=["all", "one is out"])
+def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(others: tuple[str, ...], out: bool) -> None:
+    """A newer driver of the stream would have their places."""
+    scene = Scene()
+    scene.members[0].host = scene.members[1].host = "h1"
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    found = SimpleNamespace(
+        state=SimpleNamespace(name="STABLE"),
+        type=SimpleNamespace(name="CLASSIC"),
+        partition_assignor="range",
+        is_simple_consumer_group=False,
+        coordinator=SimpleNamespace(id=1, host="b", port=9092),
+        members=[member_at("g.s.0", member) for member in others],
+    )
+    scene.runtime.will("describe_consumer_groups", *[{"g": found}] * 3)
+    for _ in range(3):
+        scene.topics_there(a=2)
+    scene.shows({A0: 5, A1: 6})
+
+    def goes_out() -> None:
+        scene.members[1].identity = None if out else scene.members[1].identity
+
+    scene.run(scene.order(echo()), goes_out, scene.order(echo()))
+    again = bool(others) and not out
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone if again else ev.EchoFailed]
+    assert len(scene.runtime.producers) == 1 + again
+    assert not scene.members[0].committed

@@ -16,7 +16,7 @@ from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.start import Order
 from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tasks import Call
-from spark_group_source.members.dialect import codec
+from spark_group_source.members.messages import CODEC
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.source import GroupStreamReader, RangesPartition
@@ -32,7 +32,7 @@ def listening(answers: Answers) -> Iterator[Call]:
     """A stream reader that answers like this."""
     secret = Secret.new()
     server = Server(
-        codec(),
+        CODEC,
         secret,
         on_message=answers,
         on_closed=lambda *_: None,

@@ -30,6 +30,7 @@ EXAMPLES: list[ev.Event | ev.Command | ev.Step] = [
     ev.TaskRead(seq=3, memory={A: 1}, brokers={B: 2}, lost=(OffsetRange(B, 3, 5),)),
     ev.HostCut(host="h1"),
     ev.HostGone(host="h1", reason="x"),
+    ev.TransactionsSeen(allowed=True),
     ev.Boundary(),
     ev.Durable(offset=OFFSET),
     ev.Planned(offset=OFFSET),

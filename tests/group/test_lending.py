@@ -52,6 +52,34 @@ def lent(**rules: object) -> GroupHarness:
     return g
 
 
+# --- transactions ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_lent_before_the_brokers_took_a_transaction() -> None:
+    g = settled((A,))
+    g.feed(ev.TransactionsSeen(allowed=False))
+    g.host_came("h1")
+    g.tick(ms=STAY_MS)
+    assert begun(g) == []
+    g.feed(ev.TransactionsSeen(allowed=True))
+    assert begun(g) == [0]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_slots_come_home_when_transactions_are_refused(holds: bool) -> None:
+    """Where members commit, they do so on threads of the stream reader; what they have is on its way to nobody."""
+    g = lent()
+    g.feed(ev.TransactionsSeen(allowed=False))
+    if holds:
+        g.revoking(A)
+    commands = g.feed(ev.Boundary())
+    (leave,), (join,) = only(ev.Leave, commands), only(ev.Join, commands)
+    assert (leave.slot, leave.leave) == (0, False)
+    assert (join.host, join.client) == ("", 3)
+    g.assigned(A)
+    assert begun(g) == [] and hosts_of(g) == [""]
+
+
 # --- lending --------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """Executors with agents that host members of a simulated query, and the channels between them and the stream reader.
 
 Runs in: tests. What ships runs on both ends (``members.hosted``, ``driver.hosts``); a channel is a model. It keeps the
-order of what it carries, as TCP does, and may delay it, lose it with a cut, swallow a message and repeat one.
+order of what it carries, as TCP does, and may delay it, and lose it with a cut. A message that is swallowed or repeated
+on the way ends the channel when the next one arrives in its direction, as the numbers in the seals do.
 Deliberately absent: bytes, handshakes, tasks that read from an agent.
 """
 
@@ -29,6 +30,8 @@ CONNECT_MS = (5, 800)
 """Before an agent whose channel is cut has tried another."""
 HEARD_CUT_MS = (0, 3_000)
 """From a cut until each end hears of it."""
+HEARD_TORN_MS = (0, 100)
+"""The same where one end closes it, because a message is missing."""
 OUTLIVES_MS = (0, 10_000)
 """How long an agent may outlive its executor."""
 EXECUTORS_MAX = 3
@@ -46,7 +49,6 @@ class Luck:
     """How likely each misfortune of one message is."""
 
     swallowed: float = 0.0
-    repeated: float = 0.0
     cut: float = 0.0
     delay_ms_max: int = 10
 
@@ -81,11 +83,12 @@ class Channel:
         self.world, self.agent, self.run, self.luck = world, agent, run, luck
         self.open = True
         self._arrived_ms = {"agent": 0, "run": 0}
+        self._torn: set[str] = set()  # directions in which a message is missing
         self._draws = {to: agent.process.draws(f"channel to {to}") for to in self._arrived_ms}
 
     # --- the run's end ----------------------------------------------------------------------------------------------
 
-    def send(self, message: ms.ToAgent) -> None:
+    def send(self, message: ms.AgentOrders) -> None:
         self.carry("agent", lambda: self.agent.heard(self, message))
 
     def drop(self, reason: str) -> None:
@@ -94,16 +97,16 @@ class Channel:
 
     # --- both -------------------------------------------------------------------------------------------------------
 
-    def to_run(self, message: ms.FromAgent) -> None:
+    def to_run(self, message: ms.AgentReport) -> None:
         self.carry("run", lambda: self.run.heard(self, message))
 
-    def cut(self) -> None:
+    def cut(self, heard_ms: tuple[int, int] = HEARD_CUT_MS) -> None:
         """What is under way is lost."""
         if self.open:
             self.open = False
             self.world.note(f"{self.agent.process.name}: its channel is cut")
-            self.world.at(self._draws["run"].between(*HEARD_CUT_MS), lambda: self.run.cut(self))
-            self.world.at(self._draws["agent"].between(*HEARD_CUT_MS), lambda: self.agent.cut(self))
+            self.world.at(self._draws["run"].between(*heard_ms), lambda: self.run.cut(self))
+            self.world.at(self._draws["agent"].between(*heard_ms), lambda: self.agent.cut(self))
 
     def carry(self, to: str, deliver: Callable[[], None]) -> None:
         world, draws = self.world, self._draws[to]
@@ -114,15 +117,16 @@ class Channel:
             return
         silent = world.now_ms < self.agent.silent_until_ms
         if silent or draws.chance(self.luck.swallowed):
+            self._torn.add(to)
             return
-        times = 2 if draws.chance(self.luck.repeated) else 1
-        for _ in range(times):
-            at_ms = max(self._arrived_ms[to], world.now_ms + draws.between(1, self.luck.delay_ms_max))
-            self._arrived_ms[to] = at_ms
-            world.at(at_ms - world.now_ms, partial(self._arrive, deliver))
+        at_ms = max(self._arrived_ms[to], world.now_ms + draws.between(1, self.luck.delay_ms_max))
+        self._arrived_ms[to] = at_ms
+        world.at(at_ms - world.now_ms, partial(self._arrive, deliver, torn=to in self._torn))
 
-    def _arrive(self, deliver: Callable[[], None]) -> None:
-        if self.open:
+    def _arrive(self, deliver: Callable[[], None], *, torn: bool) -> None:
+        if torn:
+            self.cut(HEARD_TORN_MS)
+        elif self.open:
             deliver()
 
 
@@ -166,7 +170,7 @@ class Agent:
             deaf=self._deaf,
         )
         self.hosted.truth, self.hosted.process = truth, self.process
-        self._inbox: Inbox[tuple[Channel, ms.ToAgent | None]] | None = None
+        self._inbox: Inbox[tuple[Channel, ms.AgentOrders | None]] | None = None
         self.process.spawn("main", self._main)
 
     @property
@@ -185,7 +189,7 @@ class Agent:
         """Its executor is gone."""
         self.process.spawn("watch", lambda: self.hosted.close("its executor is gone"))
 
-    def heard(self, channel: Channel, message: ms.ToAgent) -> None:
+    def heard(self, channel: Channel, message: ms.AgentOrders) -> None:
         if self._inbox is not None:
             self._inbox.put((channel, message))
 
@@ -209,7 +213,7 @@ class Agent:
         self.hosted.begin()
         self.connect()
 
-    def _take(self, item: tuple[Channel, ms.ToAgent | None]) -> None:
+    def _take(self, item: tuple[Channel, ms.AgentOrders | None]) -> None:
         channel, message = item
         if channel is not self.channel:
             return
@@ -218,7 +222,7 @@ class Agent:
         else:
             self.hosted.take(message)
 
-    def _send(self, message: ms.FromAgent) -> None:
+    def _send(self, message: ms.AgentReport) -> None:
         if self.channel is not None:
             self.channel.to_run(message)
 
@@ -270,7 +274,7 @@ class Executors:
 
     def calm(self) -> None:
         """Nothing goes wrong any more."""
-        self.luck.swallowed = self.luck.repeated = self.luck.cut = 0.0
+        self.luck.swallowed = self.luck.cut = 0.0
         self.luck.delay_ms_max = 10
         for agent in self.agents:
             agent.silent_until_ms = agent.process.cut_off_until_ms = 0

@@ -56,6 +56,7 @@ class GroupHarness:
     def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
         self.machine = Machine(rules_with(slots=slots, **rules))
+        self.machine.lending.transactional = True
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 

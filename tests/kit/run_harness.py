@@ -44,6 +44,7 @@ class RunHarness:
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
         self.clock = ManualClock(1_000)
         self.run = Machine(rules_with(slots=slots, **rules))
+        self.run.lending.transactional = True
         self.down_until_ms = 0  # no broker answers
         self.topics = dict(topics or {"orders": 2})
         self.ids = {topic: f"id-{topic}" for topic in self.topics}

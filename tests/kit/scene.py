@@ -106,10 +106,10 @@ class Scene:
     def _with_agents(self) -> None:
         """The queries have executors, with agents that host members."""
         random = self.world.draws("channels")
-        swallowed, repeated, cut = (random.choice(CHANNEL_SHARES) for _ in range(3))
+        swallowed, cut = (random.choice(CHANNEL_SHARES) for _ in range(2))
         for query in self.queries:
             random = self.world.draws(f"agents/{query.name}")
-            luck = Luck(swallowed, repeated, cut, random.choice(CHANNEL_MS))
+            luck = Luck(swallowed, cut, random.choice(CHANNEL_MS))
             query.executors = Executors(self.world, self.cluster, self.truth, luck, random)
             member_host = random.choice(MEMBER_HOSTS)
             options = query.habits.options | {"groupMembers": str(random.randint(1, 4))}

@@ -157,7 +157,7 @@ class SparkRun:
         self._runtime.threads_left, query.threads_left = query.threads_left, None
         self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
         self.executors = query.executors
-        self._inbox: Inbox[tuple[Channel, ms.FromAgent | None]] | None = None
+        self._inbox: Inbox[tuple[Channel, ms.AgentReport | None]] | None = None
         self._coordinator: Coordinator | None = None
         self._thread: Thread | None = None
         self._stopping = False
@@ -181,7 +181,7 @@ class SparkRun:
             self._stopping = True
             self._thread.interrupt(SystemExit())
 
-    def heard(self, channel: Channel, message: ms.FromAgent) -> None:
+    def heard(self, channel: Channel, message: ms.AgentReport) -> None:
         """An agent's message has come."""
         if self._inbox is None:
             self._inbox = Inbox(self.process, self._take)
@@ -192,7 +192,7 @@ class SparkRun:
         if self._inbox is not None:
             self._inbox.put((channel, None))
 
-    def _take(self, item: tuple[Channel, ms.FromAgent | None]) -> None:
+    def _take(self, item: tuple[Channel, ms.AgentReport | None]) -> None:
         channel, message = item
         assert self._coordinator is not None
         if message is None:

@@ -1,18 +1,19 @@
-"""A member at an agent and its face in the stream reader, joined by a channel that a test cuts, repeats and loses."""
+"""A member at an agent and its face in the stream reader, joined by a channel that a test cuts."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hand_made import A0, A1, HandRuntime, metadata
 
 from spark_group_source.driver.hosts import Hosts
-from spark_group_source.errors import AccessDenied, GroupError
+from spark_group_source.errors import AccessDenied
 from spark_group_source.group import events as ev
-from spark_group_source.kafka import Identity, MemberStale
+from spark_group_source.kafka import Identity
 from spark_group_source.members import messages as ms
 from spark_group_source.members.hosted import PINGS_A_LEASE, Hosted
-from spark_group_source.members.link import UNHEARD_MAX, Link
+from spark_group_source.members.link import KEPT_MAX, Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.members.shares import Share
 
@@ -27,11 +28,11 @@ class Wire:
 
     def __init__(self, pair: "Pair") -> None:
         self.pair = pair
-        self.to_agent: deque[ms.ToAgent] = deque()
-        self.to_run: deque[ms.FromAgent] = deque()
+        self.to_agent: deque[ms.AgentOrders] = deque()
+        self.to_run: deque[ms.AgentReport] = deque()
         self.cut = False
 
-    def send(self, message: ms.ToAgent) -> None:
+    def send(self, message: ms.AgentOrders) -> None:
         self.to_agent.append(message)
 
     def drop(self, reason: str) -> None:
@@ -66,7 +67,7 @@ class Pair:
         )
         self.admits = True
 
-    def _send(self, message: ms.FromAgent) -> None:
+    def _send(self, message: ms.AgentReport) -> None:
         self.wire.to_run.append(message)
 
     def _handle(self, event: ev.Event) -> None:
@@ -116,58 +117,52 @@ def pair() -> Pair:
     return pair
 
 
+def report_of(host: str) -> ms.AgentReport:
+    return ms.AgentReport(host=host, executor="8", name="", fresh=True, taken=0)
+
+
 def assigned(*tps: Any) -> ev.Assigned:
     return ev.Assigned(slot=3, client=2, partitions=tps, generation=5)
 
 
-# --- messages that arrive once and in order ------------------------------------------------------------------------
+# --- changes that arrive once and in order --------------------------------------------------------------------------
 
 
-def test_what_is_told_arrives_once_and_in_order_however_often_it_is_sent() -> None:
-    runtime = HandRuntime()
-    sent: list[ms.Told] = []
-    one, other = Link(runtime), Link(runtime)
-    one.connect(sent.append)
-    for ask in range(3):
-        one.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
-    first, second, third = sent
-    assert other.take(second) is None
-    assert [other.take(told) for told in (first, first, second, third, second)] == [
-        first.body,
-        None,
-        second.body,
-        third.body,
-        None,
-    ]
+def linked() -> tuple[Link[str], list[tuple[int, str]]]:
+    link, sent = Link[str](HandRuntime()), list[tuple[int, str]]()
+    link.connect(lambda number, change: sent.append((number, change)))
+    return link, sent
 
 
-def test_a_new_channel_brings_what_was_not_heard_and_nothing_else() -> None:
-    sent: list[ms.Told] = []
-    link = Link(HandRuntime())
-    for ask in range(3):
-        link.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
-    link.connect(sent.append, heard=2)
-    assert [told.number for told in sent] == [3]
+def test_a_change_is_sent_once_over_one_connection() -> None:
+    link, sent = linked()
+    link.tell("a")
+    link.other_took(0)
+    link.tell("b")
+    assert sent == [(1, "a"), (2, "b")]
 
 
-def test_what_was_swallowed_is_sent_again_when_it_should_have_been_heard() -> None:
-    sent: list[ms.Told] = []
-    link = Link(HandRuntime())
-    link.connect(sent.append)
-    link.tell(ms.Known(slot=1, client=1, generation=1, member="", metadata=""))
-    link.other_heard(0)
-    assert len(sent) == 1  # it may be under way
-    link.other_heard(0)
-    assert len(sent) == 2
-    link.other_heard(1)
-    link.other_heard(1)
-    assert len(sent) == 2
+def test_a_new_connection_brings_what_was_not_taken_and_nothing_else() -> None:
+    link, _ = linked()
+    link.connect(None)
+    for change in "abc":
+        link.tell(change)
+    link.other_took(2)
+    sent: list[tuple[int, str]] = []
+    link.connect(lambda number, change: sent.append((number, change)))
+    assert sent == [(3, "c")]
 
 
-def test_what_is_kept_for_a_silent_end_is_bounded() -> None:
-    link = Link(HandRuntime())
-    for ask in range(UNHEARD_MAX + 1):
-        link.tell(ms.Known(slot=ask, client=1, generation=1, member="", metadata=""))
+def test_what_came_before_the_reconnect_is_not_taken_again() -> None:
+    link, _ = linked()
+    assert [link.take(number) for number in (1, 2, 1, 2, 3)] == [True, True, False, False, True]
+    assert link.taken == 3
+
+
+def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
+    link, _ = linked()
+    for _ in range(KEPT_MAX + 1):
+        link.tell("x")
     assert link.broken
 
 
@@ -214,25 +209,34 @@ def test_an_agent_that_hears_nothing_for_a_third_of_a_lease_asks_for_another_cha
     assert not pair.agent._is_deaf()
 
 
-def test_pings_are_answered_so_often_that_a_good_channel_is_kept(pair: Pair) -> None:
+def test_reports_are_answered_so_often_that_a_good_channel_is_kept(pair: Pair) -> None:
     for _ in range(12):
         pair.there.clock_ms += LEASE_MS // PINGS_A_LEASE
         assert not pair.agent._is_deaf()
-        pair.agent._send(ms.Ping(heard=0))
+        pair.agent._say()
         pair.carry()
 
 
-def test_who_did_not_say_hello_is_sent_away(pair: Pair) -> None:
+def test_an_answer_is_no_reason_for_the_next_report(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[None] = []
+    monkeypatch.setattr(pair.agent._changed, "notify_all", lambda: woken.append(None))
+    for lease_ms in (LEASE_MS, LEASE_MS, 2 * LEASE_MS):
+        pair.agent.take(ms.AgentOrders(taken=0, lease_ms=lease_ms))
+    assert len(woken) == 1
+
+
+def test_who_is_none_of_the_runs_agents_is_sent_away(pair: Pair) -> None:
+    pair.admits = False
     stranger = Wire(pair)
-    pair.hosts.take(stranger, ms.Ping(heard=0))
-    assert stranger.to_agent == deque([ms.Dismissed(reason="it is none of this run's agents")])
-    assert len(pair.events) == 1
+    for _ in range(2):
+        pair.hosts.take(stranger, report_of("h2"))
+    assert [orders.over for orders in stranger.to_agent] == ["no", "it is none of this run's agents"]
 
 
 def test_a_sign_of_life_says_what_is_held_of_each_members_partitions(pair: Pair) -> None:
     pair.lend()
     pair.agent.begin(lambda tps: (100 * len(list(tps)), 7))
-    pair.agent._ping()
+    pair.agent._say(stock=pair.agent._stock())
     pair.carry()
     assert ev.HostStocked(host="h1", stock=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
 
@@ -242,8 +246,8 @@ def test_a_run_that_has_ended_sends_agents_away(pair: Pair) -> None:
     pair.carry()
     assert pair.agent._wait() == "the run has ended"
     late = Wire(pair)
-    pair.hosts.take(late, ms.Hello(host="h2", executor="8", name="", fresh=True, heard=0))
-    assert late.to_agent == deque([ms.Dismissed(reason="the run has ended")])
+    pair.hosts.take(late, report_of("h2"))
+    assert [orders.over for orders in late.to_agent] == ["the run has ended"]
 
 
 def test_a_newer_channel_of_an_agent_closes_the_older_one_whose_end_says_nothing(pair: Pair) -> None:
@@ -290,8 +294,7 @@ def test_who_it_is_is_known_before_what_it_was_given(pair: Pair) -> None:
 
 def test_reports_of_a_member_that_was_replaced_or_of_another_host_are_ignored(pair: Pair) -> None:
     pair.lend()
-    foreign = ms.Reported(event=ev.Assigned(slot=3, client=1, partitions=(A0,), generation=1))
-    pair.agent._link.tell(foreign)
+    pair.agent._link.tell(ev.Assigned(slot=3, client=1, partitions=(A0,), generation=1))
     pair.carry()
     assert pair.told() == []
 
@@ -312,26 +315,25 @@ def test_its_end_is_waited_for_and_a_lost_host_ends_it_too(pair: Pair) -> None:
     assert other.wait_ended(0) and other.identity is None
 
 
-def test_a_commit_as_a_lent_member_is_made_there_and_answered_here(pair: Pair) -> None:
+def test_orders_come_once_also_over_a_channel_that_was_cut(pair: Pair) -> None:
     member = pair.lend()
+    pair.says(assigned(A0))
     there = pair.agent._members[3]
-    there._renamed = lambda _: None
-    done = member.commit(Share(member, WHO, {A0: 7}), {A0: "note", A1: "other"})
+    member.order(ev.Subscribe(slot=3, topics=("a", "b")))
     pair.carry()
-    order = there._orders.get_nowait()
-    assert (order.share.identity, order.share.offsets, order.notes) == (WHO, {A0: 7}, {A0: "note"})  # type: ignore[union-attr]
-    order.done(MemberStale("joined again", thrown_out=True))  # type: ignore[union-attr]
-    pair.carry()
-    with pytest.raises(MemberStale, match="joined again") as raised:
-        done.result(0)
-    assert raised.value.thrown_out
+    member.order(ev.Release(slot=3, client=2))
+    pair.wire.to_agent.clear()
+    pair.reconnect()
+    orders = [there._orders.get_nowait() for _ in range(2)]
+    assert [type(order) for order in orders] == [ev.Subscribe, ev.Release]
+    assert there._orders.empty()
 
 
-def test_a_commit_as_a_member_that_is_gone_fails(pair: Pair) -> None:
-    member = pair.lend()
-    done = member.commit(Share(member, WHO, {A0: 7}), {A0: ""})
-    pair.hosts.dismiss("h1", "its lease is over")
-    with pytest.raises(GroupError, match="has ended"):
-        done.result(0)
-    with pytest.raises(GroupError, match="has ended"):
-        member.commit(Share(member, WHO, {A0: 7}), {A0: ""}).result(0)
+def test_an_order_for_a_member_that_was_replaced_is_not_obeyed(pair: Pair) -> None:
+    former = pair.lend()
+    pair.hosts.make(replace(JOIN, client=3)).start()
+    pair.carry()
+    there = pair.agent._members[3]
+    former.order(ev.Leave(slot=3, leave=True))
+    pair.carry()
+    assert there.client == 3 and there._orders.empty()

@@ -404,8 +404,8 @@ MUTANTS = [
     Mutant(
         "lends-what-stays-at-home",
         LE,
-        'return self._rules.member_host != "driver" and self._slots.static',
-        "return self._slots.static",
+        'return self._rules.member_host != "driver" and self._slots.static and self.transactional',
+        "return self._slots.static and self.transactional",
         "members stay in the stream reader where they are to",
         agents=True,
     ),
@@ -420,9 +420,33 @@ MUTANTS = [
     Mutant(
         "believes-what-is-repeated",
         "members/link.py",
-        "if told.number != self.heard + 1:",
-        "if told.number < 0:",
+        "if number != self.taken + 1:",
+        "if number < 0:",
         "a message counts once, and in its turn",
+        agents=True,
+    ),
+    Mutant(
+        "forgets-what-was-not-taken",
+        "members/link.py",
+        "                for number, change in self._kept:\n",
+        "                for number, change in ():\n",
+        "a new channel begins with the changes that were not taken",
+        agents=True,
+    ),
+    Mutant(
+        "leaves-slots-without-commits",
+        LE,
+        "if not self.transactional:",
+        "if False:",
+        "slots come home where transactions are refused",
+        agents=True,
+    ),
+    Mutant(
+        "takes-the-id-back-unasked",
+        "driver/commits.py",
+        "if not whole or any(",
+        "if False and any(",
+        "the transactional id is taken back only while the group has this run's members",
         agents=True,
     ),
     Mutant(
@@ -444,6 +468,9 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
+    "forgets-what-was-not-taken": ("eager", 0),
+    "leaves-slots-without-commits": ("eager", 0),
+    "takes-the-id-back-unasked": ("eager", 0),
     "forgets-what-others-made-durable": ("eager", 11),
     "believes-a-late-echo": ("eager", 1),
     "undoes-a-rewind": ("eager", 130),

@@ -17,7 +17,6 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
-from spark_group_source.members.dialect import codec
 from spark_group_source.members.hosted import Buffered, Hosted
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Membership:
         refused_since_s: float | None = None
         while not self._over.is_set():
             try:
-                client = Client(self._addresses, codec(), self._secret, OPEN_S)
+                client = Client(self._addresses, ms.CODEC, self._secret, OPEN_S)
             except ChannelBroken as exc:
                 now_s = time.monotonic()
                 refused_since_s = (refused_since_s or now_s) if exc.fields.get("refused") else None
@@ -112,7 +111,7 @@ class Membership:
                 case Envelope(message=message):
                     self._hosted.take(message)
 
-    def _send(self, message: ms.FromAgent) -> None:
+    def _send(self, message: ms.AgentReport) -> None:
         client = self._client
         if client is not None:
             try:

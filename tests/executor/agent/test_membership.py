@@ -14,24 +14,23 @@ from spark_group_source.channel.server import Peer, Server
 from spark_group_source.executor.agent import membership
 from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.members import messages as ms
-from spark_group_source.members.dialect import codec
 
 LEASE_MS = 600_000
 """No test lives so long: what ends an agent here is no lease."""
 
 
 class Reader:
-    """A stream reader that welcomes every agent, and answers no ping."""
+    """A stream reader that takes every agent, and answers its first report alone."""
 
     lease_ms = LEASE_MS
 
     def __init__(self) -> None:
-        self.hellos: list[ms.Hello] = []
-        self.byes: list[ms.Bye] = []
+        self.first: list[ms.AgentReport] = []
+        self.last: list[ms.AgentReport] = []
         self.peers: list[Peer] = []
         self.secret = Secret.new()
         self.server = Server(
-            codec(),
+            ms.CODEC,
             self.secret,
             on_message=self._heard,
             on_closed=lambda *_: None,
@@ -41,14 +40,13 @@ class Reader:
         self.port = self.server.start()
 
     def _heard(self, peer: Peer, message: Any, _: int) -> None:
-        if peer not in self.peers:
+        assert isinstance(message, ms.AgentReport)
+        if message.over:
+            self.last.append(message)
+        elif peer not in self.peers:
             self.peers.append(peer)
-        match message:
-            case ms.Hello():
-                self.hellos.append(message)
-                peer.send(ms.Welcome(lease_ms=self.lease_ms, heard=0))
-            case ms.Bye():
-                self.byes.append(message)
+            self.first.append(message)
+            peer.send(ms.AgentOrders(taken=0, lease_ms=self.lease_ms))
 
 
 @pytest.fixture
@@ -79,13 +77,13 @@ def agent(reader: Reader) -> Iterator[tuple[Membership, list[Ahead]]]:
 
 def test_an_agent_whose_channel_is_cut_comes_back_as_the_one_that_it_was(reader: Reader) -> None:
     with agent(reader) as (made, told):
-        await_until(lambda: reader.hellos, 20, what="the agent")
+        await_until(lambda: reader.first, 20, what="the agent")
         ahead = Ahead(positions={})
         reader.peers[0].send(ahead)
         await_until(lambda: told == [ahead], 20, what="word of the next plan")
         reader.peers[0].drop("the test cuts it")
-        await_until(lambda: len(reader.hellos) == 2, 20, what="the agent on another channel")
-        first, second = reader.hellos
+        await_until(lambda: len(reader.first) == 2, 20, what="the agent on another channel")
+        first, second = reader.first
         assert (first.host, first.executor, first.fresh) == (second.host, "executor-1", True)
         assert not second.fresh, "it was welcomed before"
         assert made.ended() == ""
@@ -97,8 +95,8 @@ def test_an_agent_that_is_not_answered_on_its_channel_comes_back_on_another_long
     """A channel that swallows what is sent looks like one on which nothing happens."""
     reader.lease_ms = 3_000
     with agent(reader) as (made, _):
-        await_until(lambda: len(reader.hellos) == 3, 20, what="the agent on a third channel")
-        assert {hello.host for hello in reader.hellos} == {reader.hellos[0].host}
+        await_until(lambda: len(reader.first) == 3, 20, what="the agent on a third channel")
+        assert {report.host for report in reader.first} == {reader.first[0].host}
         assert made.ended() == ""
 
 
@@ -106,7 +104,7 @@ def test_an_agent_ends_soon_after_nobody_listens_any_more(reader: Reader, monkey
     """Long before its lease is over: the stream reader listens as long as it lives."""
     monkeypatch.setattr(membership, "NOBODY_S", 0.5)
     with agent(reader) as (made, _):
-        await_until(lambda: reader.hellos, 20, what="the agent")
+        await_until(lambda: reader.first, 20, what="the agent")
         reader.server.stop()
         await_until(made.ended, 20, what="the end of the agent")
         assert "the stream reader has ended" in made.ended()
@@ -114,7 +112,7 @@ def test_an_agent_ends_soon_after_nobody_listens_any_more(reader: Reader, monkey
 
 def test_an_agent_that_is_told_to_end_says_so_before(reader: Reader) -> None:
     with agent(reader) as (made, _):
-        await_until(lambda: reader.hellos, 20, what="the agent")
+        await_until(lambda: reader.first, 20, what="the agent")
         made.stop(10)
-        await_until(lambda: reader.byes, 20, what="its last word")
+        await_until(lambda: reader.last, 20, what="its last word")
         assert made.ended() == "the agent ends"
