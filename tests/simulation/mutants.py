@@ -434,22 +434,6 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
-        "leaves-slots-without-commits",
-        LE,
-        "if not self.transactional:",
-        "if False:",
-        "slots come home where transactions are refused",
-        agents=True,
-    ),
-    Mutant(
-        "takes-the-id-back-unasked",
-        "driver/commits.py",
-        "if not whole or any(",
-        "if False and any(",
-        "the transactional id is taken back only while the group has this run's members",
-        agents=True,
-    ),
-    Mutant(
         "outlives-its-lease",
         "members/hosted.py",
         "if self._why_end is None and silent_ms >= self._lease_ms:",
@@ -468,9 +452,7 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "forgets-what-was-not-taken": ("eager", 0),
-    "leaves-slots-without-commits": ("eager", 0),
-    "takes-the-id-back-unasked": ("eager", 0),
+    "forgets-what-was-not-taken": ("calm-cooperative", 0),
     "forgets-what-others-made-durable": ("eager", 11),
     "believes-a-late-echo": ("eager", 1),
     "undoes-a-rewind": ("eager", 130),
@@ -512,10 +494,10 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "leaves-slots-with-the-lost": ("calm-eager", 0),
     "takes-no-place": ("calm-consumer", 1),
     "counts-no-lost-host": ("cooperative", 23),
-    "lends-what-stays-at-home": ("eager", 7),
-    "admits-agents-of-former-runs": ("eager", 2),
+    "lends-what-stays-at-home": ("consumer", 4),
+    "admits-agents-of-former-runs": ("cooperative", 0),
     "believes-what-is-repeated": ("cooperative", 16),
-    "outlives-its-lease": ("eager", 10),
+    "outlives-its-lease": ("consumer", 9),
     "knows-nobody": ("calm-consumer", 0),
     "undoes-a-commit-behind-its-batch": ("consumer", 155),
 }
