@@ -30,7 +30,16 @@ from rich.table import Table
 from spark_group_source.channel.codec import FRAME_BYTES_MAX, Codec
 from spark_group_source.channel.frames import HEAD_BYTES, length_of
 from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
-from spark_group_source.channel.proof import FIELD_BYTES, MAC_BYTES, Seal, Secret, challenge, check_welcome, greeted
+from spark_group_source.channel.proof import (
+    FIELD_BYTES,
+    MAC_BYTES,
+    Handshake,
+    Seal,
+    Secret,
+    challenge,
+    check_welcome,
+    greeted,
+)
 from spark_group_source.channel.server import Limits, Peer, Server
 from spark_group_source.driver import garbage
 from spark_group_source.group.claims import Claims, Piece, Plan
@@ -269,33 +278,59 @@ def _at(values: list[float], share: float) -> float:
 # --- in the processes that play agents and strangers ----------------------------------------------------------------
 
 
-class Agent:
+class Agent(asyncio.Protocol):
     """One connection, as an executor's agent has it."""
 
-    def __init__(
-        self, executor: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, came: Seal, goes: Seal
-    ) -> None:
-        self.executor = executor
-        self._reader, self._writer, self._in, self._out = reader, writer, came, goes
+    def __init__(self, executor: str, secret: Secret) -> None:
+        self.executor, self._secret, self._mine = executor, secret, challenge()
+        self._buffer = bytearray()
+        self._hands: Handshake | None = None
+        self._in = self._out = Seal(b"")
+        self._writer: asyncio.Transport | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._task = asyncio.get_running_loop().create_task(self._read())
+        self.open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def connected(cls, executor: str, port: int, secret: Secret) -> "Agent":
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        mine = challenge()
-        hands = greeted(secret, await reader.readexactly(2 * FIELD_BYTES), mine)
-        writer.write(mine + hands.proof("client"))
-        check_welcome(hands, await reader.readexactly(FIELD_BYTES))
-        return cls(executor, reader, writer, hands.seal("server"), hands.seal("client"))
+        loop = asyncio.get_running_loop()
+        _, agent = await loop.create_connection(lambda: cls(executor, secret), "127.0.0.1", port)
+        await agent.open
+        return agent
 
-    async def _read(self) -> None:
-        while True:
-            length = length_of(await self._reader.readexactly(HEAD_BYTES), FRAME_BYTES_MAX + MAC_BYTES)
-            message, _, answers = CODEC.decode(self._in.open(await self._reader.readexactly(length)))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._writer = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        assert self._writer is not None
+        while len(self._buffer) >= HEAD_BYTES:
+            if not self.open.done():
+                size = FIELD_BYTES if self._hands else 2 * FIELD_BYTES
+                if len(self._buffer) < size:
+                    return
+                field = self._taken(size)
+                if self._hands is None:
+                    self._hands = greeted(self._secret, field, self._mine)
+                    self._writer.write(self._mine + self._hands.proof("client"))
+                else:
+                    check_welcome(self._hands, field)
+                    self._in, self._out = self._hands.seal("server"), self._hands.seal("client")
+                    self.open.set_result(None)
+                continue
+            size = HEAD_BYTES + length_of(bytes(self._buffer[:HEAD_BYTES]), FRAME_BYTES_MAX + MAC_BYTES)
+            if len(self._buffer) < size:
+                return
+            message, _, answers = CODEC.decode(self._in.open(self._taken(size)[HEAD_BYTES:]))
             self._asked.pop(answers).set_result(message)
 
+    def _taken(self, size: int) -> bytes:
+        found = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return found
+
     def say(self, message: Any, asks: int = 0) -> None:
+        assert self._writer is not None
         self._writer.write(self._out.close(CODEC.encode(message, asks=asks)))
 
     async def task(self, plan: str, task: int) -> float:

@@ -418,14 +418,6 @@ MUTANTS = [
         agents=True,
     ),
     Mutant(
-        "believes-what-is-repeated",
-        "members/link.py",
-        "if number != self.taken + 1:",
-        "if number < 0:",
-        "a message counts once, and in its turn",
-        agents=True,
-    ),
-    Mutant(
         "forgets-what-was-not-taken",
         "members/link.py",
         "                for number, change in self._kept:\n",
@@ -496,7 +488,6 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "counts-no-lost-host": ("cooperative", 23),
     "lends-what-stays-at-home": ("consumer", 4),
     "admits-agents-of-former-runs": ("cooperative", 0),
-    "believes-what-is-repeated": ("cooperative", 16),
     "outlives-its-lease": ("consumer", 9),
     "knows-nobody": ("calm-consumer", 0),
     "undoes-a-commit-behind-its-batch": ("consumer", 155),
