@@ -24,13 +24,13 @@ demo: $(LOCAL)
 	@$(BIN)/python jobs/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 20 --durations-min 5 $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --durations 20 --durations-min 5 $(ARGS)
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 20 --durations-min 5 -m "not soak" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --durations 20 --durations-min 5 -m "not soak" $(ARGS)
 
 unit: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not jvm and not slow and not soak and not full" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not slow and not soak and not full" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

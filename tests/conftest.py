@@ -86,8 +86,7 @@ NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
 _numbers = itertools.count(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a JVM, and let what takes long begin first: workers then end at about the same time."""
     lanes = {}
     for item in items:
@@ -95,7 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("jvm")
         if (lane := _lane(item)) is not None:
             lanes[item] = lane
-            item.add_marker(pytest.mark.xdist_group(lane))
+            if hasattr(config, "workerinput"):
+                item._nodeid = f"{item.nodeid}@{lane}"  # type: ignore[attr-defined]  # what pytest-xdist groups by
     items.sort(
         key=lambda item: (
             LANES.index(lanes[item]) if item in lanes else len(LANES),

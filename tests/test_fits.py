@@ -112,7 +112,7 @@ def test_the_versions_of_a_real_session_fit(spark: Any) -> None:
 
 
 def test_the_package_installs_no_spark_and_the_local_extra_the_one_that_is_tested() -> None:
-    assert not [wanted for wanted in PROJECT["dependencies"] if re.match(r"(pyspark|delta)", wanted)]
+    assert not [wanted for wanted in PROJECT["dependencies"] if re.match(r"(pyspark|delta-spark)", wanted)]
     local = PROJECT["optional-dependencies"]["local"]
     assert {wanted.partition("==")[2].rpartition(".")[0] for wanted in local} == {fits.SPARK, fits.DELTA}
     assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{fits.SPARK}_2.13:{fits.DELTA}.")
