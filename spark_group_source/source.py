@@ -23,8 +23,8 @@ from pyspark.sql.types import StructType
 from spark_group_source import fits
 from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
 from spark_group_source.executor.records import spark_ddl
-from spark_group_source.group.admission import pack
 from spark_group_source.group.offsets import StreamOffset, parse
+from spark_group_source.group.plan import pack
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 from spark_group_source.parcel import Packed

@@ -19,20 +19,31 @@ import typer
 from typer.core import TyperGroup
 
 from spark_group_source import __version__, fits
-from spark_group_source.cli.drain import drain
-from spark_group_source.cli.exporter import exporter
+from spark_group_source.cli import report, shared
 from spark_group_source.cli.group import describe, list_groups
 from spark_group_source.cli.ledger import ledger_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.move import reset
 from spark_group_source.cli.offsets import delete_group, delete_offsets
 from spark_group_source.cli.run import run
-from spark_group_source.cli.shared import JsonOption, console, stop_on_signals, table_of
+from spark_group_source.cli.shared import (
+    CheckpointOption,
+    ConfigOption,
+    GroupOption,
+    JsonOption,
+    ServersOption,
+    console,
+    options_of,
+    stop_on_signals,
+    table_of,
+)
 from spark_group_source.cli.watch import watch
-from spark_group_source.errors import SourceError
+from spark_group_source.errors import GroupError, OptionError, SourceError
+from spark_group_source.host import runs
 
 SPARKS = ("pyspark.errors", "py4j")
 """Where Spark's own errors come from: a table or path that it cannot read."""
+LEVELS = ("read_committed", "read_uncommitted")
 WATCH_S = 1.0
 """How often a broker in the foreground looks whether a node still runs."""
 
@@ -87,8 +98,6 @@ app.command()(reset)
 app.command()(migrate)
 app.command()(delete_offsets)
 app.command()(delete_group)
-app.command()(drain)
-app.command()(exporter)
 
 
 def _version(wanted: bool) -> None:
@@ -201,3 +210,89 @@ def jars() -> None:
     for name, found in (("Kafka", kafka_jars()), ("Delta Lake", delta_jars())):
         typer.echo(f"{name}: {len(found)} jars in {found[0].parent}")
     prepare()
+
+
+# --- spark-group drain -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def drain(
+    group: GroupOption,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = runs.DRAIN_S,
+    checkpoint: CheckpointOption = None,
+    bootstrap_servers: Annotated[
+        str | None,
+        typer.Option(
+            "--bootstrap-servers", "--bootstrap-server", help="host:port, …: to say where the group is, if not here."
+        ),
+    ] = None,
+    command_config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a group's queries finish their batch and begin no other: then they can be stopped.
+
+    Those of this host; or with --checkpoint the one of that checkpoint, wherever its driver runs, if it writes with
+    DeltaSink and has written a batch.
+    """
+    if checkpoint is None and bootstrap_servers is not None and not runs.read(group):
+        found = report.describe(shared.admin_of(bootstrap_servers, group, command_config), group, offsets=False)
+        where = ", ".join(sorted({m.host.lstrip("/") for m in found.members}))
+        raise GroupError(
+            f"no query of group {group!r} runs on this host; its members are at {where}. Drain it on the host of its "
+            "driver, or with --checkpoint"
+            if where
+            else f"group {group!r} has no members: there is nothing to drain",
+            group=group,
+        )
+    with console.status("waiting for the batch in hand ..."):
+        if checkpoint is None:
+            count = runs.drain(group, timeout_s=timeout_s)
+        else:
+            from spark_group_source.delta import board
+
+            with shared.checkpoint_files(checkpoint) as (files, root):
+                count = board.drain(board.Notices(files, root), group, timeout_s=timeout_s)
+    if as_json:
+        typer.echo(json.dumps({"group": group, "drained": count}))
+    else:
+        typer.echo(f"{count} {'query' if count == 1 else 'queries'} of group {group} drained; stop now")
+
+
+# --- spark-group exporter --------------------------------------------------------------------------------------------
+
+
+@app.command()
+def exporter(
+    bootstrap_servers: ServersOption,
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Where Prometheus asks; 0: any free one.")],
+    group: Annotated[list[str] | None, typer.Option("--group", help="A consumer group; repeatable.")] = None,
+    all_groups: Annotated[bool, typer.Option("--all-groups", help="Every group that may be described.")] = False,
+    host: Annotated[str, typer.Option("--host", help="Listen at this address alone; else at all.")] = "",
+    interval: Annotated[float, typer.Option("--interval", min=1, help="Seconds from sweep to sweep.")] = 15.0,
+    isolation_level: Annotated[
+        str, typer.Option("--isolation-level", help="Of the groups' consumers: read_committed or read_uncommitted.")
+    ] = LEVELS[0],
+    command_config: ConfigOption = None,
+) -> None:
+    """Tell Prometheus of groups: offsets, lag in records and in seconds, members, rebalances. It joins none of them."""
+    from spark_group_source.kafka import check_settings
+    from spark_group_source.metrics.groups import Exporter
+    from spark_group_source.metrics.sweep import Sweeps
+
+    if bool(group) == all_groups:
+        raise OptionError("say which groups: --group, once for each, or --all-groups")
+    if isolation_level not in LEVELS:
+        raise OptionError(f"--isolation-level is {isolation_level!r}; write one of {', '.join(LEVELS)}")
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    options = options_of(bootstrap_servers, "-", command_config)
+    check_settings(options)
+    stop = stop_on_signals()
+    names = None if all_groups else sorted(set(group or ()))
+    sweeps = Sweeps(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)
+    serving = Exporter(sweeps, interval_s=interval, host=host, port=port)
+
+    typer.echo(f"metrics of {'all groups' if names is None else ', '.join(names)} at port {serving.port}, /metrics")
+    try:
+        serving.run(stop)
+    finally:
+        serving.close()

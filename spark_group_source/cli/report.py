@@ -6,9 +6,10 @@ passed in by whoever has a session.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,17 +18,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from spark_group_source.cli.expiry import Clock, Expiry, GroupState, expiries, near
 from spark_group_source.cli.shared import cells, table_of
 from spark_group_source.errors import GroupError
 from spark_group_source.group.names import committed_ms, parse_note
 from spark_group_source.host import runs
-from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember
+from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 
 DEAD = "dead"
 """Kafka's word for a group that it has nothing of."""
 NOBODY = "nobody"
+NEAR = 0.75
+"""An offset nears its end when so much of the retention is over."""
 BAR = 20
 """Characters of the longest bar of a lag."""
 
@@ -48,7 +50,7 @@ class PartitionRow:
     stream: str
     """The stream that committed last; empty: another kind of client, or an operator."""
     expires: str = ""
-    """What the brokers' retention of the offset is counted from now (``expiry.Clock``); empty without an offset."""
+    """What the brokers' retention of the offset is counted from now (:class:`Clock`); empty without an offset."""
     expires_after_ms: int | None = None
     """It is kept until then at least, in milliseconds since the epoch; None where nothing counts, or it is not known
     since when."""
@@ -152,7 +154,8 @@ def look(
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
     ends = admin.latest(tps)
     retention_ms = _retention_ms(admin, group) if committed else None
-    expiry = _expiries(described, committed, retention_ms)
+    times = {tp: committed_ms(at.metadata) for tp, at in committed.items()}
+    expiry = expiries(described, times, retention_ms=retention_ms)
     rows = []
     for tp in tps:
         at = committed.get(tp)
@@ -185,18 +188,70 @@ def look(
     )
 
 
-def _expiries(
-    group: GroupDescription, committed: Mapping[TopicPartition, CommittedOffset], retention_ms: int | None
+class Clock(Enum):
+    """What the retention of an offset is counted from: ``offsets.retention.minutes``, 7 days unless set (KIP-211,
+    KIP-496; ``ClassicGroup`` and ``ConsumerGroup.offsetExpirationCondition`` of Kafka 4.2). An offset that is committed
+    again begins anew, also when it stands where it stood. Who subscribes to what, and when somebody left, Kafka's APIs
+    do not say."""
+
+    NONE = "kept"  # a member has a partition of the topic, so it is subscribed
+    COMMIT = "its last commit"
+    EMPTY = "the last member's leaving"
+    NOT_STABLE = "nothing, while the group rebalances"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expiry:
+    """What is known of one offset's end. Times are milliseconds since the epoch.
+
+    ``earliest_ms``: it does not go before; None where the time of its last commit is not known, or nothing counts.
+    """
+
+    clock: Clock
+    earliest_ms: int | None = None
+
+
+def clock_of(group: GroupDescription) -> Clock:
+    """What counts for the offsets of topics of which no member has a partition."""
+    if group.simple or group.protocol == "consumer":
+        return Clock.COMMIT
+    if not group.members:
+        return Clock.EMPTY
+    return Clock.COMMIT if group.state == "stable" else Clock.NOT_STABLE
+
+
+def expiries(
+    group: GroupDescription, committed_ms: Mapping[TopicPartition, int | None], *, retention_ms: int | None
 ) -> dict[TopicPartition, Expiry]:
-    seen = GroupState(
-        state=group.state,
-        protocol=group.protocol,
-        members=len(group.members),
-        simple=group.simple,
-        topics=frozenset(tp.topic for member in group.members for tp in member.partitions),
-    )
-    times = {tp: committed_ms(at.metadata) for tp, at in committed.items()}
-    return expiries(seen, times, retention_ms=retention_ms)
+    """What is known of the end of each offset of a group.
+
+    Args:
+        committed_ms: when each was committed, as its note says (``names.committed_ms``); None: nobody wrote that down,
+            as Kafka does not tell it.
+        retention_ms: of the group's coordinator; None where it may not be asked for.
+    """
+    subscribed = {tp.topic for member in group.members for tp in member.partitions}
+    newest = max((at for at in committed_ms.values() if at is not None), default=None)
+    found = {}
+    for tp, at in committed_ms.items():
+        clock = Clock.NONE if tp.topic in subscribed else clock_of(group)
+        # A member committed the newest one, so the last of them left after it.
+        since = at if clock is Clock.COMMIT else newest if clock is Clock.EMPTY else None
+        earliest_ms = None if since is None or retention_ms is None else since + retention_ms
+        found[tp] = Expiry(clock=clock, earliest_ms=earliest_ms)
+    return found
+
+
+def near(
+    expiries: Mapping[TopicPartition, Expiry], *, now_ms: int, retention_ms: int | None
+) -> Collection[TopicPartition]:
+    """The offsets that may go within the last quarter of their retention; one whose time is not known is not among
+    them, which says nothing."""
+    if retention_ms is None:
+        return []
+    soon_ms = now_ms + (1 - NEAR) * retention_ms
+    known = {tp: expiry.earliest_ms for tp, expiry in expiries.items() if expiry.earliest_ms is not None}
+    return sorted(tp for tp, earliest_ms in known.items() if earliest_ms <= soon_ms)
 
 
 def _retention_ms(admin: GroupAdmin, group: str) -> int | None:

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from spark_group_source.group.admission import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack, split_at_most
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.plan import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack, split_at_most
 from spark_group_source.model import OffsetRange, TopicPartition
 
 PLANS_KEPT: Final = 4
@@ -71,7 +71,7 @@ class Claims:
 
     Args:
         run: a name that no other run has; those of the plans begin with it.
-        min_partitions, max_records: the options of these meanings, as in :func:`admission.pack`.
+        min_partitions, max_records: the options of these meanings, as in :func:`plan.pack`.
     """
 
     def __init__(self, run: str, *, min_partitions: int | None = None, max_records: int | None = None) -> None:
@@ -205,7 +205,7 @@ def cut_for(
 ) -> list[Piece]:
     """The pieces of a late plan, the largest first: every offset in exactly one.
 
-    What one executor has is packed by itself, as :func:`admission.pack` packs. Large ranges are split, so that they
+    What one executor has is packed by itself, as :func:`plan.pack` packs. Large ranges are split, so that they
     keep ``width`` tasks busy, but not below what a task is worth.
 
     Args:

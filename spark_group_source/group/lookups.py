@@ -11,10 +11,10 @@ from spark_group_source.errors import DataLoss, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import Positions
-from spark_group_source.group.rules import Rules, Starting, pause_ms
+from spark_group_source.group.rules import Rules, pause_ms
 from spark_group_source.group.states import PartitionState
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
+from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 
 SILENCES_MAX = 6
 """How often in a row an answer may leave out notes that only tell of resets: some ten seconds, after which what they
@@ -98,7 +98,8 @@ class Lookups:
         for tp in unknown:
             self._positions.start(tp)
         if unknown:
-            words = _words(unknown, self.known, self._rules.starting)
+            starting = self._rules.starting  # but for new partitions: their first records would be skipped by "latest"
+            words = {tp: EARLIEST if _is_new(tp, self.known) else starting.of(tp) for tp in unknown}
             self.began |= {tp for tp, word in words.items() if word != EARLIEST}
             self._out.order(ev.ResolveStarts(starts=words))
         self._left_out(event.asked, event.offsets, again=bool(unknown))
@@ -120,7 +121,7 @@ class Lookups:
                 return refused
             for tp in late:
                 self._positions.all[tp].questions += 1
-            self._out.order(ev.ResolveStarts(starts=_at_the_end(late)))
+            self._out.order(ev.ResolveStarts(starts=dict.fromkeys(late, LATEST)))
         self._left_out(event.asked, event.offsets, again=bool(late))
         return None
 
@@ -162,19 +163,8 @@ class Lookups:
 
 
 def _is_new(tp: TopicPartition, known: Mapping[str, int]) -> bool:
-    """Whether the partition was added after the stream began: else its first records would be skipped by ``latest``."""
+    """Whether the partition was added after the stream began."""
     return tp.partition >= known.get(tp.topic, 0)
-
-
-def _words(
-    tps: Iterable[TopicPartition], known: Mapping[str, int], starting: Starting
-) -> dict[TopicPartition, StartAt]:
-    """Where to start: by the starting options, or at the beginning for a new partition."""
-    return {tp: EARLIEST if _is_new(tp, known) else starting.of(tp) for tp in tps}
-
-
-def _at_the_end(tps: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
-    return dict.fromkeys(tps, LATEST)
 
 
 def _too_young(tps: Sequence[TopicPartition], rules: Rules) -> OptionError | None:

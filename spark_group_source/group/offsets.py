@@ -1,6 +1,6 @@
 """The offset JSON: what Spark keeps in its checkpoint and the sink keeps in the table.
 
-Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``admission``,
+Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``plan``,
 ``positions``) and any I/O.
 
 ::

@@ -20,6 +20,8 @@ import functools
 import json
 import logging
 import os
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +31,6 @@ from typing import IO, Any, NamedTuple
 
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group.statistics import Statistics
-from spark_group_source.host.folder import directory, trouble, write
 
 log = logging.getLogger(__name__)
 
@@ -325,3 +326,45 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+# --- the directory ---------------------------------------------------------------------------------------------------
+
+
+def directory() -> Path:
+    """Where the processes of this host and user publish."""
+    return Path(tempfile.gettempdir()) / f"spark-group-source-{os.getuid()}"
+
+
+def trouble(folder: Path) -> str:
+    """Why this directory must not be used: /tmp is everybody's. Empty if nothing speaks against it, or nothing is
+    there."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as exc:
+        return f"{folder} cannot be looked at ({exc})"
+    if not stat.S_ISDIR(status.st_mode):
+        found = "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a directory"
+    elif status.st_uid != os.getuid():
+        found = f"it belongs to user {status.st_uid}"
+    elif status.st_mode & 0o022:
+        found = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return ""
+    return f"{folder} is not this user's alone: {found}"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a small file so that nobody reads half of it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(FileNotFoundError):
+        part.unlink()  # whatever it is, and wherever it leads
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

@@ -37,7 +37,7 @@ from bench import ahead
 from bench.bound import FLOOR, floor
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.executor.agent.home import Home, agents
-from spark_group_source.host.folder import directory
+from spark_group_source.host.runs import directory
 from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 import pytest
 from kit.harness import tps
 
-from spark_group_source.cli.expiry import Clock, Expiry, GroupState, clock_of, expiries, near
+from spark_group_source.cli.report import Clock, Expiry, clock_of, expiries, near
 from spark_group_source.group.names import committed_ms, note_text, parse_note, reset_text
+from spark_group_source.kafka import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 
 A, B, C = tps("orders", 0, 1, 2)
@@ -16,8 +17,10 @@ STATES = ("stable", "empty", "preparing_rebalancing", "completing_rebalancing", 
 
 def seen(
     state: str = "stable", protocol: str = "classic", members: int = 1, *topics: str, simple: bool = False
-) -> GroupState:
-    return GroupState(state=state, protocol=protocol, members=members, simple=simple, topics=frozenset(topics))
+) -> GroupDescription:
+    owned = tuple(TopicPartition(topic, 0) for topic in topics)
+    each = tuple(GroupMember(f"m{i}", "", "", "", () if i else owned) for i in range(members))
+    return GroupDescription(state, protocol, "", each, simple=simple)
 
 
 # --- Kafka's rules --------------------------------------------------------------------------------------------------
@@ -26,7 +29,8 @@ def seen(
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 @pytest.mark.parametrize("state", STATES)
 def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str) -> None:
-    assert clock_of("orders", seen(state, protocol, 1, "orders")) is Clock.NONE
+    found = expiries(seen(state, protocol, 1, "orders"), {A: 0, B: None}, retention_ms=WEEK_MS)
+    assert found == dict.fromkeys((A, B), Expiry(clock=Clock.NONE))
 
 
 @pytest.mark.parametrize(
@@ -41,8 +45,9 @@ def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str)
         (seen("empty", "classic", 0, simple=True), Clock.COMMIT),
     ],
 )
-def test_what_counts_for_a_topic_that_no_member_has(group: GroupState, clock: Clock) -> None:
-    assert clock_of("former", group) is clock
+def test_what_counts_for_a_topic_that_no_member_has(group: GroupDescription, clock: Clock) -> None:
+    assert clock_of(group) is clock
+    assert expiries(group, {OLD: 0}, retention_ms=None)[OLD].clock is clock
 
 
 def test_a_classic_group_without_members_keeps_all_offsets_for_a_retention_after_its_newest_commit() -> None:
@@ -54,7 +59,6 @@ def test_a_classic_group_without_members_keeps_all_offsets_for_a_retention_after
 def test_in_a_group_of_kip_848_without_members_each_offset_has_its_own_end() -> None:
     found = expiries(seen("empty", "consumer", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
     assert [found[tp].earliest_ms for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
-    assert all(found[tp].surely for tp in (A, B, C))
     assert near(found, now_ms=WEEK_MS - DAY_MS, retention_ms=WEEK_MS) == [A]
 
 

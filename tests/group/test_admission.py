@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_group_source.errors import InvariantBroken, OptionError
-from spark_group_source.group.admission import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, TASKS_MAX, cut, enough, pack
+from spark_group_source.group.plan import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, TASKS_MAX, cut, enough, pack
 from spark_group_source.model import OffsetRange, TopicPartition
 
 LONG_MAX = 2**63 - 1

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from spark_group_source.group.admission import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack
 from spark_group_source.group.claims import PLANS_KEPT, SMALL_PIECES_MAX, Claims, Piece, Plan, Unknown, cut_for
 from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.group.plan import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack
 from spark_group_source.model import OffsetRange, TopicPartition
 
 EXECUTORS = ["1", "2", "3"]

@@ -2,7 +2,7 @@
 
 Runs in: executor workers and agents. Deliberately absent: starting (``start``), listening (``server``).
 
-All agents of a user on a host are below one directory of this user's (``host.folder``). An agent is named after its run
+All agents of a user on a host are below one directory of this user's (``host.runs``). An agent is named after its run
 and its executor; it holds the lock as long as it lives, by a file that it inherits from the task that starts it, so
 there is no moment without.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spark_group_source.executor.agent.processes import Process
-from spark_group_source.host.folder import directory, trouble
+from spark_group_source.host.runs import directory, trouble
 
 LOG_BYTES_MAX = 1 << 20
 """What an agent keeps of what it said."""

@@ -22,7 +22,7 @@ from spark_group_source.executor.agent import near, processes, start
 from spark_group_source.executor.agent.home import LOG_BYTES_MAX, Home
 from spark_group_source.executor.agent.processes import Process, Watch
 from spark_group_source.executor.agent.start import Order
-from spark_group_source.host.folder import directory
+from spark_group_source.host.runs import directory
 
 STARTED_S = 20
 SECRET = "hush-hush-hush"
