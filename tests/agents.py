@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kafka_words import await_until
+from kafka_words import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.channel.codec import Codec, WireError
 from spark_group_source.channel.frames import framed, receive
@@ -31,9 +31,8 @@ from spark_group_source.executor.agent.processes import Process
 from spark_group_source.members.hosted import Buffered
 from spark_group_source.model import TopicPartition
 
-READY_S = 20.0
-END_S = 10.0
-"""An agent is gone so long after its reason to live."""
+READY_S = END_S = STALLED_S
+"""Bounds of a hang, in an agent that starts or reads, and in one that ends."""
 BEGIN = start._BEGIN.replace("spark_group_source.executor.agent.main", "agents")
 """What a process runs that is to be such an agent, in place of ``start._BEGIN``."""
 
@@ -116,7 +115,7 @@ def bye(home: Home) -> None:
 
 
 def await_ready(home: Home) -> None:
-    await_until(lambda: state(home), READY_S, what=f"an answer of the agent in {home.path}")
+    await_progress(lambda: state(home), lambda: size_of(home.log), what=f"an answer of the agent in {home.path}")
 
 
 def await_ended(pid: int) -> None:
@@ -143,7 +142,7 @@ def await_read(home: Home, positions: Mapping[TopicPartition, int]) -> Looked:
         there = found is not None and all(found.next.get(tp, -1) >= position for tp, position in positions.items())
         return found if there else None
 
-    found = await_until(read, READY_S, what=f"an agent that has read up to {dict(positions)}; it is at {state(home)}")
+    found = await_progress(read, lambda: state(home), what=f"an agent that has read up to {dict(positions)}")
     assert found is not None
     return found
 

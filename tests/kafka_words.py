@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import pytest
@@ -38,7 +39,10 @@ SASL_USER, SASL_PASSWORD = "etl", "open-sesame-5b21"
 """Whom the broker that tests share knows, at ``broker.sasl_bootstrap_servers``."""
 
 POLL_S = 0.02
-"""Pause between two looks of :func:`await_until`."""
+"""Pause between two looks of :func:`await_until` and :func:`await_progress`."""
+
+STALLED_S = 120.0
+"""Bound of :func:`await_progress`: a process of a busy machine does something within it, a log line or a commit."""
 
 STACK_LINES_MAX = 6
 """Frames of each thread in the report of a condition that did not come true."""
@@ -91,16 +95,41 @@ def sasl(password: str) -> dict[str, str]:
 
 def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str = "") -> T:
     """Call ``predicate`` until it returns something true, and return that; fail the test after ``deadline_s``."""
-    end = time.monotonic() + deadline_s
+    return _await(predicate, lambda: None, deadline_s, what, "within")
+
+
+def await_progress(
+    condition: Callable[[], T], progress: Callable[[], object], stalled_s: float = STALLED_S, *, what: str = ""
+) -> T:
+    """Call ``condition`` until it returns something true, and return that, however long it takes.
+
+    Args:
+        progress: anything that compares unequal after each step towards the condition: the length of a log, rows,
+            members. A tuple combines several.
+        stalled_s: the test fails, with the stacks of its threads, when ``progress`` has not changed for so long.
+    """
+    return _await(condition, progress, stalled_s, what, "while nothing changed for")
+
+
+def size_of(*files: Path) -> int:
+    """Bytes of these files, as the progress of processes that log to them; a file that is not there has none."""
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _await(condition: Callable[[], T], progress: Callable[[], object], bound_s: float, what: str, bound: str) -> T:
     pause = threading.Event()
+    at = progress()
+    end_s = time.monotonic() + bound_s
     while True:
-        last = predicate()
+        last = condition()
         if last:
             return last
-        if time.monotonic() >= end:
-            name = what or getattr(predicate, "__name__", "the condition")
+        if (now := progress()) != at:
+            at, end_s = now, time.monotonic() + bound_s
+        elif time.monotonic() >= end_s:
+            name = what or getattr(condition, "__name__", "the condition")
             sys.stderr.write(_stacks())
-            pytest.fail(f"{name} did not hold within {deadline_s} s; last: {last!r}")
+            pytest.fail(f"{name} did not hold {bound} {bound_s} s; last: {last!r}; progress: {at!r}")
         pause.wait(POLL_S)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
-from kafka_words import ADMIN_S, Record
+from kafka_words import ADMIN_S, Record, await_progress
 from reading import read as read_batches
 
 from spark_group_source.driver.coordinator import Coordinator
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 PROTOCOLS = ("classic", "consumer")
-END_S = 60
-"""Bound of a run that ends by itself."""
+END_S = 300
+"""Bound of a hang in a run that ends by itself."""
+LOOK_S = 1
 MEMBER_HOST = os.environ.get("MEMBER_HOST", "driver")
 """``MEMBER_HOST=auto make test``: the members of every query whose test does not say where they live. The default here
 is the one that says less of a test's timing: agents come after seconds, and most queries of tests are over by then."""
@@ -119,10 +120,13 @@ class Job:
         """A run to its end, into another sink; raises what the query failed with."""
         query = self.start_into(sink, frame, **trigger)
         try:
-            ended = query.awaitTermination(END_S)
+            await_progress(
+                lambda: query.awaitTermination(LOOK_S),
+                lambda: (query.status, last_progress(query)),
+                what="the end of the run",
+            )
         finally:
             query.stop()
-        assert ended, f"the run did not end within {END_S} s"
 
     @property
     def rows(self) -> list[Seen]:

@@ -22,21 +22,19 @@ from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from delta_files import living_files
-from kafka_words import await_until, create_topic, end_offsets_of
+from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import Flow, Record, asking, produced, stays
 from streams import options_of
 
 from crash.lent import living
-from crash.running import START_S, script
+from crash.running import progress_of, script
 from spark_group_source.host import runs
 
 JOB = Path(__file__).with_name("churned.py")
 PARTITIONS = 6
 EXECUTORS = 3
 RECORDS_PER_S = 200
-WHOLE_S = 180
-"""Bound of one recovery: what needs longer hangs."""
 ASK_S = 5.0
 LOOK_S = 0.25
 MARK = "SPARK_GROUP_CHURN"
@@ -95,9 +93,9 @@ class Application:
             script(JOB, self.folder, arguments | self._job | self._given, {MARK: self.mark}) as self.process,
             self.standing,
         ):
-            self.await_(lambda: self.run, "the stream reader", START_S)
+            self.await_(lambda: self.run, "the stream reader")
             with self.flow:
-                self.await_(self.members_whole, "members beside every executor", START_S)
+                self.await_(self.members_whole, "members beside every executor")
                 yield self
             ends = self.ends()
             self.await_(lambda: self.committed(ends), "the end of everything that was produced")
@@ -106,16 +104,20 @@ class Application:
         """The job runs."""
         assert self.process.poll() is None, self.log()[-4000:]
 
-    def await_(self, holds: Callable[[], object], what: str, within_s: float = WHOLE_S) -> None:
+    def await_(self, holds: Callable[[], object], what: str) -> None:
         def look() -> object:
             self.check()
             return holds()
 
         try:
-            await_until(look, within_s, what=what)
+            await_progress(look, self.progress, what=what)
         except BaseException as exc:
             exc.add_note(f"{self.run}\n{self.standing.committed()}\n{self.log()[-6000:]}")
             raise
+
+    def progress(self) -> object:
+        """How far it is, for ``await_progress``: the job, the group's offsets, its agents."""
+        return progress_of(self.folder, self.process), self.standing.committed(), living()
 
     def stays_alive(self, for_s: float) -> None:
         def alive() -> bool:

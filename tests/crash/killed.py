@@ -26,7 +26,7 @@ import psutil
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import Offsets, await_until, committed_of, end_offsets_of
+from kafka_words import Offsets, await_progress, committed_of, end_offsets_of, size_of
 from rebalance.accounts import stays
 
 from spark_group_source.local.broker import Broker
@@ -48,11 +48,11 @@ LIFE_S = (0.1, 5.0)
 COMES_TO = {"start": 2, "group": 3, "commit": 5}
 """So often, of ten, a run is let come to its start alone, so that Spark is killed while it begins; into the group, so
 that it is killed in its first batch; or to a commit, so that it is killed in the middle of later ones."""
-JOIN_S, RATE_PER_S = 180, 100
+RATE_PER_S = 100
 BATCH_MAX, DRAIN_MAX = 400, 100_000
 """Records of a batch, while there are kills and afterwards."""
 PAUSE_S = 0.1
-DRAIN_S, END_S = 240, 30
+END_S = 30
 OUTLIVES = "foreach_batch_worker"
 """Spark's process for ``foreachBatch`` on Spark Connect tries to reach a server that was killed for as long as it may;
 it is killed at the next start."""
@@ -259,12 +259,12 @@ class Hammer:
         kind: Kind = "python" if not losing and self._random.randrange(100) < self._pythons else "driver"
         (to,) = self._random.choices(list(COMES_TO), list(COMES_TO.values()))
         if to == "commit":
-            await_until(one.has_written, JOIN_S, what="a commit of the table")
+            await_progress(one.has_written, self.progress, what="a commit of the table")
         elif to == "group" or kind == "python":
-            await_until(one.joined, JOIN_S, what="a run in the group")
+            await_progress(one.joined, self.progress, what="a run in the group")
         stays(lambda: bool(one.running()), self._random.uniform(*LIFE_S), "the query")
         if kind == "python":
-            found = await_until(lambda: one.running().pythons(), JOIN_S, what="a Python process of Spark")
+            found = await_progress(lambda: one.running().pythons(), self.progress, what="a Python process of Spark")
             with suppress(psutil.NoSuchProcess):
                 self._random.choice(found).kill()
         else:
@@ -274,6 +274,11 @@ class Hammer:
             self.account.lost_checkpoints += 1
         self.account.struck[kind] += 1
         self._say(f"{number + 1:4} {one.home.name} {kind}{', its checkpoint deleted' if losing else ''}")
+
+    def progress(self) -> object:
+        """How far the queries are, for ``await_progress``: their logs, and the table's commits."""
+        log = self.table / "_delta_log"
+        return size_of(*(each.log for each in self.applications)), len(list(log.glob("*.json")))
 
     def _drain(self) -> None:
         """All that was produced is in the table, and the group has committed it."""
@@ -287,7 +292,7 @@ class Hammer:
                 each.running()
             return committed_of(self.admin, self.group) == ends
 
-        await_until(at_the_end, DRAIN_S, what="the end of what was produced")
+        await_progress(at_the_end, self.progress, what="the end of what was produced")
         if ledger_of(self.table, self.group) != ends:
             self.account.wrong.append("the ledger does not stand at the end")
 

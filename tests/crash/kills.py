@@ -29,8 +29,7 @@ BURST, BURST_EACH = 12_000, 10
 SLOW_READ = {"kafka__max__partition__fetch__bytes": 1_000}
 """Each answer of a broker has little: reading takes time, and is killed in the middle."""
 SAMPLE_S = 0.05
-BUSY_S = 30.0
-"""Within this time a worker reads."""
+FLUSH_S = 30.0
 
 
 @dataclass
@@ -151,7 +150,7 @@ class Kills:
         for number in range(BURST):
             producer.produce(app.topic, b"burst", partition=number % PARTITIONS)
             producer.poll(0)
-        producer.flush(BUSY_S)
+        producer.flush(FLUSH_S)
         found: list[int] = []
 
         def busy() -> bool:
@@ -161,7 +160,7 @@ class Kills:
             found[:] = sorted(worked, key=worked.__getitem__)[-1:]
             return bool(found) and worked[found[0]] > 0
 
-        app.await_(busy, "a worker that reads", BUSY_S)
+        app.await_(busy, "a worker that reads")
         return found[0]
 
 

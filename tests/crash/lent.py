@@ -15,17 +15,15 @@ from typing import Any
 import psutil
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import Produce, await_until, committed_of, end_offsets_of
+from kafka_words import Produce, await_progress, committed_of, end_offsets_of
 from streams import numbered, options_of
 
-from crash.running import BATCH_S, job
+from crash.running import job, progress_of
 from spark_group_source.executor.agent.home import agents
 from spark_group_source.host import runs
 
 SESSION_MS = 15_000
 """Not so short that a busy machine ends it."""
-END_S = 10
-"""No agent outlives its executor, its run or its application by more."""
 
 Row = tuple[str, int, int]
 """Topic, partition, offset."""
@@ -70,7 +68,7 @@ class Watched:
         given = {"servers": self._servers, "group": self.group, "topic": self.topic, **self._given, **more}
         with job(self.home, **given) as self.process:
             yield
-        await_until(lambda: set(living()) <= before, END_S, what="the end of every agent of the job")
+        await_progress(lambda: set(living()) <= before, living, what="the end of every agent of the job")
 
     # --- records and rows -------------------------------------------------------------------------------------------
 
@@ -80,14 +78,23 @@ class Watched:
         self.where.produce(self.topic, numbered(self.sent, self.sent + count - 1, self.where.partitions))
         self.sent += count
 
-    def await_(self, holds: Callable[[], Any], what: str, within_s: float = BATCH_S) -> Any:
-        found = await_until(lambda: holds() or self.process.poll() is not None, within_s, what=what)
+    def progress(self) -> object:
+        """How far it is, for ``await_progress``: the job, its slots and its agents."""
+        run = self.run
+        return (
+            progress_of(self.home, self.process),
+            [run.get(name) for name in ("slots", "hosts", "assigned")],
+            living(),
+        )
+
+    def await_(self, holds: Callable[[], Any], what: str) -> Any:
+        found = await_progress(lambda: holds() or self.process.poll() is not None, self.progress, what=what)
         assert self.process.poll() is None, self.log[-4000:]
         return found
 
-    def await_rows(self, within_s: float = BATCH_S) -> None:
+    def await_rows(self) -> None:
         """All that was sent is in the table, once."""
-        self.await_(lambda: len(self.rows()) >= self.sent, "the rows", within_s)
+        self.await_(lambda: len(self.rows()) >= self.sent, "the rows")
         assert (len(self.rows()), set(self.rows().values())) == (self.sent, {1})
 
     def await_committed(self) -> None:

@@ -9,11 +9,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from kafka_words import size_of
 
 JOB = Path(__file__).with_name("executors.py")
-START_S = 200
-"""Bound of a Spark with three JVMs, on a machine that is busy."""
-BATCH_S = 120
+HANG_S = 1_800
+"""Bound of a hang in a whole test; what a test waits for has no bound of its own while something changes."""
+
+
+def progress_of(home: Path, process: "subprocess.Popen[bytes]") -> tuple[object, ...]:
+    """How far a job is, for ``await_progress``: its log, its processes, its commits and what its tasks said."""
+    with suppress(psutil.NoSuchProcess):
+        below = frozenset(child.pid for child in psutil.Process(process.pid).children(recursive=True))
+        folders = (home / "table" / "_delta_log", home / "checkpoint" / "offsets", home / "said")
+        return size_of(home / "log"), below, *(len(list(folder.glob("*"))) for folder in folders)
+    return ("ended",)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ of ours. What executors know of it, ``--py-files`` brings.
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -15,12 +14,9 @@ from pathlib import Path
 
 import psutil
 import pyspark
-from conftest import await_until
+from kafka_words import await_progress, size_of
 
 import spark_group_source
-
-START_S = 180
-"""The whole suite may be starting its own JVMs at this moment, on the same two cores."""
 
 
 class Standalone:
@@ -41,7 +37,12 @@ class Standalone:
         known = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g", "--work-dir", str(self.home / f"w{number}"))
         self.workers.append(self._spawn(f"worker{number}", "worker.Worker", *known, self.url))
         log = self.home / f"worker{number}.log"
-        await_until(lambda: "Successfully registered with master" in log.read_text(), START_S, what="a worker")
+        registered = "Successfully registered with master"
+        await_progress(lambda: registered in log.read_text(), self.progress, what="a worker")
+
+    def progress(self) -> object:
+        """How far master and workers are, for ``await_progress``: their logs."""
+        return size_of(*self.home.glob("*.log"))
 
     def close(self) -> None:
         for process in (*self.workers, self._master):
@@ -73,7 +74,8 @@ def standalone(home: Path, workers: int) -> Iterator[Standalone]:
     cluster = Standalone(home)
     try:
         log = home / "master.log"
-        await_until(lambda: re.search("I have been elected leader", log.read_text()), START_S, what="the master")
+        elected = "I have been elected leader"
+        await_progress(lambda: elected in log.read_text(), cluster.progress, what="the master")
         for _ in range(workers):
             cluster.add_worker()
         yield cluster

@@ -19,15 +19,15 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until, committed_of, create_topic
-from kafka_words import ADMIN_S, SASL_PASSWORD, Record, sasl
+from conftest import Produce, TopicFactory, committed_of, create_topic
+from kafka_words import ADMIN_S, SASL_PASSWORD, Record, await_progress, sasl
 from kit.broker_cluster import BrokerCluster
 from rich.console import Console
 from streams import describe
 from typer.testing import CliRunner
 
-from crash.lent import END_S, Watched, Where, arguments, by_executor, descendants, environment, living
-from crash.running import BATCH_S, START_S
+from crash.lent import Watched, Where, arguments, by_executor, descendants, environment, living
+from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.cli.app import app
 from spark_group_source.executor.agent.home import agents
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.crash,
     pytest.mark.spark,
     pytest.mark.slow,
-    pytest.mark.timeout(2 * START_S + 4 * BATCH_S),
+    pytest.mark.timeout(HANG_S),
 ]
 
 # --- one application ------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def shared(
     }
     with job.running(cores="2", spark=spark):
         job.send()
-        job.await_rows(START_S)
+        job.await_rows()
         job.await_lent()
         yield job
 
@@ -165,7 +165,7 @@ def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(s
     assert all(shown[f"the environment of {pid}"] for pid in lent.values())
 
 
-@pytest.mark.timeout(4 * BATCH_S)
+@pytest.mark.timeout(HANG_S)
 def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_and_ends(shared: Watched) -> None:
     shared.await_lent()
     before, members = shared.run, describe(shared.where.admin, shared.group).members
@@ -177,7 +177,7 @@ def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_a
         shared.await_rows()
     finally:
         os.kill(frozen, signal.SIGCONT)
-    await_until(lambda: frozen not in living(), 3 * END_S, what="the end of an agent whose places others have")
+    await_progress(lambda: frozen not in living(), shared.progress, what="the end of an agent whose places others have")
     shared.send()
     shared.await_rows()
     shared.await_committed()
@@ -199,7 +199,7 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_an
     lost = next(one["executor"] for one in shared.said() if one["executor"] in shared.executors())
     agent = by_executor()[lost]
     psutil.Process(lost).kill()
-    await_until(lambda: not psutil.pid_exists(agent), END_S, what="the end of the agent of an executor that died")
+    await_progress(lambda: not psutil.pid_exists(agent), living, what="the end of a dead executor's agent")
     shared.let_go()
     shared.await_spread(lambda: lost not in shared.executors() and moved(shared), "its slots elsewhere")
     shared.await_rows()
@@ -216,7 +216,7 @@ def test_no_agent_outlives_a_driver_that_is_killed(shared: Watched) -> None:
     mine = living()
     shared.process.kill()
     shared.process.wait(30)
-    await_until(lambda: not set(mine) & set(living()), END_S, what="the end of the agents")
+    await_progress(lambda: not set(mine) & set(living()), living, what="the end of the agents")
 
 
 def has(job: Watched, rows: set[tuple[str, int, int]]) -> bool:
@@ -285,7 +285,7 @@ def watched(
 def test_members_live_beside_executors_and_survive_each_of_their_deaths(watched: Watched) -> None:
     with watched.running():
         watched.send()
-        watched.await_rows(START_S)
+        watched.await_rows()
         watched.await_lent()
         before = watched.run
         assert before["recalls"] == 0 and before["lost"] == 0
@@ -303,7 +303,7 @@ def test_members_live_beside_executors_and_survive_each_of_their_deaths(watched:
         executor, agent = next(iter(by_executor().items()))
         psutil.Process(executor).kill()
         watched.send()
-        await_until(lambda: not psutil.pid_exists(agent), END_S, what="the end of the agent of an executor that died")
+        await_progress(lambda: not psutil.pid_exists(agent), living, what="the end of a dead executor's agent")
         watched.await_rows()
         watched.await_committed()
         if watched.protocol == "classic":
@@ -326,7 +326,7 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
         package = str(package_as_zip(watched.home))
         with watched.running(master=cluster.url, py_files=package, python=python):
             watched.send()
-            watched.await_rows(START_S)
+            watched.await_rows()
             watched.await_lent()
             (first,) = set(hosts())
             before = watched.run
@@ -359,7 +359,7 @@ def test_B42_topics_that_come_and_go_for_a_while_double_no_row_and_lose_none(
 
     with watched.running():
         watched.send()
-        watched.await_rows(START_S)
+        watched.await_rows()
         watched.await_lent()
         end_s, number = time.monotonic() + CHURN_S, 0
         alive: list[str] = []

@@ -9,7 +9,7 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory
 
 from crash.lent import Watched, Where, living
-from crash.running import BATCH_S, START_S
+from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
 from spark_group_source.executor.agent.home import agents
 from spark_group_source.local.broker import Broker
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.slow,
     pytest.mark.soak,
-    pytest.mark.timeout(3 * START_S + 8 * BATCH_S),
+    pytest.mark.timeout(HANG_S),
 ]
 
 
@@ -63,7 +63,7 @@ def test_members_live_beside_executors_that_have_no_daemon_for_their_workers(wat
     not for a busy machine."""
     with watched.running(spark={"spark.python.use.daemon": "false", "spark.master": "local[2]"}):
         watched.send()
-        watched.await_rows(START_S)
+        watched.await_rows()
         watched.await_lent()
         (_,) = living()
         (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents().iterdir()}
@@ -90,7 +90,7 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_a
         how = {"master": cluster.url, "py_files": package, "python": python, "spark": ALLOCATED}
         with watched.running(**how):
             watched.send()
-            watched.await_rows(START_S)
+            watched.await_rows()
             watched.await_spread(lambda: spread_over(1), "the only slot at the first executor")
             assert len(hosts()) == 1
 
@@ -112,7 +112,7 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_a
             watched.process.wait(30)
         with watched.running(**how):
             watched.send()
-            watched.await_rows(START_S)
+            watched.await_rows()
             assert len(watched.run["hosts"]) == 3
             watched.await_committed()
             assert watched.run["generation"] == before, "a rebalance"

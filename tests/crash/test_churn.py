@@ -10,14 +10,14 @@ from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import measured
 
 from crash import calm, channel_faults, kills
-from crash.churn import WHOLE_S, Application, broker_settings
-from crash.running import START_S
+from crash.churn import Application, broker_settings
+from crash.running import HANG_S
 
 SESSION_MS = 15_000
 CALM_S = 30.0
 SEED = 1
 
-pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(START_S + 4 * WHOLE_S)]
+pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(HANG_S)]
 
 
 @pytest.fixture(scope="module")

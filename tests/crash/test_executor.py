@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
-from conftest import Produce, TopicFactory, await_until, committed_of, end_offsets_of
+from conftest import Produce, TopicFactory, committed_of, end_offsets_of
 from delta_files import living_rows
+from kafka_words import await_progress
 from streams import numbered, options_of
 
-from crash.running import BATCH_S, START_S, job
+from crash.running import HANG_S, job, progress_of
 from spark_group_source.host import runs
 from spark_group_source.local.broker import Broker
 
@@ -25,7 +26,7 @@ PARTITIONS = 4
 @pytest.mark.crash
 @pytest.mark.spark
 @pytest.mark.soak
-@pytest.mark.timeout(2 * START_S + 3 * BATCH_S)
+@pytest.mark.timeout(HANG_S)
 def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalance(
     broker: Broker, admin: AdminClient, topic: TopicFactory, produce: Produce, group_id: str, tmp_path: Path
 ) -> None:
@@ -35,8 +36,10 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalanc
     produce(name, numbered(0, 7, PARTITIONS))
     with job(tmp_path, servers=broker.bootstrap_servers, group=group_id, topic=name, **given) as process:
 
-        def awaiting(holds: Any, within_s: float, what: str) -> Any:
-            found = await_until(lambda: holds() or process.poll() is not None, within_s, what=what)
+        def awaiting(holds: Any, what: str) -> Any:
+            found = await_progress(
+                lambda: holds() or process.poll() is not None, lambda: progress_of(tmp_path, process), what=what
+            )
             assert process.poll() is None, (tmp_path / "log").read_text(errors="replace")[-4000:]
             return found
 
@@ -50,21 +53,21 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_and_no_rebalanc
             found = [json.loads(path.read_text()) for path in (tmp_path / "said").glob("*") if not path.suffix]
             return [{"executor": one["executor"], "partition": row[1]} for one in found for row in one["rows"]]
 
-        awaiting(lambda: len(rows()) == 8, START_S, "the first batch in the table")
-        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), BATCH_S, "its offsets")
+        awaiting(lambda: len(rows()) == 8, "the first batch in the table")
+        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), "its offsets")
         before = _rebalances(group_id)
         for path in (tmp_path / "said").iterdir():
             path.unlink()
         (tmp_path / "hold").touch()
         produce(name, numbered(8, 15, PARTITIONS))
         # Each executor has one core: both are in a task of the batch.
-        awaiting(lambda: len({one["executor"] for one in said()}) == 2, BATCH_S, "two busy executors")
+        awaiting(lambda: len({one["executor"] for one in said()}) == 2, "two busy executors")
         lost, begun = said()[0]["executor"], said()[0]["partition"]
         psutil.Process(lost).kill()
         (tmp_path / "hold").unlink()
-        awaiting(lambda: len(rows()) == 16, BATCH_S, "the batch in the table")
+        awaiting(lambda: len(rows()) == 16, "the batch in the table")
         assert set(rows().values()) == {1}
-        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), BATCH_S, "the group's offsets")
+        awaiting(lambda: committed_of(admin, group_id) == end_offsets_of(admin, name), "the group's offsets")
         assert _rebalances(group_id) == before
         assert begun in {one["partition"] for one in said() if one["executor"] != lost}, "another one read its range"
 

@@ -142,6 +142,15 @@ def test_a_narrow_line_lets_few_bytes_pass(proxy: Proxy, client: socket.socket) 
     assert received(client, 99_996) == LARGE[4:100_000]
 
 
+def test_a_line_stops_its_bytes_where_it_says_until_another_is_laid(proxy: Proxy, client: socket.socket) -> None:
+    proxy.lay(Line(stop_at=proxy.passed[Direction.TO_CLIENT] + 4), Direction.TO_CLIENT)
+    assert asked(client, b"four") == b"four"
+    client.sendall(b"more")
+    assert silent(client)
+    proxy.lay(CLEAR)
+    assert received(client, 4) == b"more"
+
+
 def test_a_refusing_port_resets_and_refuses_until_it_accepts(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     proxy.refuse()
     assert proxy.refusing

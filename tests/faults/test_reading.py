@@ -1,6 +1,6 @@
 """A task's read of a range while the node cannot be reached for seconds: it waits, skips nothing and ends by itself.
 
-The ranges are large and the line is narrow, so the fault comes in the middle of them. What a client library guesses of
+The ranges are large and the line stops in their middle, where the fault comes. What a client library guesses of
 a topic that it has no connection for is not an answer of a broker: no record is lost that the log still has.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic, end_offsets_of
+from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Direction, Line
 from reading import read as read_batches
@@ -33,10 +33,8 @@ RECORD = b"r" * 240
 PARTITIONS = 3
 FAULT_S = 6.0
 DEADLINE_S = 60.0
-NARROW = Line(bytes_per_s=8_000_000)
-"""The read takes about four seconds without a fault."""
 PASSED = 8_000_000
-"""Bytes until the fault begins."""
+"""Bytes until the fault begins; the line stops there, so it begins in the middle of the read."""
 TOPIC = "large"
 
 
@@ -68,21 +66,23 @@ class Trouble:
         self._thread = threading.Thread(target=self._run, name="trouble")
         self._over = threading.Event()
         self.struck = False
+        """The fault was there, and is over."""
+        self._stop_at = self._passed() + PASSED
 
     def _run(self) -> None:
-        proxy = self._cluster.proxies[self._fault.node]
-        before = proxy.passed[Direction.TO_CLIENT]
-        await_until(
-            lambda: self._over.is_set() or proxy.passed[Direction.TO_CLIENT] - before > PASSED,
-            DEADLINE_S,
-            what="the middle of the read",
+        await_progress(
+            lambda: self._over.is_set() or self._passed() >= self._stop_at, self._passed, what="the middle of the read"
         )
         if not self._over.is_set():
             with self._cluster.suffering(self._fault):
-                self.struck = not self._over.wait(FAULT_S)
+                self._over.wait(FAULT_S)
+            self.struck = True
+
+    def _passed(self) -> int:
+        return self._cluster.proxies[self._fault.node].passed[Direction.TO_CLIENT]
 
     def __enter__(self) -> "Trouble":
-        self._cluster.proxies[self._fault.node].lay(NARROW, Direction.TO_CLIENT)
+        self._cluster.proxies[self._fault.node].lay(Line(stop_at=self._stop_at), Direction.TO_CLIENT)
         self._thread.start()
         return self
 

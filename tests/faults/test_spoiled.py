@@ -6,13 +6,14 @@ import os
 import secrets
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import create_topic, end_offsets_of, produce_to
+from kafka_words import STALLED_S, await_progress, create_topic, end_offsets_of, produce_to, size_of
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction, Line
 from kit.spoil import Harm, Spoil
@@ -29,10 +30,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 TOPIC = "spoiled"
 PARTITIONS, RECORDS = 2, 2_000
-SECONDS = 6.0
-SOAK_S = 30.0
+RESULTS, SOAK_RESULTS = 20, 100
 QUERY_S = 30.0
-END_S = 60.0
 SEED = 5
 SEEDS = 2**32
 
@@ -52,59 +51,86 @@ def ends(one_node: FaultyCluster) -> dict[int, int]:
 
 
 def suffered(
-    cluster: FaultyCluster, ends: dict[int, int], spoil: Spoil, *, seconds: float, **settings: str
-) -> dict[str, int]:
-    """What a process got while answers were spoiled: each result, and how often."""
+    cluster: FaultyCluster,
+    ends: dict[int, int],
+    spoil: Spoil,
+    folder: Path,
+    *,
+    results: int = RESULTS,
+    needed: str = "",
+    **settings: str,
+) -> Counter[str]:
+    """What a process got while answers were spoiled: each result, and how often.
+
+    Args:
+        folder: for its output.
+        results: it goes on until it has so many, and an answer was spoiled;
+        needed: and this one is among them.
+    """
     given = {
         "servers": cluster.bootstrap_servers,
         "topic": TOPIC,
         "ends": ends,
-        "seconds": seconds,
         "settings": settings,
     }
     cluster.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
-    try:
-        ran = subprocess.run(
+    output, errors = folder / "output", folder / "errors"
+    with output.open("wb") as out, errors.open("wb") as err:
+        process = subprocess.Popen(
             [sys.executable, str(Path(spoiled_process.__file__)), json.dumps(given)],
-            capture_output=True,
-            text=True,
-            timeout=seconds + END_S,
-            check=False,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
         )
+
+    def found() -> Counter[str]:
+        return Counter(map(json.loads, output.read_text().rpartition("\n")[0].splitlines()))
+
+    def enough() -> bool:
+        got = found()
+        return spoil.harmed > 0 and got.total() >= results and (not needed or got[needed] > 0)
+
+    try:
+        await_progress(lambda: enough() or process.poll() is not None, lambda: size_of(output), what="enough results")
+        process.communicate(timeout=STALLED_S)
     finally:
+        process.kill()
+        process.wait()
         cluster.heal()
-    measured(f"{spoil}: {spoil.harmed} answers harmed; {ran.stdout.strip()}")
-    assert ran.returncode == 0, f"the process ended with {ran.returncode} ({spoil}): {ran.stderr[-3000:]}"
-    assert spoil.harmed > 0
-    results: dict[str, int] = json.loads(ran.stdout)["results"]
-    return results
+    measured(f"{spoil}: {spoil.harmed} answers harmed; {found()}")
+    assert process.returncode == 0, (
+        f"the process ended with {process.returncode} ({spoil}): {errors.read_text()[-3000:]}"
+    )
+    return found()
 
 
-def assert_harmless(results: dict[str, int]) -> None:
+def assert_harmless(results: Counter[str]) -> None:
     known = {f"{turn}: {result}" for turn in ("read", "ask") for result in ("right", "named")}
     assert results.keys() <= known, results
     assert any(results.get(one) for one in known), results
 
 
-def test_a_flipped_bit_among_records_never_becomes_a_row(faulty: FaultyCluster, ends: dict[int, int]) -> None:
-    results = suffered(faulty, ends, Spoil(SEED, ("flip",), 0.3), seconds=SECONDS)
-    assert_harmless(results)
-    assert results["read: right"]
+def test_a_flipped_bit_among_records_never_becomes_a_row(
+    faulty: FaultyCluster, ends: dict[int, int], tmp_path: Path
+) -> None:
+    assert_harmless(suffered(faulty, ends, Spoil(SEED, ("flip",), 0.3), tmp_path, needed="read: right"))
 
 
 @pytest.mark.parametrize("harm", ["length", "garbage"])
 def test_wrong_answers_end_in_what_is_right_or_in_an_error_that_names_the_brokers(
-    harm: Harm, faulty: FaultyCluster, ends: dict[int, int]
+    harm: Harm, faulty: FaultyCluster, ends: dict[int, int], tmp_path: Path
 ) -> None:
-    assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), seconds=SECONDS))
+    assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), tmp_path))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_wrong_answers_for_a_long_time(share: float, faulty: FaultyCluster, ends: dict[int, int]) -> None:
+def test_wrong_answers_for_a_long_time(
+    share: float, faulty: FaultyCluster, ends: dict[int, int], tmp_path: Path
+) -> None:
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
     spoil = Spoil(seed, ("length", "garbage", "flip"), share)
-    assert_harmless(suffered(faulty, ends, spoil, seconds=SOAK_S))
+    assert_harmless(suffered(faulty, ends, spoil, tmp_path, results=SOAK_RESULTS))
 
 
 @pytest.mark.soak

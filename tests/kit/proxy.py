@@ -9,6 +9,7 @@ Buffers are bounded: a side that does not read stops the other side's sender, as
 import asyncio
 import contextlib
 import enum
+import math
 import socket
 import struct
 import threading
@@ -48,6 +49,7 @@ class Line:
         bytes_per_s: how many pass in a second, on all connections together; None: as many as come.
         swallow: bytes vanish and the connection stays open. A connection that lost some is reset when this ends: what
             follows a gap is never passed on as if it were whole.
+        stop_at: bytes wait when the proxy has passed so many (:attr:`Proxy.passed`), until another line is laid.
         cut_after: each connection is closed when so many bytes have passed, counted from now.
         spoil: makes what changes a connection's bytes, from its beginning: those that are open are reset.
     """
@@ -55,6 +57,7 @@ class Line:
     delay_s: float = 0.0
     bytes_per_s: int | None = None
     swallow: bool = False
+    stop_at: int | None = None
     cut_after: int | None = None
     spoil: Callable[[], Callable[[bytes], bytes]] | None = None
 
@@ -231,7 +234,12 @@ class Proxy:
                     await self._changed.wait()
 
     async def take_turn(self, count: int, direction: Direction) -> None:
-        """Wait for the bandwidth that ``count`` bytes need."""
+        """Wait for the bandwidth that ``count`` bytes need, and while the line stops them."""
+
+        def stopped(now: Line) -> float:
+            return math.inf if now.stop_at is not None and self.passed[direction] >= now.stop_at else 0.0
+
+        await self.until(stopped, direction)
         line = self._lines[direction]
         if line.bytes_per_s is not None:
             at_s = max(self._loop.time(), self._free_at_s[direction]) + count / line.bytes_per_s

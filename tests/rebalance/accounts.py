@@ -14,12 +14,20 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 from delta_files import living_rows
-from kafka_words import ADMIN_S, POLL_S, await_until, committed_of, end_offsets_of
+from kafka_words import (
+    ADMIN_S,
+    POLL_S,
+    STALLED_S,
+    Offsets,
+    await_progress,
+    await_until,
+    committed_of,
+    end_offsets_of,
+)
 
 from rebalance.ordinary import OrdinaryConsumer
 from spark_group_source.model import TopicPartition
 
-DRAINED_S = 60
 ANSWER_S = 5
 FLOW_PAUSE_S = 0.05
 Record = tuple[str, int, int]
@@ -110,9 +118,9 @@ def await_all_processed(
     runs: Sequence[Recorded],
     ordinary: Sequence[OrdinaryConsumer] = (),
     *,
-    deadline_s: float = DRAINED_S,
+    stalled_s: float = STALLED_S,
 ) -> None:
-    """Wait until everything that was produced was processed by somebody."""
+    """Wait until everything that was produced was processed; fail when nothing is processed for ``stalled_s``."""
 
     def missing() -> set[Record]:
         for run in runs:
@@ -130,7 +138,7 @@ def await_all_processed(
         return not left
 
     try:
-        await_until(done, deadline_s, what="everything processed")
+        await_progress(done, lambda: len(left), stalled_s, what="everything processed")
     except BaseException as exc:
         exc.add_note(f"{len(left)} records are missing, the first: {sorted(left)[:5]}")
         raise
@@ -173,14 +181,17 @@ def parties(runs: Sequence[Recorded], ordinary: Sequence[OrdinaryConsumer]) -> l
     return found + [(f"ordinary {i}", set(member.processed())) for i, member in enumerate(ordinary)]
 
 
-def await_committed(admin: AdminClient, group: str, topics: Sequence[str], deadline_s: float = DRAINED_S) -> None:
+def await_committed(admin: AdminClient, group: str, topics: Sequence[str], stalled_s: float = STALLED_S) -> None:
     """G2: Kafka's committed offsets reach the end of what was produced, and no further."""
+    at: Offsets = {}
+
+    def committed() -> bool:
+        nonlocal at
+        at = {tp: o for tp, o in asking(lambda: committed_of(admin, group)).items() if tp in ends}
+        return at == ends
+
     ends = {tp: end for topic in topics for tp, end in asking(partial(end_offsets_of, admin, topic)).items() if end}
-    await_until(
-        lambda: {tp: o for tp, o in asking(lambda: committed_of(admin, group)).items() if tp in ends} == ends,
-        deadline_s,
-        what="the group's offsets at the ends",
-    )
+    await_progress(committed, lambda: at, stalled_s, what="the group's offsets at the ends")
 
 
 def stays(holds: Callable[[], object], for_s: float, what: str) -> None:

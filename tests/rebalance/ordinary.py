@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kafka_words import await_until
+from kafka_words import STALLED_S, await_progress, size_of
 
 from rebalance.child import Child
 from spark_group_source.model import TopicPartition
 
 PROGRAM = Path(__file__).with_name("member_process.py")
-HEARD_S = 30
-"""Bound of what a member does within moments when the machine is not busy."""
 END_S = 30
 
 STRATEGIES = ("range", "roundrobin", "cooperative-sticky", "consumer")
@@ -109,7 +107,9 @@ class OrdinaryConsumer(Child):
         """Give an order and wait until it was obeyed."""
         before = len(self._obeyed(order))
         self.tell(order, **more)
-        await_until(lambda: len(self._obeyed(order)) > before, HEARD_S, what=f"{order} of the ordinary consumer")
+        await_progress(
+            lambda: len(self._obeyed(order)) > before, self.progress, what=f"{order} of the ordinary consumer"
+        )
 
     def kill(self) -> None:
         super().kill()
@@ -150,13 +150,22 @@ class OrdinaryConsumer(Child):
     def said(self, event: str) -> list[dict[str, Any]]:
         return [e for e in list(self.events) if e["event"] == event]
 
-    def await_said(self, event: str, count: int = 1, deadline_s: float = HEARD_S) -> dict[str, Any]:
-        await_until(lambda: len(self.said(event)) >= count, deadline_s, what=f"{event} from the ordinary consumer")
+    def progress(self) -> object:
+        """How far it is, for ``await_progress``: what it has said and written."""
+        return len(self.events), size_of(self.file, self.file.with_suffix(".log"))
+
+    def await_said(self, event: str, count: int = 1) -> dict[str, Any]:
+        await_progress(
+            lambda: len(self.said(event)) >= count, self.progress, what=f"{event} from the ordinary consumer"
+        )
         return self.said(event)[count - 1]
 
-    def await_partitions(self, count: int, deadline_s: float = HEARD_S) -> set[TopicPartition]:
-        await_until(
-            lambda: len(self.partitions) == count, deadline_s, what=f"{count} partitions at the ordinary consumer"
+    def await_partitions(self, count: int, stalled_s: float = STALLED_S) -> set[TopicPartition]:
+        await_progress(
+            lambda: len(self.partitions) == count,
+            self.progress,
+            stalled_s,
+            what=f"{count} partitions at the ordinary consumer",
         )
         return self.partitions
 
@@ -171,7 +180,7 @@ class OrdinaryConsumer(Child):
     def starts_of(self, tps: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """The same for these, once it has said so: it looks them up after it was given the partitions."""
         wanted = set(tps)
-        await_until(lambda: wanted <= self.starts().keys(), what="the other's committed offsets")
+        await_progress(lambda: wanted <= self.starts().keys(), self.progress, what="the other's committed offsets")
         return {tp: at for tp, at in self.starts().items() if tp in wanted}
 
     def firsts(self) -> dict[TopicPartition, int]:

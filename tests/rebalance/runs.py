@@ -20,7 +20,7 @@ from typing import Any
 if __name__ == "__main__":  # a child process: the modules of the tests are found as pytest finds them
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from kafka_words import await_until
+from kafka_words import STALLED_S, await_progress, size_of
 from streams import Engine
 
 from rebalance.child import Child
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 GATE_S = 120
 """The longest that a test keeps a batch in flight."""
-STEP_S = 60
-"""Bound of what takes moments on a machine that is not busy."""
 CLOSE_S = 60
 
 Record = tuple[str, int, int]
@@ -122,7 +120,7 @@ class Run:
         """Keep the next batch with records in flight; returns its plan."""
         self._gate.clear()
         self._trigger.set()
-        await_until(self._holds, STEP_S, what="a batch in flight")
+        await_progress(self._holds, self.progress, what="a batch in flight")
         return self.planned[-1]
 
     def let_go(self, *, rest: bool = False) -> float:
@@ -160,15 +158,20 @@ class Run:
         """What its members have."""
         return set(self.engine.coordinator._run.positions.ours.keys())
 
-    def await_(self, holds: Any, what: str, deadline_s: float = STEP_S) -> None:
+    def progress(self) -> object:
+        """How far it is, for ``await_progress``: batches, partitions, the states of its slots."""
+        slots = self.statistics["slots"]
+        return len(self.planned), len(self.durable_at_s), frozenset(self.partitions), tuple(slots)
+
+    def await_(self, holds: Any, what: str, stalled_s: float = STALLED_S) -> None:
         def look() -> bool:
             self.check()
             return bool(holds())
 
-        await_until(look, deadline_s, what=what)
+        await_progress(look, self.progress, stalled_s, what=what)
 
-    def await_partitions(self, count: int, deadline_s: float = STEP_S) -> None:
-        self.await_(lambda: len(self.partitions) == count, f"{count} partitions in the run", deadline_s)
+    def await_partitions(self, count: int, stalled_s: float = STALLED_S) -> None:
+        self.await_(lambda: len(self.partitions) == count, f"{count} partitions in the run", stalled_s)
 
     def await_idle(self) -> None:
         """Wait until two questions in a row found nothing to read: what was durable before is echoed or under way."""
@@ -230,16 +233,22 @@ class RunProcess(Child):
         """Stop between two triggers, until it is told to hold: what is produced now is in one batch."""
         before = self.output.count("resting")
         self.tell("rest")
-        await_until(lambda: self.output.count("resting") > before, STEP_S, what="the end of the trigger")
+        await_progress(lambda: self.output.count("resting") > before, self.progress, what="the end of the trigger")
 
     def await_in_flight(self) -> None:
         """After the order to hold: wait for a batch with records."""
-        await_until(lambda: "batch in flight" in self.output, STEP_S, what="a batch in flight")
+        await_progress(lambda: "batch in flight" in self.output, self.progress, what="a batch in flight")
 
     def await_partitions(self, count: int) -> None:
-        await_until(
-            lambda: sum(self.statistics.get("assigned", [])) == count, STEP_S, what=f"{count} partitions at the run"
+        await_progress(
+            lambda: sum(self.statistics.get("assigned", [])) == count,
+            self.progress,
+            what=f"{count} partitions at the run",
         )
+
+    def progress(self) -> object:
+        """What it has written, and its slots: for ``await_progress``."""
+        return size_of(self.file, self.file.with_suffix(".log")), self.statistics.get("slots")
 
     @property
     def statistics(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """B57, B58, B61, G3, G5: a member comes and goes while a batch is in flight: nothing is read twice or skipped."""
 
-import time
-
 import pytest
 from conftest import await_until
 
@@ -11,8 +9,6 @@ from rebalance.ordinary import STRATEGIES
 from rebalance.runs import Run
 
 PARTITIONS = 4
-HAND_OVER_S_MAX = 5.0
-"""From "the batch is durable" to "the other member has its partitions". Under 1 s on a machine that is not busy."""
 QUIET_S = 1.0
 
 
@@ -35,8 +31,8 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
             gained = other.await_partitions(2)
             took_s = other.first_assigned_at() - durable_at_s
             measured(f"{strategy}: partitions at the new member {took_s * 1000:.0f} ms after the batch was durable")
-            assert took_s < HAND_OVER_S_MAX
             assert took_s > 0, "before the batch was durable"
+            assert run.statistics["overruns"] == 0, "the budget released them, not the durable batch"
 
             until = plan.positions()
             assert other.starts_of(gained) == {tp: until[tp] for tp in gained}
@@ -62,15 +58,15 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_at_once(strategy: str, scene: GroupScene) -> None:
+def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_without_a_batch(
+    strategy: str, scene: GroupScene
+) -> None:
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(name, strategy)) as run:
         run.await_partitions(PARTITIONS)
         run.await_idle()
+        batches = len(run.planned)
         with scene.ordinary(name, strategy=strategy) as other:
-            await_until(lambda: "ordinary" in scene.describe().members, 60, what="the other in the group")
-            seen_at_s = time.monotonic()
             other.await_partitions(2)
-            measured(f"{strategy}: {(other.first_assigned_at() - seen_at_s) * 1000:.0f} ms after it was in the group")
-            assert other.first_assigned_at() - seen_at_s < HAND_OVER_S_MAX
-            assert run.statistics["hold_max_ms"] < 1000 * HAND_OVER_S_MAX
+            assert len(run.planned) == batches, "no batch had to come first"
+            assert run.statistics["overruns"] == 0, "the budget released them, not the idle run"

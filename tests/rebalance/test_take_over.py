@@ -5,16 +5,13 @@ import shutil
 import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import await_until
-from kafka_words import noted_of, set_committed
+from kafka_words import await_progress, noted_of, set_committed
 
 from rebalance.accounts import stays
 from rebalance.conftest import GroupScene
 from rebalance.runs import RunProcess
 from spark_group_source.group.names import parse_note
 from spark_group_source.model import TopicPartition
-
-BACK_S = 20
-"""How long a successor whose place was taken for a moment may need to have it again, on a machine that is busy."""
 
 
 @pytest.mark.crash
@@ -30,7 +27,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
         return found.get("slots") == ["assigned"] * 2 and sum(found["assigned"]) == 1
 
     with RunProcess(given, scene.folder / "old") as old:
-        await_until(lambda: whole(old), 60, what="both slots' assignments")
+        await_progress(lambda: whole(old), old.progress, what="both slots' assignments")
         scene.produce(name, [f"{n}" for n in range(10)])
         scene.await_committed(name)
         old.tell("hold")
@@ -40,23 +37,24 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
         await_until(lambda: not scene.describe().members, what="the end of its session")
         shutil.copy(old.file, scene.folder / "new")
         with RunProcess(given, scene.folder / "new") as new:
-            await_until(lambda: whole(new), 60, what="the successor's assignments")
+            await_progress(lambda: whole(new), new.progress, what="the successor's assignments")
             scene.produce(name, [f"{n}" for n in range(20, 25)])
-            await_until(lambda: len(new.records) == 25, 60, what="the successor's records")
+            await_progress(lambda: len(new.records) == 25, new.progress, what="the successor's records")
             scene.await_committed(name)
 
             old.thaw()
             old.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
-            await_until(lambda: "another driver runs this stream" in old.output, 60, what="the end of the old driver")
+            fenced = "another driver runs this stream"
+            await_progress(lambda: fenced in old.output, old.progress, what="the end of the old driver")
             # While the successor asks whether it was replaced itself, a transaction hides the offset for a moment.
             tp = TopicPartition(name, 0)
             stays(lambda: scene.committed().get(tp, 25) == 25, 1.0, "the successor's offset")
-            await_until(lambda: whole(new), BACK_S, what="the successor in both places")
+            await_progress(lambda: whole(new), new.progress, what="the successor in both places")
             old.close()
             assert old.process.returncode != 0 and "Fenced" in old.output
 
             scene.produce(name, [f"{n}" for n in range(25, 30)])
-            await_until(lambda: len(new.records) == 30, BACK_S, what="more of the successor's records")
+            await_progress(lambda: len(new.records) == 30, new.progress, what="more of the successor's records")
             scene.await_committed(name)
             assert new.records == [(name, 0, n) for n in range(30)]
             new.close()
@@ -76,7 +74,7 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
     file = scene.folder / "run"
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
     with RunProcess(given, file) as first:
-        await_until(lambda: len(first.records) == 20, 60, what="all records")
+        await_progress(lambda: len(first.records) == 20, first.progress, what="all records")
         scene.await_committed(name)
         first.close()
     await_until(lambda: not scene.describe().members, what="an empty group")
@@ -86,7 +84,8 @@ def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_
         assert _committed_by_a_stream(scene.admin, scene.group) == back
         second.kill()  # nobody ever heard of that batch
     with RunProcess(given, file) as third:
-        await_until(lambda: len(third.records) >= 20 + 12, 60, what="the records behind the operator's offsets")
+        enough = 20 + 12
+        await_progress(lambda: len(third.records) >= enough, third.progress, what="what the operator's offsets give")
         scene.await_committed(name)
         third.close()
         assert third.process.returncode == 0, third.output

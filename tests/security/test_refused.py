@@ -1,6 +1,5 @@
 """Wrong passwords and certificates: told at the start, with what to check and without a secret."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from spark_group_source.model import OffsetRange, TopicPartition
 
 pytestmark = pytest.mark.broker
 
-REFUSED_S_MAX = 30
 WRONG = "close-sesame-19bc"
 
 
@@ -53,10 +51,8 @@ def test_a_query_is_refused_at_its_start(
 ) -> None:
     client, says = CASES[case]
     given = query(client(guarded), group_id, "t")
-    started = time.monotonic()
     with pytest.raises(GroupError) as failure, Engine(given) as engine:
         engine.step()
-    assert time.monotonic() - started < REFUSED_S_MAX
     assert says in str(failure.value)
     assert WRONG not in str(failure.value) + caplog.text
 

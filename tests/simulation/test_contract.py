@@ -159,7 +159,7 @@ def test_a_static_newcomer_has_the_place_without_a_rebalance_and_the_old_one_is_
     def script() -> None:
         old, other = Watched(play, topic, "old", instance="i"), Watched(play, topic, "other", instance="j")
         play.until(lambda: len(old.owned) == 1 and len(other.owned) == 1, "share for both")
-        play.runtime.pause(3)  # a cooperative group has one more round
+        play.until(lambda: old.told[-1][0] == "assigned", "last round: a cooperative group has two")
         told = [*old.told, *other.told]
         new = Watched(play, topic, "new", instance="i")
         play.until(lambda: new.owned == old.owned, "take-over")
@@ -208,7 +208,7 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
         others = [] if alone else [Watched(play, topic, "other", instance="j")]
         share = 2 - len(others)
         play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
-        play.runtime.pause(2)
+        play.until(lambda: len({each.generation for each in (old, *others)}) == 1, "epoch that all have")
         had = set(old.owned)
         told, generations = [each.told.copy() for each in others], [each.generation for each in others]
         known: deque[str] = deque()
