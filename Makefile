@@ -2,6 +2,7 @@
 #   make demo    a Kafka group read into a Delta table, from nothing, on this machine
 #   make test    the tests            make unit    the quick ones that need neither Kafka nor Spark
 #   make test-all   the same and what takes minutes: notebooks, submitted jobs, Spark Connect, a soak of three brokers
+#   make prove G=3   the tests that prove a guarantee, here G3, at each level
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
 #   make clean   removes what the others made here
@@ -17,7 +18,7 @@ export PYTHON
 # one, where -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test test-all unit check bench soak docs clean tools
+.PHONY: demo test test-all prove unit check bench soak docs clean tools
 .DEFAULT_GOAL := test
 
 demo: $(LOCAL)
@@ -28,6 +29,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) --durations 20 --durations-min 5 -m "not soak" $(ARGS)
+
+prove: $(STAMP)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not soak" --prove G$(or $(G),$(error which? make prove G=3)) $(ARGS)
 
 unit: $(STAMP)
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "not jvm and not slow and not soak and not full" $(ARGS)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import proofs
 import pytest
 import quick_spark
 from confluent_kafka import Producer
@@ -86,8 +87,16 @@ NO_JAVA = "/no/java/here/ask/for/the/fixture/jvm"
 _numbers = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", choices=list(proofs.GUARANTEES), help="only the tests that are marked to prove it")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a JVM, and let what takes long begin first: workers then end at about the same time."""
+    if (guarantee := config.getoption("prove")) is not None:
+        proving = [i for i in items if any(mark.args == (guarantee,) for mark in i.iter_markers("proves"))]
+        config.hook.pytest_deselected(items=[item for item in items if item not in proving])
+        items[:] = proving
     lanes = {}
     for item in items:
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):

@@ -22,6 +22,7 @@ from spark_group_source.options.table import OPTIONS as ALL_OPTIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import picture
+import proofs
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -31,6 +32,7 @@ ANSWERS = ROOT / "docs/answers.md"
 CLI = ROOT / "docs/cli.md"
 METRICS = ROOT / "docs/metrics.md"
 ERRORS = ROOT / "docs/errors.md"
+GUARANTEES = ROOT / "docs/guarantees.md"
 PICTURE = ROOT / "docs/batch.svg"
 
 TEN = (
@@ -71,6 +73,7 @@ def blocks() -> dict[Path, dict[str, str]]:
             "run metrics": metrics_table(run_metrics.METRICS),
             "group metrics": metrics_table(group_metrics.METRICS),
         },
+        GUARANTEES: {"proofs": proofs.table()},
         ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
         ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }

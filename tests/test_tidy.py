@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import picture
+import proofs
 import pytest
 import render
 
@@ -153,6 +154,12 @@ def test_jobs_and_notebooks_use_public_names_only() -> None:
 
 
 # --- the documents --------------------------------------------------------------------------------------------------
+
+
+def test_each_guarantee_is_proven_at_each_level_or_it_is_said_why_not() -> None:
+    wanted = {(guarantee, level) for guarantee in proofs.GUARANTEES for level in proofs.LEVELS}
+    assert proofs.NOT_AT.keys() <= wanted
+    assert {(proof.guarantee, proof.level) for proof in proofs.proofs()} == wanted - proofs.NOT_AT.keys()
 
 
 @pytest.mark.parametrize("path", render.blocks(), ids=lambda path: path.name)

@@ -244,6 +244,7 @@ def test_G5_a_query_goes_on_at_its_checkpoint_when_the_groups_offsets_were_delet
     assert scene.committed() == scene.end_offsets(name)
 
 
+@pytest.mark.proves("G4", level="spark")
 @pytest.mark.spark
 def test_G4_where_the_checkpoint_is_gone_too_the_ledger_leaves_out_what_the_table_has(scene: Scene, run: Run) -> None:
     name, table = scene.topic(2), scene.folder / "table"

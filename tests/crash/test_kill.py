@@ -20,6 +20,7 @@ def kill_and_prove(kills: int, seed: int, *, broker: Broker, topic: str, group: 
     assert account.joined >= kills * JOINED_MIN, account
 
 
+@pytest.mark.proves("G4", level="spark")
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # five starts of Spark, a minute each on a machine that is busy

@@ -69,6 +69,7 @@ def produce(servers: str, topic: str, first: int, count: int) -> None:
         produce_to(producer, topic, values, partition=partition)
 
 
+@pytest.mark.proves("G10", level="spark")
 def test_refused_while_idle(query: Query, faulty: FaultyCluster, judge: AdminClient, name: str, group_id: str) -> None:
     """The plan asks how far the logs reach, again and again."""
     produce(faulty.direct_servers, name, 0, 200)

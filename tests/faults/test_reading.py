@@ -116,6 +116,7 @@ def struck_read(faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, *
     assert trouble.struck, "the read was over before the fault was"
 
 
+@pytest.mark.proves("G1", level="kafka")
 @pytest.mark.parametrize("fail_on_data_loss", [True, False])
 def test_a_read_that_is_refused_in_its_middle_has_every_record_once(
     fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]

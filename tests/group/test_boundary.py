@@ -19,6 +19,7 @@ def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
     assert group.machine.statistics().holds == 0
 
 
+@pytest.mark.proves("G3", level="core")
 def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back(group: GroupHarness) -> None:
     group.settled(A, B)
     group.plan({A: (100, 150), B: (100, 110)})
@@ -168,6 +169,7 @@ def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarne
     assert group.machine.plannable() == {A: 150}
 
 
+@pytest.mark.proves("G8", level="core")
 def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: GroupHarness) -> None:
     group.settled(A, B)
     group.plan({A: (100, 150)})

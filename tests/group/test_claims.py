@@ -112,6 +112,7 @@ def test_who_has_nothing_left_takes_what_nobody_has_and_then_from_who_has_most()
     ]
 
 
+@pytest.mark.proves("G1", level="core")
 def test_a_claim_belongs_to_the_task_for_ever() -> None:
     claims = late(Claims("r"))
     plan = claims.cut(batch(1, *[60_000] * 6), {tp(0): "1", tp(5): "2"})

@@ -23,6 +23,7 @@ def run_batch(group: GroupHarness, start: int, end: int) -> list[ev.Command]:
     return group.durable()
 
 
+@pytest.mark.proves("G2", level="core")
 def test_a_planned_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> None:
     group.settled(A)
     assert group.plan({A: (100, 150)}) == []
@@ -155,6 +156,7 @@ def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group
     assert group.echoed() == [ev.Release(slot=0, client=1)]
 
 
+@pytest.mark.proves("G6", level="core")
 def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)

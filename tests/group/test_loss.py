@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import pytest
 from kit.harness import tps
 
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
@@ -110,6 +111,7 @@ def test_a_look_at_nothing_asks_nothing_of_topics() -> None:
 # --- topics that are missing -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("G10", level="core")
 def test_a_missing_topic_is_a_suspicion_first_and_believed_when_it_is_still_missing() -> None:
     brokers = Brokers()
     brokers.look({A: 100})

@@ -54,6 +54,7 @@ def test_an_outage_shows_in_the_statistics_while_it_lasts() -> None:
     assert run.run.statistics().unreachable_since_ms == 0
 
 
+@pytest.mark.proves("G8", level="core")
 def test_the_bound_is_an_option_and_the_error_says_how_long_and_what_came_last() -> None:
     run = reading(broker_timeout_ms=2 * MINUTE_MS)
     began_ms = run.clock()

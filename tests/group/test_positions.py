@@ -22,6 +22,7 @@ def by_no_stream(offset: int) -> ev.Committed:
     return ev.Committed(offset=offset)
 
 
+@pytest.mark.proves("G5", level="core")
 def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(group: GroupHarness) -> None:
     group.settled(A)
     group.plan({A: (100, 150)})

@@ -31,6 +31,7 @@ def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
     assert all(code in ANSWERS and ANSWERS[code] is not means for (_, code), means in EXCEPTIONS.items())
 
 
+@pytest.mark.proves("G10", level="core")
 def test_G10_nothing_that_the_library_says_by_itself_means_gone() -> None:
     assert not [code for code in ANSWERS if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
 

@@ -338,6 +338,7 @@ def test_options_pickle_compare_hash_and_stay_as_they_are() -> None:
         options.group_id = "other"  # type: ignore[misc]
 
 
+@pytest.mark.proves("G9", level="core")
 def test_G9_secrets_are_masked_wherever_options_are_shown() -> None:
     options = Options.parse(FULL)
     for shown in (repr(options), str(options), f"{options}", str(options.describe()), str(options.notes)):

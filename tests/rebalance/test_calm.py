@@ -17,6 +17,7 @@ CALM_S = 10
 SOAK_S = 1200
 
 
+@pytest.mark.proves("G7", level="kafka")
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 @pytest.mark.parametrize("for_s", [CALM_S, pytest.param(SOAK_S, marks=pytest.mark.soak)])
 def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for_s: int, scene: GroupScene) -> None:

@@ -116,6 +116,7 @@ def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or
     scene.there_and_back(name, strategy, RunProcess(options, scene.folder / "run"))
 
 
+@pytest.mark.proves("G5", level="spark")
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("range", marks=pytest.mark.soak), "consumer"])

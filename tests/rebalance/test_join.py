@@ -12,6 +12,7 @@ PARTITIONS = 4
 QUIET_S = 1.0
 
 
+@pytest.mark.proves("G3", level="kafka")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind_it(
     strategy: str, scene: GroupScene

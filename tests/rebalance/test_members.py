@@ -44,6 +44,7 @@ def test_B62_more_members_than_partitions_is_no_trouble(strategy: str, scene: Gr
         run.await_(lambda: run.statistics["slots"] == ("assigned",) * 6, "six members with an assignment, maybe empty")
 
 
+@pytest.mark.proves("G6", level="kafka")
 def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_first_stops(scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     scene.produce(name, ["a", "b", "c", "d"])
@@ -167,6 +168,7 @@ def test_B69_a_commit_from_outside_the_group_is_refused_while_ours_is_accepted(
         assert run.statistics["commits_failed"] == 0
 
 
+@pytest.mark.proves("G10", level="kafka")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(strategy: str, scene: GroupScene) -> None:
     """A run that ends by itself starts while another member keeps the group from being stable."""
@@ -184,6 +186,7 @@ def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(stra
             scene.await_committed(name)
 
 
+@pytest.mark.proves("G5", level="kafka")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 @pytest.mark.parametrize(("at", "count"), [(0, 3), (3, 3), (3, 0)], ids=["zero", "behind-the-last", "not-there-yet"])
 def test_B71_G5_a_partition_goes_on_exactly_where_it_was_committed(

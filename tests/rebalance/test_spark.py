@@ -48,6 +48,7 @@ class Query:
         return [(row.topic, row.partition, row.offset) for _, rows in done for row in rows]
 
 
+@pytest.mark.proves("G3", level="spark")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_back(
     strategy: str, scene: GroupScene
@@ -85,6 +86,7 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
         assert running.exception() is None
 
 
+@pytest.mark.proves("G4", level="spark")
 @pytest.mark.parametrize("strategy", ["range", pytest.param("consumer", marks=pytest.mark.soak)])
 def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)

@@ -14,6 +14,7 @@ from spark_group_source.group.names import parse_note
 from spark_group_source.model import TopicPartition
 
 
+@pytest.mark.proves("G6", level="kafka")
 @pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "cooperative-sticky", "consumer"])
 def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(strategy: str, scene: GroupScene) -> None:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[Guarded], dict[str, str]], str]] = {
 }
 
 
+@pytest.mark.proves("G9", level="kafka")
 @pytest.mark.parametrize("case", CASES)
 def test_a_query_is_refused_at_its_start(
     case: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture

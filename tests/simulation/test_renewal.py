@@ -8,6 +8,7 @@ from spark_group_source.group import machine, positions
 OLD_AFTER_S = 3
 
 
+@pytest.mark.proves("G2", level="simulation")
 @pytest.mark.parametrize(
     ("seed", "protocol", "agents"),
     [

@@ -57,6 +57,11 @@ AGENT_KINDS = {
 }
 
 
+@pytest.mark.proves("G8", level="simulation")
+@pytest.mark.proves("G6", level="simulation")
+@pytest.mark.proves("G5", level="simulation")
+@pytest.mark.proves("G4", level="simulation")
+@pytest.mark.proves("G3", level="simulation")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_record_is_processed_once_or_counted_and_nothing_is_skipped(protocol: str, only_seed: int | None) -> None:
     seeds = range(SEEDS) if only_seed is None else [only_seed]
@@ -75,6 +80,7 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
         assert sum(outcome.recalls for outcome in outcomes) > AGENT_SEEDS // 4
 
 
+@pytest.mark.proves("G7", level="simulation")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_g7_lending_and_lost_agents_alone_make_no_group_rebalance(protocol: str) -> None:
     seeds = CALM_SEEDS // 2 if protocol == "consumer" else CALM_SEEDS  # histories of many times the length

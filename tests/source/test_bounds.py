@@ -20,6 +20,7 @@ from spark_group_source.host import runs
 BUDGET_MS = 4000
 
 
+@pytest.mark.proves("G8", level="kafka")
 def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_its_budget(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
         assert waited_ms >= BUDGET_MS
 
 
+@pytest.mark.proves("G2", level="spark")
 @pytest.mark.spark
 def test_G2_once_with_a_sink_that_says_what_is_durable_leaves_nothing_uncommitted(scene: Scene) -> None:
     name = scene.topic(2)
@@ -54,6 +56,7 @@ def test_G2_once_with_a_sink_that_says_what_is_durable_leaves_nothing_uncommitte
     assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 19)
 
 
+@pytest.mark.proves("G2", level="kafka")
 def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offsets(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,6 +74,7 @@ def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offset
         await_until(lambda: scene.committed() == scene.end_offsets(name), what="the offsets of the run before")
 
 
+@pytest.mark.proves("G8", level="spark")
 @pytest.mark.spark
 def test_G8_two_streams_of_one_load_are_refused_with_the_way_out(scene: Scene) -> None:
     """Spark makes two streams of it: each would hold its partitions for a batch that waits for the other's."""

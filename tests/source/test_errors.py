@@ -101,6 +101,7 @@ def test_wrong_credentials_are_refused_at_once_by_name_and_not_shown(guarded_job
     assert WRONG not in text
 
 
+@pytest.mark.proves("G9", level="spark")
 def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in_the_checkpoint(
     guarded_job: Callable[..., Job], scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:

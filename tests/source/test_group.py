@@ -73,6 +73,7 @@ def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run
     assert one.values == texts(0, 20)
 
 
+@pytest.mark.proves("G2", level="kafka")
 def test_G2_kafka_is_never_ahead_of_what_the_sink_has(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
@@ -205,6 +206,7 @@ def test_B44_G1_a_planned_batch_has_the_same_rows_after_a_crash_though_another_m
     assert planned(one.checkpoint)[last] == plans[last]
 
 
+@pytest.mark.proves("G1", level="spark")
 def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
@@ -224,6 +226,7 @@ def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(
 # --- restarts and ends ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("G7", level="kafka")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str, scene: Scene) -> None:
     name = scene.topic(6)
@@ -392,6 +395,7 @@ def test_B51_a_commit_of_the_old_driver_is_refused_by_the_broker(protocol: str, 
     assert scene.committed() == {tp: 5}
 
 
+@pytest.mark.proves("G6", level="kafka")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_G6_a_commit_in_the_name_of_a_member_that_is_out_is_refused_by_the_broker(protocol: str, scene: Scene) -> None:
     """An order that a freeze or a rebalance overtook moves no offset of the partition's next owner."""

@@ -192,6 +192,7 @@ def child(code: str, **given: object) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.proves("G1", level="spark")
 @pytest.mark.slow
 def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same_rows(scene: Scene) -> None:
     name = scene.topic(2)

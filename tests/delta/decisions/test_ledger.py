@@ -81,6 +81,7 @@ def test_G5_what_lies_between_is_refused_where_the_groups_offset_was_forgotten()
     assert "reset --group etl --to-ledger --table /t" in error
 
 
+@pytest.mark.proves("G4", level="core")
 def test_records_that_the_table_has_are_dropped_and_the_rest_is_new() -> None:
     verdict = judge(offset(4, ranges((90, 130), (5, 9))), ledger({P0: 100, P1: 5}))
     assert verdict.drop == (OffsetRange(P0, 90, 100),)
