@@ -6,9 +6,11 @@ tests out, and for all others there is no Java.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -70,6 +72,8 @@ shared.console.size = ConsoleDimensions(WIDTH, 25)
 JVM_MARKERS = ("broker", "spark", "crash")
 """Markers of tests that start JVMs by themselves, without the fixture ``jvm``."""
 
+ROOT = Path(__file__).resolve().parent.parent
+
 TABLES = ("tests/delta/", "tests/source/", "tests/rebalance/test_spark.py", "tests/security/test_spark.py")
 """Spark tests that share one session; the others share a second one, or start programs with a Spark of their own."""
 
@@ -97,29 +101,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         proving = [i for i in items if any(mark.args == (guarantee,) for mark in i.iter_markers("proves"))]
         config.hook.pytest_deselected(items=[item for item in items if item not in proving])
         items[:] = proving
-    lanes = {}
     for item in items:
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
             item.add_marker("jvm")
-        if (lane := _lane(item)) is not None:
-            lanes[item] = lane
-            if hasattr(config, "workerinput"):
-                item._nodeid = f"{item.nodeid}@{lane}"  # type: ignore[attr-defined]  # what pytest-xdist groups by
     items.sort(
         key=lambda item: (
-            LANES.index(lanes[item]) if item in lanes else len(LANES),
+            LANES.index(lane) if (lane := _lane(item.nodeid.split("::")[0])) else len(LANES),
             item.get_closest_marker("slow") is None,
         )
     )
 
 
-def _lane(item: pytest.Item) -> str | None:
-    fixtures = getattr(item, "fixturenames", ())
-    if item.get_closest_marker("spark") or item.get_closest_marker("crash") or {"spark", "jvm"} <= {*fixtures}:
-        return "tables" if item.nodeid.startswith(TABLES) else "programs"
-    if "cluster" in fixtures or item.nodeid.startswith("tests/faults/"):
+@functools.cache
+def _lane(file: str) -> str | None:
+    """The lane of a file's tests, by what its text says: the process that shares the tests out knows names only."""
+    text = (ROOT / file).read_text()
+    if "mark.spark" in text or "mark.crash" in text:
+        return "tables" if file.startswith(TABLES) else "programs"
+    if file.startswith("tests/faults/") or re.search(r"\bcluster: ", text):
         return "cluster"
-    return "security" if item.nodeid.startswith("tests/security/") else None
+    return "security" if file.startswith("tests/security/") else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -132,10 +133,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each lane to one worker; the other tests one by one to whichever is free. Their order is the collection's."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return _lane(nodeid.split("::", maxsplit=1)[0]) or nodeid
 
     config.option.loadscopereorder = False  # else the lane with the most tests begins first, however short they are
-    return LoadGroupScheduling(config, log)
+    return Lanes(config, log)
 
 
 _shared: list[BrokerCluster] = []
