@@ -187,6 +187,7 @@ def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_a
     assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == places(shared)
 
 
+@pytest.mark.proves("G7", level="spark")
 def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_and_leaves_no_ghost(
     shared: Watched,
 ) -> None:

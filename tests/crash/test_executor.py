@@ -23,7 +23,6 @@ from spark_group_source.local.broker import Broker
 PARTITIONS = 4
 
 
-@pytest.mark.proves("G7", level="spark")
 @pytest.mark.crash
 @pytest.mark.spark
 @pytest.mark.soak

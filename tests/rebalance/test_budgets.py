@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import await_until
+from kafka_words import await_progress
 
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene
@@ -64,7 +65,7 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strate
             assert counted["overruns"] == 1, "the budget ended the hold: the batch is still in flight"
             assert set(other.starts_of(gained).values()) == {10}, "something of the batch in flight was committed"
             read_again = {(tp.topic, tp.partition, offset) for tp in gained for offset in range(*in_flight[tp])}
-            await_until(lambda: len(other.processed()) == 20, what="the other's records")
+            await_progress(lambda: len(other.processed()) == 20, other.progress, what="the other's records")
             run.let_go()
             scene.assert_once([name], [run], [other], twice=read_again)
             scene.await_committed(name)

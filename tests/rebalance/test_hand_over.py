@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from conftest import await_until
+from kafka_words import await_progress
 from typer.testing import CliRunner
 
 from rebalance.accounts import (
@@ -54,15 +54,21 @@ class HandOver(GroupScene):
         """An application begins, ours takes over, an application takes over again; each record has one reader."""
         flowing = Flow(self.servers, topic, PARTITIONS)
         with self.ordinary(topic, strategy=strategy) as before, flowing as flow, ours as run:
-            await_until(before.processed, what="the ordinary application")
+            await_progress(before.processed, before.progress, what="the ordinary application")
             with self.gaps() as there:
                 self.hand_over("spark-group", before.process)
                 at = len(run.records)
-                await_until(lambda: len(run.records) > at + 100, SPARK_S, what="records at ours alone")
+                await_progress(
+                    lambda: len(run.records) > at + 100,
+                    lambda: (len(run.output), len(run.records)),
+                    what="records at ours alone",
+                )
             with self.ordinary(topic, strategy=strategy) as after, self.gaps() as back:
                 self.hand_over("ordinary", run.process)
                 at = len(after.processed())
-                await_until(lambda: len(after.processed()) > at + 100, what="records in the application alone")
+                await_progress(
+                    lambda: len(after.processed()) > at + 100, after.progress, what="records in the application alone"
+                )
                 flow.stop()
                 measured(f"longest gap {max(there):.2f} s to ours, {max(back):.2f} s back")
                 self.assert_once([topic], [run], [before, after])
@@ -138,7 +144,7 @@ def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(strategy: s
     ):
         with pytest.raises(GroupError, match="no query of group 'nobody' runs on this host"):
             drain("nobody")
-        await_until(lambda: len(run.records) > 100, what="records in the run")
+        await_progress(lambda: len(run.records) > 100, run.progress, what="records in the run")
         run.tell("hold")
         run.await_in_flight()
         with pytest.raises(GroupError, match=f"in process {run.process.pid} did not end its batch within 1 s"):
@@ -153,7 +159,7 @@ def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(strategy: s
         stays(lambda: len(run.records) == read, 1.0, "the drained run")
         run.kill()
         with scene.ordinary(name, strategy=strategy) as after:
-            await_until(after.processed, what="records in the application")
+            await_progress(after.processed, after.progress, what="records in the application")
             flow.stop()
             scene.assert_once([name], [run], [after])
             scene.await_committed(name)

@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import await_until
+from kafka_words import await_progress
 
 from rebalance.accounts import Flow, await_all_processed, measured, stays
 from rebalance.conftest import GroupScene
@@ -51,7 +52,7 @@ def test_B59_a_frozen_member_that_comes_back_cannot_commit_what_others_read(stra
         gained = other.await_partitions(2)
         run.await_partitions(2)
         scene.fill(name, 10)
-        await_until(lambda: len(other.processed()) == 20, what="the other's records")
+        await_progress(lambda: len(other.processed()) == 20, other.progress, what="the other's records")
         other.do("stall")  # so that the order to commit is the first thing it meets when it comes back
         other.freeze()
         kept = other.unconfirmed()

@@ -4,6 +4,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from conftest import ADMIN_S, await_until, end_offsets_of
+from kafka_words import await_progress
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
@@ -176,7 +177,7 @@ def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(stra
     scene.fill(name, 10)
     with scene.ordinary(name, strategy=strategy, keep=True) as other:
         other.await_partitions(PARTITIONS)
-        await_until(lambda: len(other.processed()) == 40, what="the other's records")
+        await_progress(lambda: len(other.processed()) == 40, other.progress, what="the other's records")
         other.do("stall")  # it has everything, committed nothing, and gives nothing back
         with Run(scene.run_options(name, strategy), available_now=True) as run:
             await_until(lambda: len(scene.describe().clients) == 2, what="both in the group")

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from confluent_kafka.admin import AdminClient
 from conftest import await_until
+from kafka_words import await_progress
 
 from rebalance.accounts import Flow, measured
 from rebalance.conftest import GroupScene
@@ -119,7 +120,7 @@ def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that
     with scene.ordinary(name, strategy="cooperative-sticky") as other:
         other.await_partitions(4)
         scene.produce(name, [f"{n}" for n in range(20)])
-        await_until(lambda: len(other.processed()) == 20, what="the other's records")
+        await_progress(lambda: len(other.processed()) == 20, other.progress, what="the other's records")
         with Run(scene.run_options(name, "cooperative-sticky", leaveOnStop="always")) as old:
             old.await_partitions(2)  # the data comes with a member's second generation
         other.await_partitions(4)

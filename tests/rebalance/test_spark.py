@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import await_until
+from kafka_words import await_progress
 from streams import Job
 
 from rebalance.accounts import Flow, measured, produced, records_in, stays
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 PARTITIONS = 4
-SPARK_S = 90
-"""Bound of a query's first batch, on a machine that is busy."""
+HANG_S = 300
+"""The longest that a test keeps a batch in flight."""
 STRATEGIES = ("range", "cooperative-sticky", "consumer")
 
 
@@ -39,7 +40,7 @@ class Query:
     def _wait(self, number: int) -> None:
         if not self.gate.is_set() and self.job.batches[-1][1]:
             self.inside.set()
-            self.gate.wait(SPARK_S)
+            self.gate.wait(HANG_S)
             self.inside.clear()
 
     @property
@@ -56,9 +57,9 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
     name = scene.topic(PARTITIONS)
     query = Query(Job(scene.spark, scene.run_options(name, strategy), scene.folder / "checkpoint"))
     with query.job.running() as running, Flow(scene.servers, name, PARTITIONS) as flow:
-        await_until(lambda: query.records or running.exception(), SPARK_S, what="the first batch")
+        await_progress(lambda: query.records or running.exception(), lambda: running.status, what="the first batch")
         query.gate.clear()
-        await_until(query.inside.is_set, SPARK_S, what="a batch in flight")
+        await_progress(query.inside.is_set, lambda: (running.status, len(query.job.batches)), what="a batch in flight")
         ends: dict[TopicPartition, int] = {}
         for _, rows in list(query.job.batches):
             for row in rows:
@@ -96,24 +97,28 @@ def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(strate
         options = scene.run_options(name, strategy, leaveOnStop="always")
         return Job(scene.spark, options, scene.folder / f"checkpoint-{number}").start_into(DeltaSink(table))
 
+    def progress() -> object:
+        return len(list((table / "_delta_log").glob("*.json"))), first.status
+
     with Flow(scene.servers, name, PARTITIONS) as flow:
         first = start(1)
         try:
-            await_until(lambda: records_in(table), SPARK_S, what="the first rows")
+            await_progress(lambda: records_in(table), progress, what="the first rows")
             second = start(2)
             try:
-                await_until(
+                await_progress(
                     lambda: sorted(map(len, scene.describe().members.values())) == [2, 2],
-                    SPARK_S,
+                    progress,
                     what="two partitions for each query",
                 )
                 at = len(records_in(table))
-                await_until(lambda: len(records_in(table)) > at + 200, SPARK_S, what="rows of both")
+                await_progress(lambda: len(records_in(table)) > at + 200, progress, what="rows of both")
             finally:
                 second.stop()
-            await_until(lambda: len(_ours(scene)) == PARTITIONS, SPARK_S, what="all partitions back")
+            await_progress(lambda: len(_ours(scene)) == PARTITIONS, progress, what="all partitions back")
             flow.stop()
-            await_until(lambda: set(records_in(table)) == produced(scene.admin, [name]), SPARK_S, what="every record")
+            every = produced(scene.admin, [name])
+            await_progress(lambda: set(records_in(table)) == every, progress, what="every record")
             doubled = [record for record, count in Counter(records_in(table)).items() if count > 1]
             assert not doubled, doubled[:5]
             scene.await_committed(name)
