@@ -165,28 +165,26 @@ def meaning(request: Request, code: int, text: str = "") -> Meaning:
 
 class Suspicions:
     """What was reported and may be wrong, such as that a topic is gone. Each is believed when it was reported
-    :attr:`times` times without a contradiction, over the grace at least.
+    twice without a contradiction, over the grace at least.
 
     Args:
         grace: between the first report and the one that is believed, in the unit of the caller's clock.
-        times: how many reports it takes.
     """
 
-    def __init__(self, grace: float = 0, times: int = 2) -> None:
-        self._grace, self.times = grace, times
-        self._reports: dict[Hashable, tuple[float, int]] = {}
+    def __init__(self, grace: float = 0) -> None:
+        self._grace = grace
+        self._since: dict[Hashable, float] = {}
 
     def report(self, what: Hashable, now: float = 0) -> bool:
         """Note a report. Returns whether it is believed now."""
-        since, count = self._reports.get(what, (now, 0))
-        self._reports[what] = since, count + 1
-        return count + 1 >= self.times and now - since >= self._grace
+        again = what in self._since
+        return now - self._since.setdefault(what, now) >= self._grace and again
 
     def clear(self, *what: Hashable) -> None:
         """Something else was reported, or happened."""
         for one in what:
-            self._reports.pop(one, None)
+            self._since.pop(one, None)
 
     def __contains__(self, what: Hashable) -> bool:
         """Whether it is suspected, believed or not."""
-        return what in self._reports
+        return what in self._since

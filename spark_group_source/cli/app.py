@@ -23,8 +23,8 @@ from spark_group_source.cli import report, shared
 from spark_group_source.cli.group import describe, list_groups
 from spark_group_source.cli.ledger import ledger_app
 from spark_group_source.cli.migrate import migrate
-from spark_group_source.cli.move import reset
 from spark_group_source.cli.offsets import delete_group, delete_offsets
+from spark_group_source.cli.reset import reset_command
 from spark_group_source.cli.run import run
 from spark_group_source.cli.shared import (
     CheckpointOption,
@@ -94,7 +94,7 @@ app.command()(run)
 app.command("list")(list_groups)
 app.command()(describe)
 app.command()(watch)
-app.command()(reset)
+app.command("reset")(reset_command)
 app.command()(migrate)
 app.command()(delete_offsets)
 app.command()(delete_group)

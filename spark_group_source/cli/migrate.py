@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from spark_group_source.cli import reset, shared
-from spark_group_source.cli.move import TopicsOption, scope_of
 from spark_group_source.cli.report import DEAD, not_there
-from spark_group_source.cli.reset import Scope, in_scope
+from spark_group_source.cli.reset import Scope, TopicsOption, in_scope, scope_of
 from spark_group_source.cli.shared import ConfigOption, GroupOption, JsonOption, ServersOption, TableOption, console
 from spark_group_source.errors import CheckpointMismatch, GroupError, OptionError
 from spark_group_source.kafka import GroupAdmin

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from spark_group_source.answers import CODES
-from spark_group_source.cli.move import scope_of
 from spark_group_source.cli.report import DEAD, not_there
+from spark_group_source.cli.reset import scope_of
 from spark_group_source.cli.shared import (
     ConfigOption,
     GroupOption,

@@ -116,19 +116,17 @@ def describe(
     ledger: Mapping[TopicPartition, int] | None = None,
     *,
     offsets: bool = True,
-    elsewhere: Sequence[dict[str, Any]] = (),
 ) -> GroupReport:
     """Ask the cluster about a group.
 
     Args:
         ledger: the table's next offsets, where a table is of interest.
         offsets: False leaves the partitions out, and the questions for them.
-        elsewhere: what runs on other hosts said of themselves.
 
     Raises:
         GroupError: there is no such group, neither at Kafka nor in the ledger nor among the runs of this host.
     """
-    found = look(admin, group, ledger, offsets=offsets, elsewhere=elsewhere)
+    found = look(admin, group, ledger, offsets=offsets)
     if found is None:
         raise not_there(group)
     return found
@@ -142,7 +140,11 @@ def look(
     offsets: bool = True,
     elsewhere: Sequence[dict[str, Any]] = (),
 ) -> GroupReport | None:
-    """What :func:`describe` returns, or None: there is no such group, or not any more."""
+    """What :func:`describe` returns, or None: there is no such group, or not any more.
+
+    Args:
+        elsewhere: what runs on other hosts said of themselves.
+    """
     described = admin.group(group)
     committed = admin.committed(group) if offsets or described.state == DEAD else {}
     here = runs.read(group)

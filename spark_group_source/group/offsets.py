@@ -37,6 +37,8 @@ from spark_group_source.model import OffsetRange, TopicPartition
 VERSION = 1
 NOT_TOLD = -1
 """In ``leaders``: nobody told the leader epoch of this partition."""
+SHOWN_CHARS_MAX = 200
+"""Of a damaged offset in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +231,6 @@ def _numbers(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, in
     return {tp: int(number) for tp, number in _flat(nested).items()}
 
 
-def _short(value: object, chars_max: int = 200) -> str:
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= chars_max else text[:chars_max] + "…"
+    return text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from spark_group_source.model import EARLIEST, StartAt, TopicPartition
+from spark_group_source.model import StartAt, TopicPartition
 
 RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
 """Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""
@@ -27,19 +27,6 @@ class Starting(Protocol):
         """The start of all partitions of a new stream; raises OptionError if it names others than there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromTheBeginning:
-    """``startingOffsets=earliest``, the default."""
-
-    no_match: Literal["error", "latest"] = "error"
-
-    def of(self, tp: TopicPartition) -> StartAt:  # noqa: ARG002 - every partition alike
-        return EARLIEST
-
-    def resolve(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, StartAt]:
-        return dict.fromkeys(partitions, EARLIEST)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """One query's rules.
@@ -56,6 +43,7 @@ class Rules:
     """
 
     group: str
+    starting: Starting
     slots: int = 1
     hold_budget_ms: int = 240_000
     joining_budget_ms: int = 345_000
@@ -67,7 +55,6 @@ class Rules:
     slots_max: int = 1_000
     shrink_ms: int = 300_000
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
-    starting: Starting = FromTheBeginning()
     fail_on_data_loss: bool = True
     max_offsets: int | None = None
     min_offsets: int | None = None

@@ -55,7 +55,6 @@ def delete_offsets(
     tps: Collection[TopicPartition],
     *,
     runtime: Runtime | None = None,
-    retries: int = 0,
 ) -> dict[TopicPartition, int]:
     """Ask the group's coordinator to delete committed offsets. It may be asked twice: what is gone stays gone.
 
@@ -63,7 +62,6 @@ def delete_offsets(
         settings: librdkafka settings of an admin client.
         group: the consumer group; it may have members.
         tps: at least one partition.
-        retries: how often what was not answered is asked again.
 
     Returns:
         The broker's code for each partition: 0 where the group has no offset of it now, ``GROUP_SUBSCRIBED_TO_TOPIC``
@@ -76,7 +74,7 @@ def delete_offsets(
             kind (as those of Kafka Connect) are in it.
         OptionError: the client refuses a setting.
     """
-    retry = Retry(Asker.of(settings, group=group), runtime or Runtime(), retries=retries)
+    retry = Retry(Asker.of(settings, group=group), runtime or Runtime())
     return retry(Request.DELETE, "deleting committed offsets", lambda: _ask_once(settings, group, tps))
 
 

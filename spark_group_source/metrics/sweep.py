@@ -147,7 +147,10 @@ class Sweeps:
         tps = {tp for answer in answers.values() for tp in answer.committed}
         ends: dict[TopicPartition, int] = {}
         if tps:
-            self._tried("ends of partitions", lambda: ends.update(self._ends(tps)))
+            self._tried(
+                "ends of partitions",
+                lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, whole=False)),
+            )
         self._read_ages(answers, ends, until_ms)
         self._note_silence(reached, answers, began_ms)
         return Seen(
@@ -212,9 +215,6 @@ class Sweeps:
         if tps <= read.keys():
             watched.searched_ms, watched.tps = self._listed_ms, committed.keys()
         answers[name] = _Answer(described, committed)
-
-    def _ends(self, tps: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
-        return self._admin.latest(tps, committed=self._committed_only, whole=False)
 
     def _read_ages(self, answers: Mapping[str, _Answer], ends: Mapping[TopicPartition, int], until_ms: int) -> None:
         behind: dict[Key, int] = {

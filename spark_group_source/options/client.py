@@ -72,11 +72,6 @@ def is_secret(name: str) -> bool:
     return bare in _SECRET_NAMES or any(word in bare for word in _SECRET_WORDS)
 
 
-def masked(name: str, value: str) -> str:
-    """The value as it may appear in a log, plan or error."""
-    return MASK if is_secret(name) else value
-
-
 def without_secrets(text: str, settings: Mapping[str, str]) -> str:
     """A text of the client library's about these settings, with every value that could be a secret taken out."""
     for name, value in settings.items():

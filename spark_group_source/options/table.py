@@ -446,7 +446,10 @@ class Options:
         """Every option that is set, secrets masked: safe in a log."""
         shown = {row.name: str(getattr(self, row.field)) for row in OPTIONS if row.field != "settings"}
         shown = {name: text for name, text in shown.items() if text not in ("None", "()")}
-        return shown | {f"kafka.{name}": client_settings.masked(name, value) for name, value in self.settings}
+        return shown | {
+            f"kafka.{name}": client_settings.MASK if client_settings.is_secret(name) else value
+            for name, value in self.settings
+        }
 
     def __repr__(self) -> str:
         return f"Options({', '.join(f'{name}={_short(text)}' for name, text in self.describe().items())})"

@@ -41,7 +41,7 @@ from spark_group_source.channel.proof import (
     greeted,
 )
 from spark_group_source.channel.server import Limits, Peer, Server
-from spark_group_source.driver import garbage
+from spark_group_source.driver.reception import set_aside
 from spark_group_source.group.claims import Claims, Piece, Plan
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
@@ -231,7 +231,7 @@ class Coordinator:
         started = time.process_time()
         plan = self._claims.cut(offset, lent)
         spent_ms = (time.process_time() - started) * 1000
-        garbage.set_aside()
+        set_aside()
         return plan, spent_ms
 
     def _player(self, port: int, number: int) -> "subprocess.Popen[str]":

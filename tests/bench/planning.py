@@ -22,6 +22,7 @@ from spark_group_source.group.plan import Planner
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.starting import StartingPosition
 
 SIZES = (100, 1_000, 10_000, 100_000)
 SLOTS = 500
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     """Milliseconds of each step from "the batch is durable" to the text of the next offset, the best of ``repeat``."""
     machine = running(partitions, slots)
-    planner = Planner(Rules(group=GROUP, max_offsets=partitions * 20))
+    planner = Planner(Rules(group=GROUP, starting=StartingPosition(), max_offsets=partitions * 20))
     start = plan(machine, planner)[0]
     best = dict.fromkeys((*STEPS, "dict"), float("inf"))
     for _ in range(repeat):
@@ -96,7 +97,7 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
 
 def running(partitions: int, slots: int) -> Machine:
     """A run whose slots have equal shares of the partitions, all of them at 100."""
-    machine = Machine(Rules(group=GROUP, slots=slots))
+    machine = Machine(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
     machine.handle(ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
     machine.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
 from spark_group_source.cli.app import EXIT_CODES, FINAL, RETRIABLE, app
-from spark_group_source.cli.move import duration_ms, parse_to, plan_text, read_plan, scope_of
-from spark_group_source.cli.reset import Offsets, Shift
+from spark_group_source.cli.reset import Offsets, Shift, duration_ms, parse_to, plan_text, read_plan, scope_of
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError, SourceError
 from spark_group_source.model import EARLIEST, StartAt, TopicPartition
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from spark_group_source.driver import garbage
+from spark_group_source.driver import reception
 
 
 class Circle:
@@ -23,7 +23,7 @@ def test_what_lives_is_set_aside_and_what_is_garbage_is_not() -> None:
     kept, dropped = Circle(), Circle()
     gone = weakref.ref(dropped)
     del dropped
-    garbage.set_aside()
+    reception.set_aside()
     assert gone() is None
     assert gc.get_freeze_count() > 0
     assert not any(each is kept for each in gc.get_objects())
@@ -32,10 +32,10 @@ def test_what_lives_is_set_aside_and_what_is_garbage_is_not() -> None:
 def test_what_was_set_aside_and_became_garbage_is_found_within_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Circle()
     gone = weakref.ref(late)
-    garbage.set_aside()
+    reception.set_aside()
     del late
-    garbage.set_aside()
+    reception.set_aside()
     assert gone() is not None
-    monkeypatch.setattr(garbage, "LOOK_AGAIN_S", 0.0)
-    garbage.set_aside()
+    monkeypatch.setattr(reception, "LOOK_AGAIN_S", 0.0)
+    reception.set_aside()
     assert gone() is None

@@ -11,6 +11,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.model import EARLIEST
+from spark_group_source.options.starting import StartingPosition
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
@@ -163,7 +164,7 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
         assert group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")) == []
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.AskReplaced(slot=0)]
-    bound_ms = Rules(group="etl").broker_timeout_ms
+    bound_ms = Rules(group="etl", starting=StartingPosition()).broker_timeout_ms
     while not fails and group.clock() < 2 * bound_ms:
         fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
         group.tick(ms=5_000)

@@ -18,6 +18,7 @@ from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
 from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
+from spark_group_source.options.starting import StartingPosition
 
 GROUP = "etl"
 STREAM = "9f2c"
@@ -41,7 +42,12 @@ def only(kind: type[C], commands: Commands) -> list[C]:
 
 def rules_with(**rules: Any) -> Rules:
     """The rules of the tests, but for these."""
-    usual: dict[str, Any] = {"group": GROUP, "hold_budget_ms": HOLD_BUDGET_MS, "joining_budget_ms": JOINING_BUDGET_MS}
+    usual: dict[str, Any] = {
+        "group": GROUP,
+        "starting": StartingPosition(),
+        "hold_budget_ms": HOLD_BUDGET_MS,
+        "joining_budget_ms": JOINING_BUDGET_MS,
+    }
     return Rules(**usual | rules)
 
 
