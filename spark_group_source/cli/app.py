@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from spark_group_source import __version__, fits
 from spark_group_source.cli import report, shared
-from spark_group_source.cli.group import describe, list_groups
+from spark_group_source.cli.group import describe, list_groups, watch
 from spark_group_source.cli.ledger import ledger_app
 from spark_group_source.cli.migrate import migrate
 from spark_group_source.cli.offsets import delete_group, delete_offsets
@@ -37,7 +37,6 @@ from spark_group_source.cli.shared import (
     stop_on_signals,
     table_of,
 )
-from spark_group_source.cli.watch import watch
 from spark_group_source.errors import GroupError, OptionError, SourceError
 from spark_group_source.host import runs
 

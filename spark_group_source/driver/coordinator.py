@@ -28,7 +28,6 @@ from spark_group_source.host import runs
 from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
 from spark_group_source.members.member import Member
 from spark_group_source.members.remote import RemoteMember
-from spark_group_source.members.settings import member_settings
 from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
@@ -256,7 +255,7 @@ class Coordinator:
     def _at_home(self, join: ev.Join) -> Member:
         return Member(
             join,
-            member_settings(self._options),
+            self._options.member_settings(),
             runtime=self._runtime,
             known_as=self._worker.known_as,
             report=self._report,

@@ -23,7 +23,6 @@ from spark_group_source.errors import (
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
-from spark_group_source.members.settings import topics_every_s
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -75,7 +74,7 @@ class Worker:
         self._prepared = self._stopped = False
         self._shut_out: Future[None] = runtime.future()
         self._prepare_at_ms = 0.0
-        self._topics_every_ms = topics_every_s(options) * 1000
+        self._topics_every_ms = options.topics_every_s * 1000
         self._topics_at_ms = 0.0
         self._work: Queue[Order | None] = runtime.queue(WORK_MAX)
 

@@ -31,7 +31,6 @@ from spark_group_source.executor.agent.processes import Process, executor
 from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.messages import CODEC
-from spark_group_source.members.settings import member_settings
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 
@@ -111,7 +110,7 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
                 "secret": call.secret.reveal(),
                 "executor": name_of(at),
                 "name": f"{socket.gethostname()}-{at.pid}",
-                "settings": member_settings(options),
+                "settings": options.member_settings(),
             },
         ),
         at,

@@ -30,6 +30,8 @@ from spark_group_source.options.starting import (
 GROUP_MEMBERS_MAX: Final = 1_000
 MIN_PARTITIONS_MAX: Final = 100_000
 DAY_MS: Final = 86_400_000
+TOPICS_EVERY_S: Final = 30.0
+"""How often a pattern is matched against the cluster's topics; ``kafka.topic.metadata.refresh.interval.ms`` sets it."""
 VALUE_SHOWN_CHARS_MAX: Final = 200
 INTERNAL_TOPICS: Final = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state"})
 """The broker's own topics: a pattern never matches them."""
@@ -426,6 +428,17 @@ class Options:
             "enable.auto.offset.store": "false",
             "auto.offset.reset": "error",
         }
+
+    @property
+    def topics_every_s(self) -> float:
+        """How often members and worker look for new topics and partitions."""
+        own = dict(self.settings).get("topic.metadata.refresh.interval.ms")
+        return TOPICS_EVERY_S if own is None else int(own) / 1000
+
+    def member_settings(self) -> dict[str, str]:
+        """Settings of the consumer of a member, wherever it lives; its own names come with ``Join``."""
+        refresh_ms = str(int(self.topics_every_s * 1000))
+        return {"topic.metadata.refresh.interval.ms": refresh_ms, **self.consumer_settings()}
 
     def admin_settings(self) -> dict[str, str]:
         """Settings of an admin client: the connection and who connects."""

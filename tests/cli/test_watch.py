@@ -20,8 +20,8 @@ from rich.console import Console
 
 import spark_group_source
 from spark_group_source import OptionError
+from spark_group_source.cli.group import changes, rate
 from spark_group_source.cli.report import BAR, GroupReport, PartitionRow, picture, spans
-from spark_group_source.cli.watch import changes, rate
 from spark_group_source.kafka import GroupMember
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition

@@ -21,7 +21,6 @@ from spark_group_source.group.slots import HOME
 from spark_group_source.group.states import SlotState
 from spark_group_source.members import messages as ms
 from spark_group_source.members.hosted import Hosted
-from spark_group_source.members.settings import member_settings
 
 if TYPE_CHECKING:
     from kit.spark import SparkRun
@@ -163,7 +162,7 @@ class Agent:
             host=runtime.new_id(),
             executor=executor,
             name=executor,
-            settings=member_settings(run.options),
+            settings=run.options.member_settings(),
             runtime=runtime,
             send=self._send,
             ended=self._ended,
