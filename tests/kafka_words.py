@@ -42,7 +42,7 @@ POLL_S = 0.02
 """Pause between two looks of :func:`await_until` and :func:`await_progress`."""
 
 STALLED_S = 120.0
-"""Bound of :func:`await_progress`: a process of a busy machine does something within it, a log line or a commit."""
+"""Bound of a hang: also on a busy machine something happens within it, a log line or a commit."""
 
 STACK_LINES_MAX = 6
 """Frames of each thread in the report of a condition that did not come true."""
@@ -93,7 +93,7 @@ def sasl(password: str) -> dict[str, str]:
     }
 
 
-def await_until(predicate: Callable[[], T], deadline_s: float = 30, *, what: str = "") -> T:
+def await_until(predicate: Callable[[], T], deadline_s: float = STALLED_S, *, what: str = "") -> T:
     """Call ``predicate`` until it returns something true, and return that; fail the test after ``deadline_s``."""
     return _await(predicate, lambda: None, deadline_s, what, "within")
 

@@ -105,7 +105,7 @@ def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_a
         return subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False, env=elsewhere)
 
     def arrived(count: int) -> None:
-        await_until(lambda: table.exists() and len(living_rows(table, ["offset"])) == count, 60, what="the rows")
+        await_until(lambda: table.exists() and len(living_rows(table, ["offset"])) == count, what="the rows")
 
     query = job.start_into(DeltaSink(table))
     try:

@@ -93,7 +93,7 @@ class Guide:
             rows[:] = numbers(self.scene.folder / "orders")
             return len(rows) > last
 
-        await_until(there, 90, what="the rows")
+        await_until(there, what="the rows")
 
 
 def numbers(table: Path) -> list[int]:
@@ -130,7 +130,7 @@ def test_the_guide_there_and_back_has_every_number_once(scene: Scene) -> None:
         assert "1 query of group" in guide.commands()[0]
         scene.produce(topic, numbered(30, 39, PARTITIONS))
         guide.python()
-        await_until(lambda: not describe(scene.admin, scene.group).members, 60, what="the end of the members")
+        await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of the members")
         guide.commands()
         assert json.loads((scene.folder / "start.json").read_text()) == {topic: {"0": 15, "1": 15}}
         guide.python()

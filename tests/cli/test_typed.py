@@ -100,7 +100,7 @@ def test_every_command_of_the_documents_works_as_it_is_written(scene: Scene) -> 
     query = job.start_into(DeltaSink(scene.folder / "orders"))
     try:
         at = {TopicPartition(topic, p): 200 for p in range(2)}
-        await_until(lambda: at.items() <= scene.committed().items(), 60, what="the rows of the topic")
+        await_until(lambda: at.items() <= scene.committed().items(), what="the rows of the topic")
         for line in every:
             if line.split()[1] in LIVE:
                 typist.type(line)

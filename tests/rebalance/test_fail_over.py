@@ -30,8 +30,6 @@ PARTITIONS = 6
 NODES = 3
 SESSION_MS = 10_000
 CLIENTS_MAX = 40
-RECOVERED_S = 90
-"""Bound of a fail-over: the node's session at the controller is 4 s, then members look for the new coordinator."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ class ClusterScene:
         return self.look().state
 
     def await_state(self, state: str) -> None:
-        await_until(lambda: self.state == state, 30, what=f"the state {state}")
+        await_until(lambda: self.state == state, what=f"the state {state}")
 
     def kill_coordinator(self) -> None:
         self.killed = self.look().coordinator
@@ -114,7 +112,7 @@ class ClusterScene:
                 and run.partitions == group.of("spark-group") | group.of(f"{self.group}.")
             )
 
-        await_until(whole, RECOVERED_S, what="the group's recovery")
+        await_until(whole, what="the group's recovery")
         whole_s = time.monotonic() - self.killed_at_s
         seen = len(run.planned)
         run.await_(lambda: len(run.planned) > seen + 1, "batches afterwards")
@@ -139,7 +137,7 @@ def scene(
     yield made
     if made.killed is not None:
         cluster.start_node(made.killed)
-        await_until(lambda: _in_sync(cluster_admin), 60, what="all replicas in sync")
+        await_until(lambda: _in_sync(cluster_admin), what="all replicas in sync")
 
 
 def _in_sync(admin: AdminClient) -> bool:
@@ -272,4 +270,4 @@ def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_re
             f"{run.statistics['echo_max_ms']} ms"
         )
         assert run.statistics["maybe_twice"] == 0
-    await_until(lambda: _in_sync(cluster_admin), 60, what="all replicas in sync")
+    await_until(lambda: _in_sync(cluster_admin), what="all replicas in sync")

@@ -103,7 +103,7 @@ def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strate
         scene.fill(name, 5)
         scene.await_committed(name)
         run.thaw()
-        await_until(lambda: run.statistics["lost"] >= 2, 60, what="the loss to be known")
+        await_until(lambda: run.statistics["lost"] >= 2, what="the loss to be known")
         assert run.statistics["maybe_twice"] == 20
         run.tell("let_go")  # its rows become durable after all; Kafka must not hear of them
         await_until(lambda: len(run.records) >= 40, what="the batch")

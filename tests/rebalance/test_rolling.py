@@ -37,8 +37,8 @@ def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScen
         # The broker itself takes no notice of what a static member that comes back subscribes to.
         new.await_(lambda: second in {tp.topic for tp in new.partitions}, "the topic that nobody had")
         other.tell("subscribe", topics=[first, second])
-        await_until(lambda: {tp.topic for tp in new.partitions | other.partitions} == {first, second}, 60, what="both")
-        await_until(lambda: len(new.partitions) == len(other.partitions) == 4, 60, what="a fair share of eight")
+        await_until(lambda: {tp.topic for tp in new.partitions | other.partitions} == {first, second}, what="both")
+        await_until(lambda: len(new.partitions) == len(other.partitions) == 4, what="a fair share of eight")
         for flow in flows:
             flow.stop()
         scene.assert_once([first, second], [old, new], [other], twice=last_batch(old))
@@ -100,7 +100,7 @@ def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_w
             stack.callback(run.close)
             run.await_partitions(2, 90)
             other.await_partitions(2, 90)
-            await_until(partial(_is, _kind, scene.admin, scene.group, kind), 60, what=f"a {kind} group")
+            await_until(partial(_is, _kind, scene.admin, scene.group, kind), what=f"a {kind} group")
             run.await_(partial(_has_read, run, len(run.records) + 50), "records")
             if len(runs) < 3:
                 run.close()

@@ -230,7 +230,7 @@ def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
         run.kill()
     scene.fill(name, 1)  # while nobody is there
     with RunProcess(patient, file) as again:
-        await_until(lambda: len(again.records) == 4, 60, what="the records of the meantime")
+        await_until(lambda: len(again.records) == 4, what="the records of the meantime")
         assert {offset for _, _, offset in again.records} == {1}
         scene.await_committed(name)
         after = scene.describe()

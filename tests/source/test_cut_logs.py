@@ -90,7 +90,7 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
         assert json.loads(engine.log[-1])["cut"] == {name: {"0": 10}}
         engine.plan()
         admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
-        await_until(lambda: committed_of(admin, f"g-{name}") == end_offsets_of(admin, name), 20, what="the commit")
+        await_until(lambda: committed_of(admin, f"g-{name}") == end_offsets_of(admin, name), what="the commit")
     assert caplog.text.count("data loss") == 1
 
     former = json.loads(log[-1])

@@ -233,10 +233,10 @@ def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(vi
             assert len(readers_below(driver.pid)) == 1
             jvm = next(pid for pid, args in below.items() if "SparkSubmit" in args)
             os.kill(driver.pid if victim == "python" else jvm, signal.SIGKILL)
-            await_until(lambda: not any(map(alive, below)), 30, what="the end of every process below the driver")
+            await_until(lambda: not any(map(alive, below)), what="the end of every process below the driver")
         finally:
             driver.kill()
-    await_until(lambda: describe(scene.admin, scene.group).members == {}, 30, what="the end of its members")
+    await_until(lambda: describe(scene.admin, scene.group).members == {}, what="the end of its members")
 
 
 # --- stop() ---------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def no_reader_left(spark: "SparkSession") -> Iterator[None]:
     """Every stream reader that the test started is gone soon after the test."""
     before = set(readers_below())
     yield
-    await_until(lambda: set(readers_below()) <= before, 20, what="the end of the stream readers")
+    await_until(lambda: set(readers_below()) <= before, what="the end of the stream readers")
 
 
 def asking(query: "StreamingQuery") -> bool:
@@ -340,7 +340,7 @@ def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_it
         await_until(frozen.is_set, what="the batch in which it is frozen")
         scene.produce(name, numbered(8, 11, 2))
         with new.running() as second:
-            await_until(lambda: len(new.rows) >= 8, 60, what="the successor's rows")
+            await_until(lambda: len(new.rows) >= 8, what="the successor's rows")
             await_until(lambda: scene.committed() == scene.end_offsets(name), what="the successor's offsets")
             # Past its session: its client library will then know of no place but by joining again.
             assert not first.awaitTermination(FROZEN_SESSION_S + 1)
@@ -348,7 +348,7 @@ def test_B51_a_driver_that_was_frozen_in_a_batch_neither_commits_it_nor_loses_it
                 os.kill(reader, signal.SIGCONT)
             # Its batch is done in its own sink: now it would commit it. With the classic protocol its client library
             # would join again under the same instance id, and the broker throw the successor's member out for it.
-            await_until(first.exception, 60, what="the end of the driver that was replaced")
+            await_until(first.exception, what="the end of the driver that was replaced")
             assert scene.committed() == scene.end_offsets(name)
             scene.produce(name, numbered(12, 13, 2))
             await_until(lambda: len(new.rows) >= 10, what="more rows")

@@ -26,7 +26,7 @@ def options(scene: Scene) -> dict[str, str]:
 def ends_with(engine: Engine) -> str:
     """What the run ends with, be it at once or after a batch."""
     with pytest.raises(InvariantBroken) as found:
-        await_until(lambda: engine.step() is None and False, 20, what="the end of the run")
+        await_until(lambda: engine.step() is None and False, what="the end of the run")
     return str(found.value)
 
 
