@@ -1,14 +1,24 @@
 """The waits of the tests themselves: a bound ends a hang, not what goes on."""
 
 from itertools import count
+from types import SimpleNamespace
 
+import kafka_words
 import pytest
 from kafka_words import await_progress
 
 
-def test_a_wait_goes_on_while_something_changes() -> None:
-    steps, looks = count(), count()
-    assert await_progress(lambda: next(looks) == 5, lambda: next(steps), 0)
+def test_a_wait_goes_on_while_something_changes_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s, looks = count(), count(1)
+    monkeypatch.setattr(kafka_words, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
+    seen = 0
+
+    def twentieth() -> bool:
+        nonlocal seen
+        seen = next(looks)
+        return seen == 20
+
+    assert await_progress(twentieth, lambda: seen // 2, 3)
 
 
 def test_a_wait_ends_when_nothing_changes_and_says_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
