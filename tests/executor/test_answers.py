@@ -429,7 +429,41 @@ def test_how_often_a_small_task_asks_for_its_topic(
     assert len(cluster.requests(Api.METADATA)) == asked
 
 
-def test_a_log_that_is_short_is_believed_after_the_grace(
+def test_B38_records_that_aged_out_fail_the_task_with_their_place(cluster: MockCluster, read: Read) -> None:
+    cluster.delete_records(TP, 8)
+    with pytest.raises(DataLoss, match="failOnDataLoss=false") as caught:
+        read(3, 12)
+    assert caught.value.fields == {"topic": "orders", "partition": 0, "expected": 3, "available": (8, COUNT)}
+    assert not caught.value.retriable
+
+
+def test_B39_a_start_past_the_logs_end_gives_nothing(cluster: MockCluster, read: Read) -> None:
+    assert read(COUNT + 2, COUNT + 5, fail_on_data_loss=False) == []
+    with pytest.raises(DataLoss) as caught:
+        read(COUNT + 2, COUNT + 5)
+    assert (caught.value.fields["expected"], caught.value.fields["available"]) == (COUNT + 2, (0, COUNT))
+
+
+def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(cluster: MockCluster, read: Read) -> None:
+    """Also where brokers have no topic ids."""
+    assert read() == list(range(COUNT)), "the kept client has seen the longer log"
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders")
+    produce(cluster, 2)
+    with pytest.raises(DataLoss) as caught:
+        read(5, 10)
+    assert caught.value.fields["available"] == (0, 2)
+    assert read(5, 10, fail_on_data_loss=False) == []
+
+
+def test_a_topic_deleted_after_it_was_read(cluster: MockCluster, read: Read) -> None:
+    assert read() == list(range(COUNT))
+    cluster.delete_topic("orders")
+    with pytest.raises(TopicMissing):
+        read(0, COUNT + 5)
+
+
+def test_B33_a_log_that_is_short_is_believed_after_the_grace(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = time.monotonic()

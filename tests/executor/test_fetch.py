@@ -32,7 +32,7 @@ from kit.mock_cluster import MockCluster
 from reading import read as read_batches
 
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
-from spark_group_source.executor import failures, fetch, intake, native, ranges, records, tally
+from spark_group_source.executor import fetch, intake, native, ranges, records, tally
 from spark_group_source.executor.native import NativeClient
 from spark_group_source.executor.records import Cut, arrow_schema, bounded, spark_ddl
 from spark_group_source.librdkafka import refused_setting
@@ -640,19 +640,6 @@ def test_B33_a_log_that_still_grows_is_waited_for(topic: TopicFactory, produce: 
     assert [offset for batch in found for offset in batch.column("offset").to_pylist()] == [2, 3]
 
 
-def test_B33_a_log_that_ends_below_the_plan_is_data_loss(
-    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 0.2)
-    name = topic()
-    produce(name, ["0", "1", "2"], partition=0)
-    with pytest.raises(DataLoss) as caught:
-        read(of(name, 0, 10))
-    assert caught.value.fields == {"topic": name, "partition": 0, "expected": 3, "available": (0, 3)}
-    assert offsets(read(of(name, 0, 10), fail_on_data_loss=False)) == [0, 1, 2]
-    assert f"{name}-0[3,10)" in caplog.text
-
-
 def test_B34_two_readers_in_one_process_each_get_their_range(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -751,18 +738,6 @@ def test_B37_records_that_aged_out_are_skipped_with_a_warning(
     assert offsets(read(of(name, 8, 20), fail_on_data_loss=False)) == list(range(8, 20))
 
 
-def test_B38_records_that_aged_out_fail_the_task_with_their_place(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read
-) -> None:
-    name = topic()
-    produce(name, [str(i) for i in range(20)], partition=0)
-    forget(admin, name, 8)
-    with pytest.raises(DataLoss, match="failOnDataLoss=false") as caught:
-        read(of(name, 3, 12), deadline_s=LONG_S)
-    assert caught.value.fields == {"topic": name, "partition": 0, "expected": 3, "available": (8, 20)}
-    assert not caught.value.retriable
-
-
 def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     topic: TopicFactory,
     produce: Produce,
@@ -788,35 +763,6 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
     assert caught.value.fields["available"] == (50, 60)
 
 
-def test_B39_a_start_past_the_logs_end_gives_nothing(
-    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 0.2)
-    name = topic()
-    produce(name, ["0", "1", "2"], partition=0)
-    assert read(of(name, 5, 10), fail_on_data_loss=False) == []
-    with pytest.raises(DataLoss) as caught:
-        read(of(name, 5, 10))
-    assert (caught.value.fields["expected"], caught.value.fields["available"]) == (5, (0, 3))
-
-
-def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 0.2)
-    name = topic()
-    produce(name, [str(i) for i in range(10)], partition=0)
-    assert len(read(of(name, 0, 10))) == 10  # the kept client has seen the longer log
-    admin.delete_topics([name])[name].result(30)
-    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
-    topic(name=name)
-    produce(name, ["0", "1"], partition=0)
-    with pytest.raises(DataLoss) as caught:
-        read(of(name, 5, 10))
-    assert caught.value.fields["available"] == (0, 2)
-    assert read(of(name, 5, 10), fail_on_data_loss=False) == []
-
-
 @pytest.mark.parametrize("partition", [0, 1])
 def test_a_topic_or_partition_that_is_not_there(
     topic: TopicFactory, produce: Produce, read: Read, partition: int, caplog: pytest.LogCaptureFixture
@@ -830,18 +776,6 @@ def test_a_topic_or_partition_that_is_not_there(
     rows = read(of(gone, 0, 5, partition), of(there, 0, 2), fail_on_data_loss=False)
     assert offsets(rows) == [0, 1]
     assert gone in caplog.text
-
-
-def test_a_topic_deleted_after_it_was_read(
-    topic: TopicFactory, produce: Produce, admin: AdminClient, read: Read
-) -> None:
-    name = topic()
-    produce(name, ["0", "1"], partition=0)
-    assert offsets(read(of(name, 0, 2))) == [0, 1]
-    admin.delete_topics([name])[name].result(30)
-    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
-    with pytest.raises(TopicMissing):
-        read(of(name, 0, 5))
 
 
 # -------------------------------------------------------------------------------------------- clients and processes
