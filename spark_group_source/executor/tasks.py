@@ -220,16 +220,14 @@ class _Line:
             self._client.close()
 
 
-_lines: dict[tuple[int, str], _Line] = {}
-"""By process and run. A worker reads for one run at a time; a forked one has none of its parent's."""
+_lines: dict[str, _Line] = {}
+"""By run; a worker reads for one run at a time."""
+os.register_at_fork(after_in_child=_lines.clear)
 
 
 def _line(call: Call) -> _Line:
-    me = (os.getpid(), call.run)
-    if me not in _lines:
-        for (pid, _), line in _lines.items():
-            if pid == os.getpid():
-                line.close()
-        _lines.clear()
-        _lines[me] = _Line(call)
-    return _lines[me]
+    if call.run not in _lines:
+        while _lines:
+            _lines.popitem()[1].close()
+        _lines[call.run] = _Line(call)
+    return _lines[call.run]
