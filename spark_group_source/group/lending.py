@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from spark_group_source.group import events as ev
 from spark_group_source.group.outbox import Outbox
-from spark_group_source.group.rules import Rules
+from spark_group_source.group.rules import SLOTS_MAX, Rules
 from spark_group_source.group.slots import HOME, Slot, Slots
 from spark_group_source.group.states import HOSTS, HostState, SlotState, moved
 from spark_group_source.group.statistics import Statistics
@@ -360,7 +360,7 @@ class Lending:
         if not (self._rules.auto_slots and self._may_lend):
             return
         now_ms, slots = self._out.now_ms, self._slots.all
-        wanted = max(1, min(len(self._ready()), self._rules.slots_max))
+        wanted = max(1, min(len(self._ready()), SLOTS_MAX))
         if wanted == len(slots):
             self._unfit_since_ms = None
             return

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 
 from spark_group_source.model import StartAt, TopicPartition
 
+SLOTS_MAX = 1_000
+"""Slots of one run; what ``groupMembers`` allows too."""
 RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
 """Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""
 
@@ -52,7 +54,6 @@ class Rules:
     lease_ms: int = 45_000
     member_host: Literal["auto", "executor", "driver"] = "auto"
     auto_slots: bool = False
-    slots_max: int = 1_000
     shrink_ms: int = 300_000
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
     fail_on_data_loss: bool = True

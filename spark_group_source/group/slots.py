@@ -13,7 +13,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group import names
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import Positions
-from spark_group_source.group.rules import Rules, pause_ms
+from spark_group_source.group.rules import SLOTS_MAX, Rules, pause_ms
 from spark_group_source.group.states import SLOTS, SlotState, moved
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.model import TopicPartition
@@ -115,7 +115,7 @@ class Slots:
         """
         self._stream, self._topics, self.static = stream, topics, static
         self._before = before if before != topics and static and self._rules.classic else ()
-        self.all += [Slot(number) for number in range(len(self.all), min(places, self._rules.slots_max))]
+        self.all += [Slot(number) for number in range(len(self.all), min(places, SLOTS_MAX))]
         for slot in self.all:
             self.join(slot)
 

@@ -15,7 +15,6 @@ from spark_group_source.host import runs
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import (
-        QueryIdleEvent,
         QueryProgressEvent,
         QueryStartedEvent,
         QueryTerminatedEvent,
@@ -51,9 +50,6 @@ class GroupListener(StreamingQueryListener):
             found = runs.snapshot(*name) if name else None
             if found is not None:
                 self._receive(event.progress, found)
-
-    def onQueryIdle(self, event: "QueryIdleEvent") -> None:
-        """Nothing: Spark does not say where an idle query stands."""
 
     def onQueryTerminated(self, event: "QueryTerminatedEvent") -> None:
         """Nothing: the statistics ended with the run."""

@@ -1,6 +1,6 @@
 """Up to where a leader has the records of former leaders: Kafka's OffsetForLeaderEpoch (KIP-320).
 
-Runs in: the stream reader. Deliberately absent: what an answer means for a query (``group.cuts``), and groups: the
+Runs in: the stream reader. Deliberately absent: what an answer means for a query (``group.loss``), and groups: the
 consumer here is in none.
 
 The library sends this request in one place only: before a consumer reads on from a position that it was told with a

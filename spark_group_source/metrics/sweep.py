@@ -1,7 +1,7 @@
 """One look at groups from outside: offsets, the ages of their next records, members.
 
-Runs in: the exporter. Deliberately absent: the loop (``exporter``), what Prometheus is told (``groups``), and any part
-in the group: it asks as an operator does, and reads records with a consumer that is only ever assigned.
+Runs in: the exporter. Deliberately absent: the loop and what Prometheus is told (``groups``), and any part in the
+group: it asks as an operator does, and reads records with a consumer that is only ever assigned.
 
 Nothing is concluded from silence: a group that did not answer has no numbers in this sweep, a partition that was left
 out of an answer none of its own, and one whose next record was not read in time no age.
