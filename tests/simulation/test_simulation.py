@@ -76,7 +76,7 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
     outcomes = [run(seed, protocol=protocol, agents=True) for seed in seeds]
     if only_seed is None:
         assert {fault for outcome in outcomes for fault in outcome.faults} >= AGENT_KINDS
-        assert sum(outcome.moves for outcome in outcomes) > AGENT_SEEDS
+        assert sum(outcome.moves for outcome in outcomes) > AGENT_SEEDS // 2  # none while transactions are refused
         assert sum(outcome.recalls for outcome in outcomes) > AGENT_SEEDS // 4
 
 
