@@ -207,7 +207,8 @@ class _Attempt:
         """Whether the table has this batch of the query, or a later one."""
         planned = self.planned
         if not ledgers:  # rows of other sources only: the query itself counts as the application
-            return (history.source.number(planned.query_id) or -1) >= planned.batch_id
+            number = history.source.number(planned.query_id)  # None: Delta itself skips a number that is taken
+            return number is not None and number >= planned.batch_id
         last = [found.queries.get(planned.query_id, -1) for found in ledgers.values() if found is not None]
         return max(last, default=-1) >= planned.batch_id
 

@@ -318,6 +318,16 @@ def test_a_source_without_news_does_not_stop_the_rows_of_another(
     assert "WARNING" not in caplog.text
 
 
+def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 5)))
+    anew = Query(query.spark, query.root.parent, "anew")
+    foreign = query.spark.createDataFrame([("rate", 0, 7, "r")], SCHEMA)
+    for number in (0, 0, 1, 1):
+        anew.plan(number, '{"group": "etl", "seq": -1, "stream": "", "topics": {}, "v": 1}', str(number))
+        anew.sink(table)(foreign, number)
+    assert [row[0] for row in rows(table)].count("rate") == 2
+
+
 # Writers at the same time
 
 
