@@ -249,7 +249,10 @@ def statistics(footer: Any, columns: list[str]) -> dict[str, Any]:
         nulls[name] = sum(each.null_count for each in found)
         filled = [each for each in found if each.num_values > 0]
         if filled and all(each.has_min_max for each in filled):
-            least, most = _low(min(each.min for each in filled)), _high(max(each.max for each in filled))
+            try:
+                least, most = _low(min(each.min for each in filled)), _high(max(each.max for each in filled))
+            except (OverflowError, ValueError):  # Python's times end in the year 9999
+                continue
             if least is not None and most is not None:
                 low[name], high[name] = least, most
     return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls}
