@@ -94,8 +94,6 @@ class Coordinator:
         )
         """Where agents and their channels meet this run."""
         self._publisher = publisher or runs.Publisher(options.group_id)
-        for note in options.notes:
-            log.warning("%s", note)
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 

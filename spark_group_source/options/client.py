@@ -91,15 +91,14 @@ def principal(settings: Mapping[str, Any]) -> str:
     return f"User:{name}" if name else "the user"
 
 
-def prepare(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def prepare(given: Mapping[str, str]) -> dict[str, str]:
     """Turn the user's ``kafka.*`` options (names without the prefix) into settings of the client library.
 
     Args:
         given: without group.id, bootstrap.servers, group.protocol and isolation.level, which are options of their own.
 
     Returns:
-        The settings, and a note for each that is read differently, for the log; neither holds a name from
-        :data:`REFUSED`, and no note holds a secret.
+        The settings, without a name from :data:`REFUSED`.
 
     Raises:
         OptionError: a setting is the source's own, or cannot be translated. Whether librdkafka knows the others and
@@ -107,9 +106,9 @@ def prepare(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """
     for name in given:
         _refuse_owned(name)
-    settings, notes = translate(given)
+    settings = translate(given)
     _check_token_callable(settings)
-    return settings, tuple(notes)
+    return settings
 
 
 def number_ms(settings: Mapping[str, str], name: str, default: int) -> int:

@@ -341,8 +341,6 @@ class Options:
         "translated; settings that are the source's own are refused. `kafka.oauth_cb` is "
         "`package.module:function`, a Python function that gives tokens.")
     # fmt: on
-    notes: tuple[str, ...] = ()
-    """What was translated with a difference: to be logged once per query. Holds no secret."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "Options":
@@ -367,10 +365,10 @@ class Options:
                 raise _unknown(name)
         _check_required(values)
         _check_together(values)
-        settings, notes = client_settings.prepare(kafka)
+        settings = client_settings.prepare(kafka)
         if values.get("group_protocol") != "consumer":  # else the broker has them, and librdkafka refuses them here
             client_settings.check_heartbeats(settings)
-        return cls(**values, settings=tuple(sorted(settings.items())), notes=notes)
+        return cls(**values, settings=tuple(sorted(settings.items())))
 
     @property
     def starting(self) -> StartingPosition:

@@ -199,7 +199,7 @@ def test_what_the_library_refuses_is_refused_at_load_with_a_hint(given: dict[str
     assert why in refused_at_load(given)
 
 
-# ---- Java's names
+# ---- Java's settings
 
 
 @pytest.mark.parametrize(
@@ -215,227 +215,113 @@ def test_a_node_that_is_back_is_found_within_a_second_unless_the_user_says_other
     Consumer(made.consumer_settings()).close()
 
 
-def test_every_renamed_setting_is_translated() -> None:
-    for java, name in RENAMED.items():
-        assert translate({java: "5"}) == ({name: "5"}, [])
+def jaas(module: str, options: str) -> dict[str, str]:
+    return {"sasl.jaas.config": f"{module} required {options};"}
 
 
-def test_settings_of_the_library_pass_unchanged() -> None:
-    given = {"fetch.min.bytes": "5", "debug": "cgrp", "sasl.username": "me", "ssl.ca.location": "/ca.pem", "x.y": "z"}
-    assert translate(given) == (given, [])
-
-
-def test_no_check_of_host_names_is_written_as_the_library_writes_it() -> None:
-    assert translate({"ssl.endpoint.identification.algorithm": ""})[0] == {
-        "ssl.endpoint.identification.algorithm": "none"
-    }
-
-
-def test_the_librarys_own_metadata_settings_stay_when_both_are_given() -> None:
-    given = {"metadata.max.age.ms": "9000", "topic.metadata.refresh.interval.ms": "3000"}
-    assert translate(given) == (given, [])
-
-
-def test_a_java_name_and_its_equal_must_not_contradict() -> None:
-    with pytest.raises(
-        OptionError, match=r"'kafka.fetch.max.wait.ms' says something else than kafka.fetch.wait.max.ms"
-    ):
-        translate({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "2"})
-    assert translate({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "1"})[0] == {"fetch.wait.max.ms": "1"}
-
-
-# ---- SASL
-
-
-def test_a_plain_login_becomes_user_and_password() -> None:
-    settings, notes = translate(
-        {"sasl.mechanism": "PLAIN", "sasl.jaas.config": f'{PLAIN} required username="me" password="p\\"=;x";'}
-    )
-    assert settings == {"sasl.mechanism": "PLAIN", "sasl.username": "me", "sasl.password": 'p"=;x'}
-    assert notes == []
-
-
-def test_a_shaded_class_and_an_event_hubs_password_are_read() -> None:
-    secret = "Endpoint=sb://x.example/;SharedAccessKeyName=k;SharedAccessKey=a+b="
-    jaas = f'kafkashaded.{PLAIN} required username="$ConnectionString" password="{secret}";'
-    settings, _ = translate({"sasl.jaas.config": jaas})
-    assert settings == {"sasl.mechanism": "PLAIN", "sasl.username": "$ConnectionString", "sasl.password": secret}
-
-
-def test_a_scram_login_needs_to_know_which() -> None:
-    jaas = f"{SCRAM} required username=me password='it';"
-    settings, _ = translate({"sasl.mechanism": "SCRAM-SHA-512", "sasl.jaas.config": jaas})
-    assert settings == {"sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "me", "sasl.password": "it"}
-    with pytest.raises(OptionError, match="is not set; it must be SCRAM-SHA-256 or SCRAM-SHA-512"):
-        translate({"sasl.jaas.config": jaas})
-    with pytest.raises(OptionError, match=r"names ScramLoginModule, but kafka.sasl.mechanism is PLAIN"):
-        translate({"sasl.mechanism": "PLAIN", "sasl.jaas.config": jaas})
-    with pytest.raises(OptionError, match="delegation tokens are not supported"):
-        translate({"sasl.mechanism": "SCRAM-SHA-256", "sasl.jaas.config": jaas.replace(";", " tokenauth=true;")})
-
-
-def test_an_oauth_login_becomes_an_oidc_client() -> None:
-    settings, notes = translate(
-        {
-            "sasl.mechanism": "OAUTHBEARER",
-            "sasl.oauthbearer.token.endpoint.url": "https://login.example/token",
-            "sasl.login.callback.handler.class": "org.apache.kafka.common.security.oauthbearer.secured."
-            "OAuthBearerLoginCallbackHandler",
-            "sasl.jaas.config": f'{OAUTH} required clientId="id" clientSecret="s" scope="a b" extension_x="1" '
-            'extension_y="2";',
-        }
-    )
-    assert settings == {
-        "sasl.mechanism": "OAUTHBEARER",
-        "sasl.oauthbearer.method": "oidc",
-        "sasl.oauthbearer.token.endpoint.url": "https://login.example/token",
-        "sasl.oauthbearer.client.id": "id",
-        "sasl.oauthbearer.client.secret": "s",
-        "sasl.oauthbearer.scope": "a b",
-        "sasl.oauthbearer.extensions": "x=1,y=2",
-    }
-    assert notes == []
-    with pytest.raises(OptionError, match="lacks clientSecret"):
-        translate({"sasl.mechanism": "OAUTHBEARER", "sasl.jaas.config": f"{OAUTH} required clientId=id;"})
-
-
-def test_other_callback_handlers_and_the_msk_mechanism_are_refused() -> None:
-    with pytest.raises(OptionError, match="a Java class that cannot run here"):
-        translate({"sasl.login.callback.handler.class": "com.example.Handler"})
-    with pytest.raises(OptionError, match="only Java clients have; use OAUTHBEARER and a function"):
-        translate({"sasl.mechanism": "AWS_MSK_IAM"})
-
-
-def test_a_kerberos_login_becomes_keytab_and_principal() -> None:
-    settings, notes = translate(
-        {
-            "sasl.mechanism": "GSSAPI",
-            "sasl.kerberos.service.name": "kafka",
-            "sasl.kerberos.kinit.cmd": "/usr/bin/kinit",
-            "sasl.jaas.config": f'{KERBEROS} required useKeyTab=true storeKey=true keyTab="/k.keytab" principal="u@R";',
-        }
-    )
-    assert settings == {
-        "sasl.mechanism": "GSSAPI",
-        "sasl.kerberos.service.name": "kafka",
-        "sasl.kerberos.keytab": "/k.keytab",
-        "sasl.kerberos.principal": "u@R",
-    }
-    assert notes == [
-        "kafka.sasl.kerberos.kinit.cmd has no effect: kinit is found on the PATH; a whole command line would be used"
-    ]
-
-
-def test_a_kerberos_ticket_cache_is_used_as_it_is() -> None:
-    settings, notes = translate({"sasl.jaas.config": f"{KERBEROS} required useTicketCache=true serviceName=kafka;"})
-    assert settings["sasl.kerberos.min.time.before.relogin"] == "0"
-    assert settings["sasl.kerberos.service.name"] == "kafka"
-    assert notes == ["kafka.sasl.jaas.config uses the ticket cache: renew the ticket outside"]
-    with pytest.raises(OptionError, match="lacks keyTab"):
-        translate({"sasl.jaas.config": f"{KERBEROS} required;"})
+EVENT_HUBS = "Endpoint=sb://x.example/;SharedAccessKeyName=k;SharedAccessKey=a+b="
+SECURED = "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler"
+P12 = {"ssl.keystore.location": "/tls/client.p12", "ssl.keystore.password": "p"}
 
 
 @pytest.mark.parametrize(
-    "jaas",
-    ["", "hunter2", f"{PLAIN} required password", f'{PLAIN} required password="hunter2', f"{PLAIN} password=hunter2;",
-     f"{PLAIN} perhaps password=hunter2;",
-     f"{PLAIN} required password==hunter2;", f"{PLAIN} required password=a; {PLAIN} required password=hunter2;"],
+    ("given", "settings"),
+    [
+        *[({java: "5"}, {name: "5"}) for java, name in RENAMED.items()],
+        (passed_on := {"fetch.min.bytes": "5", "debug": "cgrp", "sasl.username": "me", "x.y": "z"}, passed_on),
+        ({"ssl.endpoint.identification.algorithm": ""}, {"ssl.endpoint.identification.algorithm": "none"}),
+        (both := {"metadata.max.age.ms": "9000", "topic.metadata.refresh.interval.ms": "3000"}, both),
+        ({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "1"}, {"fetch.wait.max.ms": "1"}),
+        # SASL
+        ({"sasl.mechanism": "PLAIN", **jaas(PLAIN, r'username="me" password="p\"=;x"')},
+         {"sasl.mechanism": "PLAIN", "sasl.username": "me", "sasl.password": 'p"=;x'}),
+        (jaas(f"kafkashaded.{PLAIN}", f'username="$ConnectionString" password="{EVENT_HUBS}"'),
+         {"sasl.mechanism": "PLAIN", "sasl.username": "$ConnectionString", "sasl.password": EVENT_HUBS}),
+        ({"sasl.mechanism": "SCRAM-SHA-512", **jaas(SCRAM, "username=me password='it'")},
+         {"sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "me", "sasl.password": "it"}),
+        ({"sasl.oauthbearer.token.endpoint.url": "https://login.example/token", "sasl.mechanism": "OAUTHBEARER",
+          "sasl.login.callback.handler.class": SECURED,
+          **jaas(OAUTH, 'clientId="id" clientSecret="s" scope="a b" extension_x="1" extension_y="2"')},
+         {"sasl.oauthbearer.token.endpoint.url": "https://login.example/token", "sasl.mechanism": "OAUTHBEARER",
+          "sasl.oauthbearer.method": "oidc", "sasl.oauthbearer.client.id": "id", "sasl.oauthbearer.client.secret": "s",
+          "sasl.oauthbearer.scope": "a b", "sasl.oauthbearer.extensions": "x=1,y=2"}),
+        ({"sasl.kerberos.service.name": "kafka", "sasl.kerberos.kinit.cmd": "/usr/bin/kinit",
+          **jaas(KERBEROS, 'useKeyTab=true storeKey=true keyTab="/k.keytab" principal="u@R"')},
+         {"sasl.mechanism": "GSSAPI", "sasl.kerberos.service.name": "kafka", "sasl.kerberos.keytab": "/k.keytab",
+          "sasl.kerberos.principal": "u@R"}),
+        (jaas(KERBEROS, "useTicketCache=true serviceName=kafka"),
+         {"sasl.mechanism": "GSSAPI", "sasl.kerberos.min.time.before.relogin": "0",
+          "sasl.kerberos.service.name": "kafka"}),
+        # TLS: PEM in files, PEM in texts, PKCS12 by its type and by its ending
+        ({"ssl.truststore.type": "PEM", "ssl.truststore.location": "/tls/ca.pem", "ssl.truststore.password": "unused",
+          "ssl.keystore.type": "PEM", "ssl.keystore.location": "/tls/client.pem", "ssl.keystore.password": "unused",
+          "ssl.key.password": "p"},
+         {"ssl.ca.location": "/tls/ca.pem", "ssl.key.location": "/tls/client.pem",
+          "ssl.certificate.location": "/tls/client.pem", "ssl.key.password": "p"}),
+        ({"ssl.truststore.type": "PEM", "ssl.truststore.certificates": "CA", "ssl.keystore.type": "PEM",
+          "ssl.keystore.certificate.chain": "CHAIN", "ssl.keystore.key": "KEY"},
+         {"ssl.ca.pem": "CA", "ssl.certificate.pem": "CHAIN", "ssl.key.pem": "KEY"}),
+        (P12 | {"ssl.keystore.type": "PKCS12"}, P12),
+        (P12, P12),
+    ],
 )  # fmt: skip
-def test_a_damaged_jaas_text_is_refused_without_being_shown(jaas: str) -> None:
-    with pytest.raises(OptionError, match="is not one login module as in") as caught:
-        parse_jaas(jaas)
+def test_settings_of_java_clients_are_translated(given: dict[str, str], settings: dict[str, str]) -> None:
+    assert translate(given) == settings
+
+
+P12_OF_JKS = "keytool -importkeystore -srckeystore '/my tls/c.jks' -destkeystore '/my tls/c.p12' -deststoretype PKCS12"
+PEM_OF_P12 = "openssl pkcs12 -in /t.p12 -nokeys -out /t.pem"
+PEM_OF_JKS = f"keytool -importkeystore -srckeystore /t.jks -destkeystore /t.p12 -deststoretype PKCS12 && {PEM_OF_P12}"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "2"},
+         "'kafka.fetch.max.wait.ms' says something else than kafka.fetch.wait.max.ms"),
+        (jaas(SCRAM, "username=me password=hunter2"), "is not set; it must be SCRAM-SHA-256 or SCRAM-SHA-512"),
+        ({"sasl.mechanism": "PLAIN", **jaas(SCRAM, "username=me password=hunter2")},
+         "names ScramLoginModule, but kafka.sasl.mechanism is PLAIN"),
+        ({"sasl.mechanism": "SCRAM-SHA-256", **jaas(SCRAM, "username=me password=hunter2 tokenauth=true")},
+         "delegation tokens are not supported"),
+        ({"sasl.mechanism": "OAUTHBEARER", **jaas(OAUTH, "clientId=id")}, "lacks clientSecret"),
+        ({"sasl.login.callback.handler.class": "com.example.Handler"}, "a Java class that cannot run here"),
+        ({"sasl.mechanism": "AWS_MSK_IAM"}, "only Java clients have; use OAUTHBEARER and a function"),
+        (jaas("software.amazon.msk.auth.iam.IAMLoginModule", ""), "kafka.oauth_cb=package.module:function"),
+        (jaas(KERBEROS, ""), "lacks keyTab"),
+        (jaas("com.example.LdapLoginModule", ""), "names 'LdapLoginModule'; it must be PlainLoginModule"),
+        ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.type": "JKS"}, f"Convert it with: {P12_OF_JKS}"),
+        ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.password": "hunter2"},
+         f"{P12_OF_JKS}   then set kafka.ssl.keystore.location to the .p12 file"),
+        ({"ssl.truststore.location": "/t.jks", "ssl.truststore.password": "hunter2"},
+         f"Convert it with: {PEM_OF_JKS}   then set kafka.ssl.truststore.location to the .pem file"),
+        ({"ssl.truststore.location": "/t.p12", "ssl.truststore.type": "PKCS12"}, f"Convert it with: {PEM_OF_P12}"),
+        ({"ssl.truststore.location": "/trust"}, "keytool -importkeystore -srckeystore /trust -destkeystore /trust.p12"),
+    ],
+)  # fmt: skip
+def test_what_has_no_equal_is_refused_with_what_to_do(given: dict[str, str], why: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        translate(given)
+    assert why in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 
-def test_an_unknown_login_module_is_named_and_that_of_msk_has_an_equal() -> None:
-    with pytest.raises(OptionError, match="names 'LdapLoginModule'; it must be PlainLoginModule"):
-        translate({"sasl.jaas.config": "com.example.LdapLoginModule required;"})
-    with pytest.raises(OptionError, match=r"kafka\.oauth_cb=package\.module:function"):
-        translate({"sasl.jaas.config": "software.amazon.msk.auth.iam.IAMLoginModule required;"})
+@pytest.mark.parametrize(
+    "text",
+    ["", "hunter2", f"{PLAIN} required password", f'{PLAIN} required password="hunter2', f"{PLAIN} password=hunter2;",
+     f"{PLAIN} perhaps password=hunter2;", f"{PLAIN} required password==hunter2;",
+     f"{PLAIN} required password=a; {PLAIN} required password=hunter2;",
+     r'a.B required x="\t";', r'a.B required x="\101";',  # to Java a tab and an A
+     f"a.B required {'a=bbbb' * 1000};"],
+)  # fmt: skip
+def test_a_damaged_jaas_text_is_refused_without_being_shown(text: str) -> None:
+    with pytest.raises(OptionError, match="is not one login module as in") as caught:
+        parse_jaas(text)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_backslash_in_a_jaas_text_stands_before_the_character_it_protects() -> None:
-    assert parse_jaas(r'a.B required x="\\ \" \;" y="";') == ("B", {"x": '\\ " ;', "y": ""})
-    for other in (r"\t", r"\101"):  # to Java a tab and an A
-        with pytest.raises(OptionError, match="is not one login module"):
-            parse_jaas(f'a.B required x="{other}";')
-
-
-# ---- TLS
-
-
-def test_pem_stores_become_pem_settings() -> None:
-    settings, notes = translate(
-        {
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.location": "/tls/ca.pem",
-            "ssl.truststore.password": "unused",
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.location": "/tls/client.pem",
-            "ssl.keystore.password": "unused",
-            "ssl.key.password": "p",
-        }
-    )
-    assert settings == {
-        "ssl.ca.location": "/tls/ca.pem",
-        "ssl.key.location": "/tls/client.pem",
-        "ssl.certificate.location": "/tls/client.pem",
-        "ssl.key.password": "p",
-    }
-    assert notes == []
-
-
-def test_pem_texts_become_pem_texts() -> None:
-    settings, _ = translate(
-        {
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.certificates": "CA",
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.certificate.chain": "CHAIN",
-            "ssl.keystore.key": "KEY",
-        }
-    )
-    assert settings == {"ssl.ca.pem": "CA", "ssl.certificate.pem": "CHAIN", "ssl.key.pem": "KEY"}
-
-
-@pytest.mark.parametrize("said", [{"ssl.keystore.type": "PKCS12"}, {}])
-def test_a_pkcs12_key_store_passes(said: dict[str, str]) -> None:
-    store = {"ssl.keystore.location": "/tls/client.p12", "ssl.keystore.password": "p"}
-    assert translate(store | said) == (store, [])
-
-
-def test_a_java_key_store_is_refused_with_the_command_that_converts_it() -> None:
-    for said in ({"ssl.keystore.type": "JKS"}, {}):
-        with pytest.raises(OptionError) as caught:
-            translate({"ssl.keystore.location": "/my tls/client.jks", "ssl.keystore.password": "hunter2"} | said)
-        assert (
-            "keytool -importkeystore -srckeystore '/my tls/client.jks' -destkeystore '/my tls/client.p12' "
-            "-deststoretype PKCS12   then set kafka.ssl.keystore.location to the .p12 file"
-        ) in str(caught.value)
-        assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "said", "command"),
-    [
-        (
-            "/t.jks",
-            "",
-            (
-                "keytool -importkeystore -srckeystore /t.jks -destkeystore /t.p12 -deststoretype PKCS12 "
-                "&& openssl pkcs12 -in /t.p12 -nokeys -out /t.pem"
-            ),
-        ),
-        ("/t.p12", "PKCS12", "openssl pkcs12 -in /t.p12 -nokeys -out /t.pem"),
-        ("/trust", "", "keytool -importkeystore -srckeystore /trust -destkeystore /trust.p12"),
-    ],
-)
-def test_other_trust_stores_are_refused_with_the_command_that_converts_them(path: str, said: str, command: str) -> None:
-    given = {"ssl.truststore.location": path, "ssl.truststore.password": "hunter2"}
-    with pytest.raises(OptionError) as caught:
-        translate(given | ({"ssl.truststore.type": said} if said else {}))
-    assert f"Convert it with: {command}" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
+    assert parse_jaas(r'a.B required x="\\ \" \;" y="" z=\d;') == ("B", {"x": '\\ " ;', "y": "", "z": r"\d"})
 
 
 # ---- secrets

@@ -45,7 +45,7 @@ def test_the_three_required_options_are_enough_and_the_rest_has_its_default() ->
 
 def test_every_row_has_a_field_a_unit_a_sentence_and_a_default_to_show() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert {row.field for row in OPTIONS} == fields - {"notes"}
+    assert {row.field for row in OPTIONS} == fields
     assert len({row.field for row in OPTIONS}) == len({row.name.lower() for row in OPTIONS}) == len(OPTIONS)
     for row in OPTIONS:
         assert row.unit, row.name
@@ -341,7 +341,7 @@ def test_options_pickle_compare_hash_and_stay_as_they_are() -> None:
 @pytest.mark.proves("G9", level="core")
 def test_G9_secrets_are_masked_wherever_options_are_shown() -> None:
     options = Options.parse(FULL)
-    for shown in (repr(options), str(options), f"{options}", str(options.describe()), str(options.notes)):
+    for shown in (repr(options), str(options), f"{options}", str(options.describe())):
         assert "hunter2" not in shown
     assert "kafka.sasl.password=***" in repr(options)
     assert "kafka.fetch.wait.max.ms=100" in repr(options)
