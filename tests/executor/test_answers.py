@@ -160,7 +160,7 @@ def test_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> None
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 3_000)
         grace = over(2 * GRACE_S)
-        with as_soon_as(lambda: grace() and len(cluster.requests(Api.LIST_OFFSETS)) >= 4, produce, cluster, 5):
+        with as_soon_as(lambda: grace() and cluster.asked(Api.LIST_OFFSETS) >= 4, produce, cluster, 5):
             assert rows_of(cluster, end=COUNT + 5) == list(range(COUNT + 5))
 
     each(PASSES, play)
@@ -235,7 +235,7 @@ def test_what_metadata_says_for_a_moment_only_is_waited_out(monkeypatch: pytest.
         planned = {"orders": topic_id(cluster)}
         cluster.set_topic_error("orders", code)
         cluster.forget_requests()
-        with as_soon_as(lambda: len(cluster.requests(Api.METADATA)) >= 6, cluster.set_topic_error, "orders", 0):
+        with as_soon_as(lambda: cluster.asked(Api.METADATA) >= 6, cluster.set_topic_error, "orders", 0):
             assert rows_of(cluster, topic_ids=planned) == list(range(COUNT))
 
     each([3, 100, 5, 29], play)
@@ -426,7 +426,7 @@ def test_how_often_a_small_task_asks_for_its_topic(
     read(0, 1)  # the client and its connections
     cluster.forget_requests()
     assert read(topic_ids=planned) == list(range(COUNT))
-    assert len(cluster.requests(Api.METADATA)) == asked
+    assert cluster.asked(Api.METADATA) == asked
 
 
 def test_B38_records_that_aged_out_fail_the_task_with_their_place(cluster: MockCluster, read: Read) -> None:

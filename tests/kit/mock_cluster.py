@@ -13,7 +13,6 @@ import ctypes as c
 from collections.abc import Sequence
 from enum import IntEnum
 from types import TracebackType
-from typing import NamedTuple
 
 from spark_group_source.librdkafka import (
     CLIENT,
@@ -41,23 +40,18 @@ _CALLS: Signatures = {
     "mock_topic_set_error": (None, POINTER, TEXT, INT),
     "mock_partition_delete_records": (INT, POINTER, TEXT, _I32, INT64),
     "mock_partition_set_leader": (INT, POINTER, TEXT, _I32, _I32),
-    "mock_partition_push_leader_response": (INT, POINTER, TEXT, INT, _I32, _I32),
     "mock_partition_push_request_errors": (INT, POINTER, TEXT, _I32, _I16, SIZE),  # and that many codes
     "mock_push_request_errors_array": (None, POINTER, _I16, SIZE, c.POINTER(INT)),
     "mock_clear_request_errors": (None, POINTER, _I16),
-    "mock_broker_push_request_error_rtts": (INT, POINTER, _I32, _I16, SIZE),  # and that many codes, each with its ms
     "mock_set_controller_id": (None, POINTER, _I32),
     "mock_broker_set_down": (INT, POINTER, _I32),
     "mock_broker_set_up": (INT, POINTER, _I32),
     "mock_broker_set_rtt": (INT, POINTER, _I32, INT),
-    "mock_set_apiversion": (INT, POINTER, _I16, _I16, _I16),
     "mock_start_request_tracking": (None, POINTER),
     "mock_clear_requests": (None, POINTER),
     "mock_get_requests": (POINTERS, POINTER, c.POINTER(SIZE)),
     "mock_request_destroy_array": (None, POINTERS, SIZE),
-    "mock_request_id": (_I32, POINTER),
     "mock_request_api_key": (_I16, POINTER),
-    "mock_request_timestamp": (INT64, POINTER),
 }
 _ARGUMENTS_MAX = 500
 """Of one call of C; ctypes has a limit."""
@@ -66,34 +60,9 @@ _ARGUMENTS_MAX = 500
 class Api(IntEnum):
     """Kafka's numbers of the requests that these brokers answer."""
 
-    PRODUCE = 0
     FETCH = 1
     LIST_OFFSETS = 2
     METADATA = 3
-    OFFSET_COMMIT = 8
-    OFFSET_FETCH = 9
-    FIND_COORDINATOR = 10
-    JOIN_GROUP = 11
-    HEARTBEAT = 12
-    LEAVE_GROUP = 13
-    SYNC_GROUP = 14
-    API_VERSIONS = 18
-    INIT_PRODUCER_ID = 22
-    OFFSET_FOR_LEADER_EPOCH = 23
-    ADD_PARTITIONS_TO_TXN = 24
-    ADD_OFFSETS_TO_TXN = 25
-    END_TXN = 26
-    TXN_OFFSET_COMMIT = 28
-    CONSUMER_GROUP_HEARTBEAT = 68
-
-
-class Asked(NamedTuple):
-    """One request that came to a broker."""
-
-    broker: int
-    api: int
-    at_us: int
-    """On librdkafka's clock, which has no relation to others."""
 
 
 class MockCluster:
@@ -101,15 +70,14 @@ class MockCluster:
 
     Args:
         brokers: how many.
-        settings: of the librdkafka client that hosts them, such as ``debug``.
 
     Raises:
         SetupError: this librdkafka has no mock cluster, or another one.
     """
 
-    def __init__(self, brokers: int = 1, settings: dict[str, str] | None = None) -> None:
+    def __init__(self, brokers: int = 1) -> None:
         self._lib = lib = Library(_CALLS)
-        self._client = Client(lib, PRODUCER, {"log_level": "3", **(settings or {})})
+        self._client = Client(lib, PRODUCER, {"log_level": "3"})
         self._handle = lib.mock_cluster_new(self._client.rk, brokers)
         self.set_controller(1)
         lib.mock_start_request_tracking(self._cluster)
@@ -146,12 +114,6 @@ class MockCluster:
         """Move a partition; -1: it has no leader. Its leader epoch goes up."""
         self._check(self._lib.mock_partition_set_leader(self._cluster, tp.topic.encode(), tp.partition, broker))
 
-    def push_leader(self, tp: TopicPartition, broker: int, epoch: int) -> None:
-        """What the next answer that names this partition's leader says, true or not."""
-        self._check(
-            self._lib.mock_partition_push_leader_response(self._cluster, tp.topic.encode(), tp.partition, broker, epoch)
-        )
-
     # --- errors
 
     def push_request_errors(self, api_key: int, codes: Sequence[int]) -> None:
@@ -161,15 +123,6 @@ class MockCluster:
         """
         array = (c.c_int * len(codes))(*codes)
         self._lib.mock_push_request_errors_array(self._cluster, api_key, len(codes), array)
-
-    def push_answers(self, broker: int, api_key: int, answers: Sequence[tuple[int, int]]) -> None:
-        """The same for one broker; each answer is (code, delay in ms)."""
-        flat = [c.c_int(value) for answer in answers for value in answer]
-        self._check(
-            self._lib.mock_broker_push_request_error_rtts(
-                self._cluster, broker, api_key, c.c_size_t(len(answers)), *flat
-            )
-        )
 
     def push_partition_errors(self, tp: TopicPartition, api_key: int, codes: Sequence[int]) -> None:
         """The same for one partition, in requests that name several: Produce and Fetch know it."""
@@ -201,25 +154,17 @@ class MockCluster:
         """How long each of its answers takes from now on."""
         self._check(self._lib.mock_broker_set_rtt(self._cluster, broker, rtt_ms))
 
-    def set_api_versions(self, api_key: int, lowest: int, highest: int) -> None:
-        """What clients that connect from now on are told; -1, -1: there is no such request."""
-        self._check(self._lib.mock_set_apiversion(self._cluster, api_key, lowest, highest))
-
     # --- what was asked
 
-    def requests(self, api_key: int | None = None) -> list[Asked]:
-        """Every request since the last :meth:`forget_requests`, or those of one kind."""
+    def asked(self, api_key: int) -> int:
+        """How many requests of one kind came since the last :meth:`forget_requests`."""
         count = c.c_size_t()
         found = self._lib.mock_get_requests(self._cluster, c.byref(count))
         if not found:
-            return []
-        lib = self._lib
-        asked = [
-            Asked(lib.mock_request_id(r), lib.mock_request_api_key(r), lib.mock_request_timestamp(r))
-            for r in found[: count.value]
-        ]
-        lib.mock_request_destroy_array(found, count.value)
-        return [one for one in asked if api_key is None or one.api == api_key]
+            return 0
+        asked = sum(self._lib.mock_request_api_key(request) == api_key for request in found[: count.value])
+        self._lib.mock_request_destroy_array(found, count.value)
+        return asked
 
     def forget_requests(self) -> None:
         self._lib.mock_clear_requests(self._cluster)

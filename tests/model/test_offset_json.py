@@ -3,11 +3,48 @@
 import json
 
 from hypothesis import given, settings
-from kit.strategies import stream_offsets
+from hypothesis import strategies as st
 
 from spark_group_source.delta.checkpoint import is_ours
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
+
+OFFSET_MAX = 2**63 - 1
+"""Kafka's offsets are Java longs."""
+
+topics = st.text("abcdefghijklmnopqrstuvwxyzABCXYZ0123456789._-", min_size=1, max_size=12)
+partitions = st.builds(TopicPartition, topics, st.integers(0, 2**31 - 1))
+offsets = st.integers(0, OFFSET_MAX)
+
+
+def ranges(offset: st.SearchStrategy[int] = offsets) -> st.SearchStrategy[tuple[int, int]]:
+    """[from, until), often empty."""
+    return st.tuples(offset, offset).map(lambda pair: (min(pair), max(pair))) | offset.map(lambda at: (at, at))
+
+
+@st.composite
+def stream_offsets(draw: st.DrawFn) -> StreamOffset:
+    """Any offset that a run can write, and the constant before the first."""
+    group = draw(st.text(min_size=1, max_size=20))
+    if draw(st.integers(0, 9)) == 0:
+        return StreamOffset.initial(group)
+    read = draw(st.dictionaries(partitions, ranges(), max_size=8))
+    named = {tp.topic for tp in read} | draw(st.sets(topics, max_size=2))
+    return StreamOffset(
+        group=group,
+        stream=draw(st.text("0123456789abcdef", min_size=1, max_size=12)),
+        seq=draw(st.integers(0, OFFSET_MAX)),
+        topic_ids={topic: draw(st.text(max_size=22)) for topic in named},
+        known={topic: draw(st.integers(0, 10_000)) for topic in named},
+        ranges=read,
+        followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
+        began=frozenset(draw(st.sets(partitions, max_size=2))),
+        leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
+        cut=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        lost=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        epoch=draw(st.integers(0, 5)),
+        owed=draw(st.dictionaries(partitions, offsets, max_size=3)),
+    )
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
