@@ -162,9 +162,9 @@ class MockCluster:
         found = self._lib.mock_get_requests(self._cluster, c.byref(count))
         if not found:
             return 0
-        asked = sum(self._lib.mock_request_api_key(request) == api_key for request in found[: count.value])
+        kinds = [int(self._lib.mock_request_api_key(request)) for request in found[: count.value]]
         self._lib.mock_request_destroy_array(found, count.value)
-        return asked
+        return kinds.count(api_key)
 
     def forget_requests(self) -> None:
         self._lib.mock_clear_requests(self._cluster)
