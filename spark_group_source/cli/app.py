@@ -11,6 +11,7 @@ command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -189,12 +190,11 @@ def broker_run(
     local_broker.check_free(port)
     with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)
-        if record:
-            local_broker.record(broker)
-        else:
+        if not record:
             typer.echo(broker.bootstrap_servers)
-        while not stop.wait(WATCH_S) and broker.pids:
-            pass
+        with local_broker.recorded(broker) if record else nullcontext():
+            while not stop.wait(WATCH_S) and broker.pids:
+                pass
         if not stop.is_set():
             raise SourceError(f"the broker ended by itself; see {broker.log_dir}")
 

@@ -2,11 +2,12 @@
 
 Runs in: the command line. Deliberately absent: the broker itself (``broker.py``), which the background process holds.
 
-That process is known by a file in the user's state folder, with its pid *and* its start time: a pid alone may by now be
-someone else's, and only what was started here is ever stopped here.
+That process is known by a file in the user's state folder, which it keeps locked: a pid alone may by now be someone
+else's, and only what was started here is ever stopped here.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,13 +36,9 @@ ADMIN_S = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerState:
-    """What the state file says about the background process.
-
-    ``started`` tells its pid from a later owner's; ``node`` is the pid of Kafka's JVM.
-    """
+    """What the state file says about the background process. ``node`` is the pid of Kafka's JVM."""
 
     pid: int
-    started: str
     bootstrap_servers: str
     node: int
     log_dir: str
@@ -54,11 +51,12 @@ def state_dir() -> Path:
 
 def running() -> BrokerState | None:
     """The background broker, or None if it never was, was stopped, or ended."""
-    try:
-        state = BrokerState(**json.loads(_state_file().read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None  # a file that cannot be read names no process that could be stopped
-    return state if _start_time(state.pid) == state.started else None
+    with contextlib.suppress(FileNotFoundError), open(_state_file(), encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # by the process that wrote it
+            return BrokerState(**json.load(file))
+    return None
 
 
 def start(*, port: int = 9092, data_dir: Path | None = None) -> BrokerState:
@@ -118,18 +116,22 @@ def stop() -> BrokerState | None:
         return state
 
 
-def record(broker: Broker) -> None:
-    """Say in the state file that this process holds ``broker``, and where it is."""
+@contextlib.contextmanager
+def recorded(broker: Broker) -> Iterator[None]:
+    """Say in the state file, while the block runs, that this process holds ``broker``, and where it is."""
     state = BrokerState(
         pid=os.getpid(),
-        started=_start_time(os.getpid()) or "",
         bootstrap_servers=broker.bootstrap_servers,
         node=broker.pids[1],
         log_dir=str(broker.log_dir),
     )
     unfinished = _state_file().with_suffix(".new")
-    unfinished.write_text(json.dumps(asdict(state)), encoding="utf-8")
-    unfinished.replace(_state_file())
+    with open(unfinished, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(asdict(state), file)
+        file.flush()
+        unfinished.replace(_state_file())
+        yield
 
 
 def check_free(port: int) -> None:
@@ -186,21 +188,6 @@ def create_topics(bootstrap_servers: str, topics: Mapping[str, int]) -> None:
 
 def _state_file() -> Path:
     return state_dir() / "broker.json"
-
-
-def _start_time(pid: int) -> str | None:
-    """When the process started, in the system's own words; None if it is gone, also if only its exit code remains."""
-    if sys.platform == "linux":
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        fields = stat.rpartition(")")[2].split()  # the name before it may have spaces and parentheses
-        return None if fields[0] in "ZX" else fields[19]
-    else:
-        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=KILL_S, check=False).stdout.strip()
-        return None if not shown or shown.startswith("Z") else shown.partition(" ")[2].strip()
 
 
 def _await(done: Callable[[], bool], wait_s: float) -> bool:

@@ -3,16 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
@@ -24,9 +22,6 @@ from spark_group_source.local.broker import Broker, Node
 from spark_group_source.local.conf import read_conf
 
 pytestmark = pytest.mark.broker
-
-GONE_S = 20
-"""Bound between the end of a parent and the end of its broker; a second is usual."""
 
 CLI = [sys.executable, "-m", "spark_group_source"]
 CLI_S = 150
@@ -46,91 +41,25 @@ def alive(pid: int) -> bool:
         return False
 
 
-def supervisor_of(pid: int) -> int:
-    shown = subprocess.run(
-        ["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=True, timeout=30
-    )
-    return int(shown.stdout)
-
-
-def write_and_read_back(servers: str, values: list[str], **settings: str) -> list[str]:
-    """Produce to a new topic and consume as a group; the values as they came back."""
-    common: dict[str, str | int | float | bool] = {"bootstrap.servers": servers, **settings}
-    name = f"t-{uuid.uuid4().hex[:8]}"
-    create_topic(AdminClient(common), name)
-    produce_to(Producer(common), name, values)
-    consumer = Consumer(common | {"group.id": name, "auto.offset.reset": "earliest"})
-    try:
-        consumer.subscribe([name])
-        got: list[str] = []
-
-        def all_read() -> bool:
-            message = consumer.poll(0.5)
-            if message is not None and message.error() is None:
-                got.append((message.value() or b"").decode())
-            return len(got) >= len(values)
-
-        await_until(all_read, 60)
-        return got
-    finally:
-        consumer.close()
-
-
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_node_serves_a_group_and_leaves_nothing() -> None:
-    with Broker() as broker:
-        pids, home = dict(broker.pids), broker.log_dir.parent
-        assert write_and_read_back(broker.bootstrap_servers, ["a", "b"]) == ["a", "b"]
-        assert (broker.log_dir / "node-1.log").stat().st_size > 0
-    assert list(pids) == [1] and not alive(pids[1])
-    assert not home.exists()
-    assert broker.pids == {}
-
-
-def test_groups_can_be_asked_for_at_once_after_a_start_and_a_restart(tmp_path: Path) -> None:
-    for _ in range(2):
-        with Broker(data_dir=tmp_path) as broker:
-            admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
+def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves_nothing_else(tmp_path: Path) -> None:
+    data, logs = tmp_path / "data", tmp_path / "logs"
+    for begins in (True, False):
+        with Broker(data_dir=data, log_dir=logs) as broker:
+            settings = {"bootstrap.servers": broker.bootstrap_servers, "log_level": 0}
+            admin, pids = AdminClient(settings), dict(broker.pids)
             assert len(admin.list_topics(timeout=30).topics["__consumer_offsets"].partitions) == 3
             # these three belong to the three partitions of the offsets topic; an error would be raised here
             for group in admin.describe_consumer_groups(["a", "b", "c"]).values():
                 assert group.result(30).state is not None
-
-
-def test_a_wrong_password_is_refused_and_the_right_one_is_not() -> None:
-    with BrokerCluster(sasl={"reader": "right-one"}) as broker:
-        login: dict[str, Any] = {
-            "security.protocol": "SASL_PLAINTEXT",
-            "sasl.mechanism": "PLAIN",
-            "sasl.username": "reader",
-        }
-        right = login | {"sasl.password": "right-one"}
-        assert write_and_read_back(broker.sasl_bootstrap_servers, ["x"], **right) == ["x"]
-
-        errors: list[KafkaError] = []
-        wrong: dict[str, Any] = {
-            "bootstrap.servers": broker.sasl_bootstrap_servers,
-            "sasl.password": "wrong",
-            "error_cb": errors.append,
-            "log_level": 0,
-        }
-        admin = AdminClient(login | wrong)
-        await_until(lambda: admin.poll(0.1) or errors, what="an error of the connection")
-        assert KafkaError._AUTHENTICATION in {error.code() for error in errors}
-
-
-def test_data_dir_survives_a_stop_and_logs_go_where_they_are_asked_for(tmp_path: Path) -> None:
-    data, logs = tmp_path / "data", tmp_path / "logs"
-    with Broker(data_dir=data, log_dir=logs) as broker:
-        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
-        create_topic(admin, "kept")
-        produce_to(Producer({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0}), "kept", ["1", "2", "3"])
-    with Broker(data_dir=data, log_dir=logs) as broker:
-        admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers, "log_level": 0})
-        assert list(end_offsets_of(admin, "kept").values()) == [3]
-    assert (logs / "node-1.log").exists()
+            if begins:
+                create_topic(admin, "kept")
+                produce_to(Producer(settings), "kept", ["1", "2", "3"])
+            assert list(end_offsets_of(admin, "kept").values()) == [3]
+        assert list(pids) == [1] and not alive(pids[1]) and broker.pids == {}
+    assert (logs / "node-1.log").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -150,70 +79,45 @@ def test_a_node_that_cannot_start_shows_why_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_numbers_of_nodes_and_ports_are_checked_before_anything_starts() -> None:
-    with pytest.raises(OptionError, match="1 or 3 nodes"):
-        BrokerCluster(nodes=2)
-    with pytest.raises(OptionError, match="1 ports for 3 nodes"):
-        BrokerCluster(nodes=3, advertised=[9092])
-    with pytest.raises(BrokerUnavailable, match="not started"):
-        _ = Broker().bootstrap_servers
+# --- the end of the parent, of any command ----------------------------------------------------------------------------
+
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from spark_group_source.local.broker import Node
+home = Path(sys.argv[1])
+node = Node(["sleep", "600"], home / "log", remove=home)
+os.kill(node.pid, signal.SIGSTOP)
+print(node.pid, node._supervisor.pid, flush=True)
+sys.stdin.read()
+"""
 
 
-# --- the end of the parent --------------------------------------------------------------------------------------------
-
-HOLDER = textwrap.dedent("""
-    import json, os, signal, sys
-    from spark_group_source.local.broker import Broker
-    broker = Broker().start()
-    if sys.argv[1:] == ["paused"]:
-        os.kill(broker.pids[1], signal.SIGSTOP)
-    print(json.dumps({"pids": broker.pids, "home": str(broker.log_dir.parent)}), flush=True)
-    sys.stdin.read()
-    broker.stop()
-""")
-
-
-@pytest.fixture
-def holder(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
-    """A process of its own that holds a broker: (process, pid of its node, directory of the broker)."""
-    command = [sys.executable, "-c", HOLDER, *getattr(request, "param", [])]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        told = json.loads(process.stdout.readline())
-        try:
-            yield process, told["pids"]["1"], Path(told["home"])
-            process.communicate(timeout=GONE_S)  # closes its stdin: it stops its broker and ends
-        finally:
-            process.kill()
-
-
-@pytest.mark.crash
-@pytest.mark.parametrize("holder", [[], ["paused"]], ids=["running", "paused"], indirect=True)
-def test_a_broker_ends_with_a_parent_that_is_killed(holder: tuple[subprocess.Popen[str], int, Path]) -> None:
-    process, node, home = holder
-    assert alive(node) and home.exists()
-    process.kill()
-    process.wait(GONE_S)
-    await_until(lambda: not alive(node), GONE_S, what="the end of the node")
-    await_until(lambda: not home.exists(), GONE_S, what="the removal of its data")
-
-
-@pytest.mark.crash
-@pytest.mark.skipif(sys.platform != "linux", reason="death signals exist on Linux only")
-def test_a_node_ends_with_a_supervisor_that_is_killed(holder: tuple[subprocess.Popen[str], int, Path]) -> None:
-    _, node, _ = holder
-    os.kill(supervisor_of(node), signal.SIGKILL)
-    await_until(lambda: not alive(node), GONE_S, what="the end of the node")
-
-
-# --- three nodes ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "killed",
+    ["parent", pytest.param("supervisor", marks=pytest.mark.skipif(sys.platform != "linux", reason="death signals"))],
+)
+def test_a_node_ends_with_a_parent_or_a_supervisor_that_is_killed_also_while_it_is_paused(
+    killed: str, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    command = [sys.executable, "-c", PARENT, str(home)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        node, supervisor = map(int, parent.stdout.readline().split())
+        assert alive(node) and home.exists()
+        os.kill(parent.pid if killed == "parent" else supervisor, signal.SIGKILL)
+        await_until(lambda: not alive(node), what="the end of the node")
+        if killed == "parent":
+            await_until(lambda: not home.exists(), what="the removal of its data")
+        parent.kill()
 
 
 def test_a_node_is_stopped_in_order_also_by_a_process_that_ignores_the_signal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        process = Node(["sleep", "60"], tmp_path / "log", remove=None)
+        process = Node(["sleep", "600"], tmp_path / "log", remove=None)
     finally:
         signal.signal(signal.SIGTERM, before)
     try:
@@ -223,9 +127,13 @@ def test_a_node_is_stopped_in_order_also_by_a_process_that_ignores_the_signal(tm
         process.kill()
 
 
-@pytest.mark.crash
+# --- three nodes, of the test kit -------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_three_nodes_answer_while_one_is_down_and_after_it_is_back(cluster: BrokerCluster) -> None:
+def test_three_nodes_answer_while_one_is_down_and_after_it_is_back_and_a_paused_one_does_not(
+    cluster: BrokerCluster,
+) -> None:
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
     producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "acks": "all", "log_level": 0})
     create_topic(admin, "copies", 3)
@@ -243,18 +151,6 @@ def test_three_nodes_answer_while_one_is_down_and_after_it_is_back(cluster: Brok
     await_until(lambda: len(admin.list_topics(timeout=30).brokers) == 3, what="three nodes in the cluster")
     assert sum(end_offsets_of(admin, "copies").values()) == 3
 
-
-@pytest.mark.slow
-def test_a_stopped_node_starts_again_and_a_running_one_does_not_start_twice(cluster: BrokerCluster) -> None:
-    cluster.stop_node(2)
-    assert sorted(cluster.pids) == [1, 3]
-    cluster.start_node(2)
-    assert sorted(cluster.pids) == [1, 2, 3]
-    with pytest.raises(BrokerUnavailable, match="already runs"):
-        cluster.start_node(2)
-
-
-def test_a_paused_node_is_there_but_does_not_answer(cluster: BrokerCluster) -> None:
     server = cluster.bootstrap_servers.split(",")[2]
     cluster.pause(3)
     try:
@@ -306,13 +202,7 @@ def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) 
 def test_a_process_that_was_not_started_here_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        state = {
-            "pid": other.pid,
-            "started": "1",
-            "bootstrap_servers": "x:1",
-            "node": other.pid,
-            "log_dir": "/",
-        }
+        state = {"pid": other.pid, "bootstrap_servers": "x:1", "node": other.pid, "log_dir": "/"}
         local_broker.state_dir().mkdir()
         (local_broker.state_dir() / "broker.json").write_text(json.dumps(state))
         assert local_broker.running() is None and local_broker.stop() is None
@@ -320,16 +210,12 @@ def test_a_process_that_was_not_started_here_is_never_stopped(tmp_path: Path, mo
         other.kill()
 
 
-def test_a_taken_port_is_named(home: dict[str, str]) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        run = spark_group("broker", "start", "--port", str(port), env=home)
-    assert run.returncode == 1
-    assert run.stderr.splitlines() == [
-        f"error: OptionError: port {port} of 127.0.0.1 is taken; choose another with --port"
-    ]
+def test_a_taken_port_is_named() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OptionError, match=rf"port {(port := taken.getsockname()[1])} of 127\.0\.0\.1 is taken.* --port"),
+    ):
+        local_broker.check_free(port)
 
 
 @pytest.mark.parametrize("text", ["orders:", "orders:0", "orders:x", ":3"])
@@ -357,23 +243,20 @@ def test_missing_java_is_one_clear_line(home: dict[str, str], tmp_path: Path) ->
     assert run.stderr.splitlines() == ["error: SetupError: Java 17 or newer is needed, and there is no java in PATH"]
 
 
-@pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
-def test_old_java_is_named_with_its_version(
-    version: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16), ("17", 0), ("17.0.15", 0), ("21-ea", 0), ("25.0.1", 0)],
+)
+def test_java_home_comes_first_and_an_old_java_is_refused_with_its_version(
+    version: str, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = fake_java(tmp_path, version)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    with pytest.raises(SetupError, match=rf"^Java 17 or newer is needed, and {java} is Java {number}$"):
-        jars.java_path()
-
-
-@pytest.mark.parametrize("version", ["17", "17.0.15", "21-ea", "25.0.1"])
-def test_java_home_comes_first_and_newer_java_is_fine(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    java = fake_java(tmp_path, version)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
-    assert jars.java_path() == java
+    if refused:
+        with pytest.raises(SetupError, match=rf"^Java 17 or newer is needed, and {java} is Java {refused}$"):
+            jars.java_path()
+    else:
+        assert jars.java_path() == java
     fake_java(tmp_path, version, code=1)
     with pytest.raises(SetupError, match="does not run"):
         jars.java_path()

@@ -72,12 +72,17 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+NO_JAVA = "Java 17 or newer is needed, and there is none in PATH; install a JDK, or set JAVA_HOME"
+
+
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
-def test_every_target_asks_for_java_first(machine: Machine, target: str) -> None:
+def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine: Machine, target: str) -> None:
     machine.has_python()
-    told = machine.refuses("make", target)
-    assert told == "Java 17 or newer is needed, and there is none in PATH; install a JDK, or set JAVA_HOME"
+    assert machine.refuses("make", target) == NO_JAVA
     assert not (machine.checkout / ".venv").exists()
+    (machine.checkout / ".stamps").mkdir()
+    (machine.checkout / ".stamps" / "venv").touch()  # newer than pyproject.toml: nothing to set up
+    assert machine.refuses("make", target) == NO_JAVA
 
 
 @pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
@@ -86,35 +91,30 @@ def test_an_old_java_is_named(machine: Machine, version: str, number: int) -> No
     machine.has_java(version)
     told = machine.refuses("make", "test")
     assert told == f"Java 17 or newer is needed; found Java {number} ({machine.bin / 'java'})"
+    assert f"found Java {number}" in machine.refuses(".ci/run")
+    assert list(machine.tmp.iterdir()) == []
 
 
-def test_java_that_is_gone_is_noticed_after_the_setup_too(machine: Machine) -> None:
-    machine.has_python()
-    (machine.checkout / ".stamps").mkdir()
-    (machine.checkout / ".stamps" / "venv").touch()  # newer than pyproject.toml: nothing to set up
-    assert machine.refuses("make", "test").startswith("Java 17 or newer is needed, and there is none in PATH")
-
-
-def test_java_home_is_believed_and_checked(machine: Machine) -> None:
+def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Machine) -> None:
     machine.has_python()
     machine.has_java("17")
     assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
     machine.has("jdk/bin/java", says='openjdk version "11"')
     assert "found Java 11" in machine.refuses("make", "test", JAVA_HOME=str(machine.bin / "jdk"))
-
-
-def test_a_java_that_does_not_run_is_as_good_as_none(machine: Machine) -> None:
-    machine.has_python()
     machine.has("java", says="The operation couldn’t be completed. Unable to locate a Java Runtime.", code=1)
     assert "does not run; install a JDK" in machine.refuses("make", "test")
 
 
-def test_no_python_and_an_old_python_are_told_apart(machine: Machine) -> None:
+def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_taken(machine: Machine) -> None:
     machine.has_java()
     told = machine.refuses("make", "test")
     assert told == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
     machine.has_python("3.9")
     assert f"needed; found only Python 3.9 ({machine.bin / 'python3'})" in machine.refuses("make", "test")
+    machine.has_python("3.12", name="python3.12")
+    assert machine.run("make", "tools").returncode == 0
+    machine.has_python("3.10", name="mine")
+    assert "found only Python 3.10" in machine.refuses("make", "tools", "PYTHON=mine")
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
@@ -123,22 +123,6 @@ def test_what_is_new_enough_passes(machine: Machine, version: str) -> None:
     machine.has_python(version)
     run = machine.run("make", "tools")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-
-
-def test_a_newer_python_beside_an_old_one_is_found_and_a_named_one_is_taken(machine: Machine) -> None:
-    machine.has_java()
-    machine.has_python("3.9")
-    machine.has_python("3.12", name="python3.12")
-    assert machine.run("make", "tools").returncode == 0
-    machine.has_python("3.10", name="mine")
-    assert "found only Python 3.10" in machine.refuses("make", "tools", "PYTHON=mine")
-
-
-def test_ci_run_says_the_same_and_leaves_nothing(machine: Machine) -> None:
-    machine.has_python()
-    machine.has_java("11")
-    assert "found Java 11" in machine.refuses(".ci/run")
-    assert list(machine.tmp.iterdir()) == []
 
 
 @pytest.mark.slow
