@@ -286,8 +286,8 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
         GroupError: this host has no such query, or one did not end its batch in time; it drains when it does. Or
             queries cannot be asked here, because somebody else has the place of the files.
     """
-    if trouble := _trouble(directory()):
-        raise GroupError(trouble, group=group)
+    if found := trouble(directory()):
+        raise GroupError(f"{found}. {_WITHOUT}", group=group)
 
     def here() -> dict[str, dict[str, Any]]:
         return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
@@ -301,16 +301,10 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
 
 def _usable() -> bool:
     """Whether the directory is there and this user's alone; once for each reason the log says why it is not."""
-    if trouble := _trouble(directory()):
-        _say_once(trouble)
+    if found := trouble(directory()):
+        _say_once(f"{found}. {_WITHOUT}")
         return False
     return directory().exists()
-
-
-def _trouble(folder: Path) -> str:
-    """Why this directory must not be used. Empty if nothing speaks against it, or nothing is there."""
-    found = trouble(folder)
-    return found and f"{found}. {_WITHOUT}"
 
 
 @functools.cache
@@ -359,11 +353,8 @@ def trouble(folder: Path) -> str:
 def write(path: Path, text: str) -> None:
     """Write a small file so that nobody reads half of it."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with contextlib.suppress(FileNotFoundError):
-        part.unlink()  # whatever it is, and wherever it leads
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+        part.write_text(text)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
