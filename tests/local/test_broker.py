@@ -48,7 +48,10 @@ def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves
     data, logs = tmp_path / "data", tmp_path / "logs"
     for begins in (True, False):
         with Broker(data_dir=data, log_dir=logs) as broker:
-            settings = {"bootstrap.servers": broker.bootstrap_servers, "log_level": 0}
+            settings: dict[str, str | int | float | bool] = {
+                "bootstrap.servers": broker.bootstrap_servers,
+                "log_level": 0,
+            }
             admin, pids = AdminClient(settings), dict(broker.pids)
             assert len(admin.list_topics(timeout=30).topics["__consumer_offsets"].partitions) == 3
             # these three belong to the three partitions of the offsets topic; an error would be raised here
