@@ -1,6 +1,9 @@
 """``pytest tests/simulation --seed N`` plays one history instead of all."""
 
+from collections.abc import Iterator
+
 import pytest
+from simulation.stage import Stage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -11,3 +14,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def only_seed(request: pytest.FixtureRequest) -> int | None:
     seed: int | None = request.config.getoption("--seed", default=None)
     return seed
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest, group_id: str) -> Iterator[Stage]:
+    """The stage of a script: see :func:`simulation.stage.played`."""
+    flavour, real = request.param
+    if real:
+        servers = request.getfixturevalue("broker").bootstrap_servers
+        stage = Stage(flavour, group_id, servers=servers, make_topic=request.getfixturevalue("topic"))
+    else:
+        stage = Stage(flavour, group_id)
+    yield stage
+    stage.world.close()

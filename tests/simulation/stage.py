@@ -3,10 +3,12 @@
 The same script on both is what makes the fakes worth believing.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from conftest import TopicFactory
@@ -18,7 +20,6 @@ from kit.runtime import SimulatedRuntime
 from kit.world import Process, World
 
 from spark_group_source.kafka import Runtime
-from spark_group_source.local.broker import Broker
 
 SESSION_MS = 6_000
 """The shortest that a broker allows, unless told otherwise."""
@@ -29,29 +30,42 @@ FLAVOURS: Mapping[str, type[Group]] = {
     "cooperative-sticky": CooperativeGroup,
     "consumer": ConsumerGroup,
 }
+CLASSIC = ("range", "cooperative-sticky")
 
 
 class Stage:
     """A broker, a group of one flavour, and threads.
 
     Args:
-        simulated: play in the simulation.
+        servers, make_topic: of a real broker; without them the simulation is played.
+        world, cluster: what another stage of the simulation has, of which this is one more process.
     """
 
     def __init__(
-        self, flavour: str, group: str, *, simulated: bool, broker: Callable[[], Broker], topic: TopicFactory | None
+        self,
+        flavour: str,
+        group: str,
+        *,
+        servers: str = "",
+        make_topic: TopicFactory | None = None,
+        world: World | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.flavour, self.group, self.simulated = flavour, group, simulated
-        self.servers = "simulated:9092" if simulated else broker().bootstrap_servers
-        self._topic = topic
-        self.world = World(7)
-        self.cluster = Cluster(self.world, FLAVOURS[flavour])
-        self.process = Process(self.world, "p")
-        self.runtime: Runtime = SimulatedRuntime(self.process, self.cluster) if simulated else Runtime()
+        self.flavour, self.group, self.simulated = flavour, group, not servers
+        self.servers = servers or "simulated:9092"
+        self._make_topic = make_topic
+        self.world = world or World(7)
+        self.cluster = cluster or Cluster(self.world, FLAVOURS[flavour])
+        self.process = Process(self.world, "p" if world is None else "q")
+        self.runtime: Runtime = SimulatedRuntime(self.process, self.cluster) if self.simulated else Runtime()
+
+    def elsewhere(self) -> "Stage":
+        """Another process of the same world."""
+        return Stage(self.flavour, self.group, world=self.world, cluster=self.cluster)
 
     def topic(self, partitions: int) -> str:
-        if self._topic is not None and not self.simulated:
-            return self._topic(partitions)
+        if self._make_topic is not None:
+            return self._make_topic(partitions)
         self.cluster.create("t", partitions)
         self.cluster.group(self.group).session_ms = SESSION_MS
         return "t"
@@ -198,6 +212,24 @@ class Watched:
     def _told(self, kind: str, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self.identity = (consumer.memberid(), consumer.consumer_group_metadata())
         self.told.append((kind, tuple(sorted(p.partition for p in partitions))))
+
+
+def played(*flavours: str, broker: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a script, which is played on a thread of the stage ``play``: once for each flavour of the group,
+    in the simulation, and with ``broker`` once more on a real one."""
+    params = [pytest.param((flavour, False), id=flavour) for flavour in flavours]
+    if broker:
+        real = pytest.mark.broker
+        params += [pytest.param((flavour, True), id=f"{flavour}-broker", marks=real) for flavour in flavours]
+
+    def mark(script: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(script)
+        def test(play: Stage, **more: Any) -> None:
+            play.play(lambda: script(play, **more))
+
+        return pytest.mark.parametrize("play", params, indirect=True)(test)
+
+    return mark
 
 
 def refused(act: Callable[[], Any]) -> KafkaError:

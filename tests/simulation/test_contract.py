@@ -1,68 +1,35 @@
 """What the fakes of the client library promise, played in the simulation and with a real broker: the same script."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
-from simulation.stage import FLAVOURS, SESSION_MS, Stage, Watched, refused
+from simulation.stage import CLASSIC, FLAVOURS, SESSION_MS, Stage, Watched, played, refused
 
 from spark_group_source.kafka import take_place
-
-MakeStage = Callable[[str], Stage]
 
 HOLD_S = 8.0
 assert HOLD_S * 1000 > SESSION_MS
 
-CLASSIC = ["range", "cooperative-sticky"]
 
-
-@pytest.fixture(params=["simulated", pytest.param("broker", marks=pytest.mark.broker)])
-def stage(request: pytest.FixtureRequest, group_id: str) -> Iterator[MakeStage]:
-    """``stage(flavour)``: a stage for one script."""
-    made: list[Stage] = []
-
-    def make(flavour: str) -> Stage:
-        simulated = request.param == "simulated"
-        found = Stage(
-            flavour,
-            group_id,
-            simulated=simulated,
-            broker=lambda: request.getfixturevalue("broker"),
-            topic=None if simulated else request.getfixturevalue("topic"),
-        )
-        made.append(found)
-        return found
-
-    yield make
-    for each in made:
-        each.world.close()
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_members_share_the_partitions_and_who_leaves_gives_them_back(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
+@played(*FLAVOURS, broker=True)
+def test_members_share_the_partitions_and_who_leaves_gives_them_back(play: Stage) -> None:
     topic = play.topic(4)
-
-    def script() -> None:
-        one = Watched(play, topic, "one")
-        play.until(lambda: one.owned == {0, 1, 2, 3}, "assignment")
-        two = Watched(play, topic, "two")
-        play.until(lambda: len(one.owned) == 2 and len(two.owned) == 2, "share for both")
-        assert one.owned | two.owned == {0, 1, 2, 3}
-        member, metadata = one.identity
-        assert member is not None and member.encode() in metadata
-        one.stop()
-        play.until(lambda: two.owned == {0, 1, 2, 3}, "share of the other")
-        two.stop()
-
-    play.play(script)
+    one = Watched(play, topic, "one")
+    play.until(lambda: one.owned == {0, 1, 2, 3}, "assignment")
+    two = Watched(play, topic, "two")
+    play.until(lambda: len(one.owned) == 2 and len(two.owned) == 2, "share for both")
+    assert one.owned | two.owned == {0, 1, 2, 3}
+    member, metadata = one.identity
+    assert member is not None and member.encode() in metadata
+    one.stop()
+    play.until(lambda: two.owned == {0, 1, 2, 3}, "share of the other")
+    two.stop()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
+@played(*FLAVOURS, broker=True)
+def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(play: Stage) -> None:
     topic = play.topic(2)
     committed: list[str] = []
 
@@ -70,203 +37,167 @@ def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(fla
         entries = [KafkaPartition(topic, p, 17, "mine") for p in range(2)]
         committed.extend(str(p.error) for p in consumer.commit(offsets=entries, asynchronous=False))  # type: ignore[attr-defined]
 
-    def script() -> None:
-        one = Watched(play, topic, "one", hold_s=HOLD_S, before_release=commit)
-        play.until(lambda: one.owned == {0, 1}, "assignment")
-        began_ms = play.runtime.now_ms()
-        two = Watched(play, topic, "two")
-        play.until(lambda: bool(two.owned), "share of the other")
-        assert play.runtime.now_ms() - began_ms >= HOLD_S * 1000
-        assert committed == ["None", "None"]
-        assert one.count("lost") == 0
-        assert play.committed([KafkaPartition(topic, p) for p in range(2)], stable=True) == [(17, "mine")] * 2
-        one.hold_s = 0
-        two.stop()
-        one.stop()
-
-    play.play(script)
+    one = Watched(play, topic, "one", hold_s=HOLD_S, before_release=commit)
+    play.until(lambda: one.owned == {0, 1}, "assignment")
+    began_ms = play.runtime.now_ms()
+    two = Watched(play, topic, "two")
+    play.until(lambda: bool(two.owned), "share of the other")
+    assert play.runtime.now_ms() - began_ms >= HOLD_S * 1000
+    assert committed == ["None", "None"]
+    assert one.count("lost") == 0
+    assert play.committed([KafkaPartition(topic, p) for p in range(2)], stable=True) == [(17, "mine")] * 2
+    one.hold_s = 0
+    two.stop()
+    one.stop()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_transaction_commits_in_a_members_name_and_not_in_that_of_a_stale_one(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
+@played(*FLAVOURS, broker=True)
+def test_a_transaction_commits_in_a_members_name_and_not_in_that_of_a_stale_one(play: Stage) -> None:
     topic = play.topic(2)
     entries = [KafkaPartition(topic, 0, 5, "note")]
-
-    def script() -> None:
-        one = Watched(play, topic, "one")
-        play.until(lambda: one.owned == {0, 1}, "assignment")
-        before = one.identity[1]
-        producer = play.producer(f"{play.group}.s")
-        producer.init_transactions(30)
-        producer.begin_transaction()
-        producer.send_offsets_to_transaction(entries, before, 10)
-        assert play.committed(entries, stable=False) == [(-1001, "")]
-        producer.commit_transaction(30)
-        assert play.committed(entries, stable=True) == [(5, "note")]
-        assert play.committed(entries, stable=False) == [(5, "note")]
-        two = Watched(play, topic, "two")
-        play.until(lambda: bool(two.owned), "share of the other")
-        play.until(lambda: one.identity[1] != before, "new generation")
-        producer.begin_transaction()
-        error = refused(lambda: producer.send_offsets_to_transaction(entries, before, 10))
-        assert error.code() == KafkaError.ILLEGAL_GENERATION
-        assert error.txn_requires_abort() and not error.fatal()
-        producer.abort_transaction(30)
-        producer.begin_transaction()
-        producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 6, "later")], one.identity[1], 10)
-        producer.commit_transaction(30)
-        assert play.committed(entries, stable=True) == [(6, "later")]
-        two.stop()
-        one.stop()
-
-    play.play(script)
+    one = Watched(play, topic, "one")
+    play.until(lambda: one.owned == {0, 1}, "assignment")
+    before = one.identity[1]
+    producer = play.producer(f"{play.group}.s")
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction(entries, before, 10)
+    assert play.committed(entries, stable=False) == [(-1001, "")]
+    producer.commit_transaction(30)
+    assert play.committed(entries, stable=True) == [(5, "note")]
+    assert play.committed(entries, stable=False) == [(5, "note")]
+    two = Watched(play, topic, "two")
+    play.until(lambda: bool(two.owned), "share of the other")
+    play.until(lambda: one.identity[1] != before, "new generation")
+    producer.begin_transaction()
+    error = refused(lambda: producer.send_offsets_to_transaction(entries, before, 10))
+    assert error.code() == KafkaError.ILLEGAL_GENERATION
+    assert error.txn_requires_abort() and not error.fatal()
+    producer.abort_transaction(30)
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 6, "later")], one.identity[1], 10)
+    producer.commit_transaction(30)
+    assert play.committed(entries, stable=True) == [(6, "later")]
+    two.stop()
+    one.stop()
 
 
-def test_a_newer_producer_of_the_id_shuts_the_older_one_out(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range", broker=True)
+def test_a_newer_producer_of_the_id_shuts_the_older_one_out(play: Stage) -> None:
     topic = play.topic(1)
-
-    def script() -> None:
-        nobody = play.runtime.consumer(play.settings())
-        metadata = nobody.consumer_group_metadata()
-        nobody.close()
-        old, new = play.producer(f"{play.group}.s"), play.producer(f"{play.group}.s")
-        assert refused(old.begin_transaction).code() == KafkaError._STATE
-        old.init_transactions(30)
-        old.begin_transaction()
-        old.send_offsets_to_transaction([KafkaPartition(topic, 0, 1)], metadata, 10)
-        new.init_transactions(30)
-        error = refused(lambda: old.commit_transaction(30))
-        assert error.code() == KafkaError._FENCED and error.fatal()
-        assert refused(old.begin_transaction).code() == KafkaError._FENCED
-        assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(-1001, "")]
-        new.begin_transaction()
-        new.send_offsets_to_transaction([KafkaPartition(topic, 0, 2)], metadata, 10)
-        new.commit_transaction(30)
-        assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(2, "")]
-
-    play.play(script)
+    nobody = play.runtime.consumer(play.settings())
+    metadata = nobody.consumer_group_metadata()
+    nobody.close()
+    old, new = play.producer(f"{play.group}.s"), play.producer(f"{play.group}.s")
+    assert refused(old.begin_transaction).code() == KafkaError._STATE
+    old.init_transactions(30)
+    old.begin_transaction()
+    old.send_offsets_to_transaction([KafkaPartition(topic, 0, 1)], metadata, 10)
+    new.init_transactions(30)
+    error = refused(lambda: old.commit_transaction(30))
+    assert error.code() == KafkaError._FENCED and error.fatal()
+    assert refused(old.begin_transaction).code() == KafkaError._FENCED
+    assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(-1001, "")]
+    new.begin_transaction()
+    new.send_offsets_to_transaction([KafkaPartition(topic, 0, 2)], metadata, 10)
+    new.commit_transaction(30)
+    assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(2, "")]
 
 
-@pytest.mark.parametrize("flavour", CLASSIC)
-def test_a_static_newcomer_has_the_place_without_a_rebalance_and_the_old_one_is_fenced(
-    flavour: str, stage: MakeStage
-) -> None:
-    play = stage(flavour)
+@played(*CLASSIC, broker=True)
+def test_a_static_newcomer_has_the_place_without_a_rebalance_and_the_old_one_is_fenced(play: Stage) -> None:
     topic = play.topic(2)
-
-    def script() -> None:
-        old, other = Watched(play, topic, "old", instance="i"), Watched(play, topic, "other", instance="j")
-        play.until(lambda: len(old.owned) == 1 and len(other.owned) == 1, "share for both")
-        play.until(lambda: old.told[-1][0] == "assigned", "last round: a cooperative group has two")
-        told = [*old.told, *other.told]
-        new = Watched(play, topic, "new", instance="i")
-        play.until(lambda: new.owned == old.owned, "take-over")
-        play.until(lambda: old.failed is not None, "word to the old one")
-        assert old.failed is not None and "fenced" in old.failed.str().lower()
-        assert [*old.told, *other.told] == told
-        new.stop("close")  # keeps its place
-        again = Watched(play, topic, "again", instance="i")
-        play.until(lambda: bool(again.owned), "take-over of a place that was left")
-        assert [*old.told, *other.told] == told
-        again.stop("leave")  # gives it up
-        play.until(lambda: other.owned == {0, 1}, "share of who left")
-        other.stop()
-
-    play.play(script)
+    old, other = Watched(play, topic, "old", instance="i"), Watched(play, topic, "other", instance="j")
+    play.until(lambda: len(old.owned) == 1 and len(other.owned) == 1, "share for both")
+    play.until(lambda: old.told[-1][0] == "assigned", "last round: a cooperative group has two")
+    told = [*old.told, *other.told]
+    new = Watched(play, topic, "new", instance="i")
+    play.until(lambda: new.owned == old.owned, "take-over")
+    play.until(lambda: old.failed is not None, "word to the old one")
+    assert old.failed is not None and "fenced" in old.failed.str().lower()
+    assert [*old.told, *other.told] == told
+    new.stop("close")  # keeps its place
+    again = Watched(play, topic, "again", instance="i")
+    play.until(lambda: bool(again.owned), "take-over of a place that was left")
+    assert [*old.told, *other.told] == told
+    again.stop("leave")  # gives it up
+    play.until(lambda: other.owned == {0, 1}, "share of who left")
+    other.stop()
 
 
-def test_under_the_new_protocol_a_place_is_refused_until_it_is_given_up(stage: MakeStage) -> None:
-    play = stage("consumer")
+@played("consumer", broker=True)
+def test_under_the_new_protocol_a_place_is_refused_until_it_is_given_up(play: Stage) -> None:
     topic = play.topic(2)
-
-    def script() -> None:
-        old = Watched(play, topic, "old", instance="i")
-        play.until(lambda: old.owned == {0, 1}, "assignment")
-        new = Watched(play, topic, "new", instance="i")
-        play.until(lambda: new.failed is not None, "refusal")
-        assert new.failed is not None and "still used by another member" in new.failed.str()
-        assert old.failed is None and old.owned == {0, 1}
-        old.stop()
-        again = Watched(play, topic, "again", instance="i")
-        play.until(lambda: again.owned == {0, 1}, "take-over")
-        again.stop()
-
-    play.play(script)
+    old = Watched(play, topic, "old", instance="i")
+    play.until(lambda: old.owned == {0, 1}, "assignment")
+    new = Watched(play, topic, "new", instance="i")
+    play.until(lambda: new.failed is not None, "refusal")
+    assert new.failed is not None and "still used by another member" in new.failed.str()
+    assert old.failed is None and old.owned == {0, 1}
+    old.stop()
+    again = Watched(play, topic, "again", instance="i")
+    play.until(lambda: again.owned == {0, 1}, "take-over")
+    again.stop()
 
 
 @pytest.mark.parametrize("alone", [False, True])
+@played("consumer", broker=True)
 def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nobody_else_notices(
-    alone: bool, stage: MakeStage
+    play: Stage, alone: bool
 ) -> None:
-    play = stage("consumer")
     topic = play.topic(2)
-
-    def script() -> None:
-        old = Watched(play, topic, "old", instance="i")
-        others = [] if alone else [Watched(play, topic, "other", instance="j")]
-        share = 2 - len(others)
-        play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
-        play.until(lambda: len({each.generation for each in (old, *others)}) == 1, "epoch that all have")
-        had = set(old.owned)
-        told, generations = [each.told.copy() for each in others], [each.generation for each in others]
-        known: deque[str] = deque()
-        place = play.settings("taking", "i")
-        take_place(place, [topic], runtime=play.runtime, known_as=known, over=lambda: False)
-        assert known, "the member that took it is known to be this process's"
-        new = Watched(play, topic, "new", instance="i")
-        play.until(lambda: new.owned == had, "take-over")
-        play.until(lambda: old.failed is not None, "word to the old one")
-        assert old.failed is not None and "still used by another member" in old.failed.str()
-        assert old.count("lost") == 1, "it is told that it is out, and refused when it joins again"
-        if play.simulated:  # the clock is a model; a broker's own sessions last 45 s
-            play.runtime.pause(SESSION_MS / 1000 + 2)  # those of the one that had it, and of the one in between
-        assert new.owned == had and new.count("lost") == 0
-        assert [each.told for each in others] == told
-        assert [each.generation for each in others] == generations, "the group has another epoch"
-        for each in (new, *others):
-            each.stop()
-
-    play.play(script)
+    old = Watched(play, topic, "old", instance="i")
+    others = [] if alone else [Watched(play, topic, "other", instance="j")]
+    share = 2 - len(others)
+    play.until(lambda: len(old.owned) == share and all(len(each.owned) == 1 for each in others), "share for each")
+    play.until(lambda: len({each.generation for each in (old, *others)}) == 1, "epoch that all have")
+    had = set(old.owned)
+    told, generations = [each.told.copy() for each in others], [each.generation for each in others]
+    known: deque[str] = deque()
+    place = play.settings("taking", "i")
+    take_place(place, [topic], runtime=play.runtime, known_as=known, over=lambda: False)
+    assert known, "the member that took it is known to be this process's"
+    new = Watched(play, topic, "new", instance="i")
+    play.until(lambda: new.owned == had, "take-over")
+    play.until(lambda: old.failed is not None, "word to the old one")
+    assert old.failed is not None and "still used by another member" in old.failed.str()
+    assert old.count("lost") == 1, "it is told that it is out, and refused when it joins again"
+    if play.simulated:  # the clock is a model; a broker's own sessions last 45 s
+        play.runtime.pause(SESSION_MS / 1000 + 2)  # those of the one that had it, and of the one in between
+    assert new.owned == had and new.count("lost") == 0
+    assert [each.told for each in others] == told
+    assert [each.generation for each in others] == generations, "the group has another epoch"
+    for each in (new, *others):
+        each.stop()
 
 
-def test_an_eager_member_without_partitions_gives_back_nothing_and_is_told_so(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range", broker=True)
+def test_an_eager_member_without_partitions_gives_back_nothing_and_is_told_so(play: Stage) -> None:
     topic = play.topic(1)
-
-    def script() -> None:
-        one = Watched(play, topic, "one")
-        play.until(lambda: one.owned == {0}, "assignment")
-        two = Watched(play, topic, "two")
-        play.until(lambda: two.count("assigned") == 1 and one.count("assigned") == 2, "word")
-        idle = next(each for each in (one, two) if not each.owned)  # which one, member ids decide
-        three = Watched(play, topic, "three")
-        play.until(lambda: three.count("assigned") == 1, "word")
-        assert ("revoked", ()) in idle.told
-        for each in (one, two, three):
-            each.stop()
-
-    play.play(script)
+    one = Watched(play, topic, "one")
+    play.until(lambda: one.owned == {0}, "assignment")
+    two = Watched(play, topic, "two")
+    play.until(lambda: two.count("assigned") == 1 and one.count("assigned") == 2, "word")
+    idle = next(each for each in (one, two) if not each.owned)  # which one, member ids decide
+    three = Watched(play, topic, "three")
+    play.until(lambda: three.count("assigned") == 1, "word")
+    assert ("revoked", ()) in idle.told
+    for each in (one, two, three):
+        each.stop()
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_closed_consumer_takes_no_calls(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
+@played(*FLAVOURS, broker=True)
+def test_a_closed_consumer_takes_no_calls(play: Stage) -> None:
     topic = play.topic(1)
-
-    def script() -> None:
-        consumer = play.runtime.consumer(play.settings())
-        if flavour == "consumer":
-            assert consumer.memberid()
-        else:
-            assert consumer.memberid() is None
-            assert consumer.consumer_group_metadata()[7:11] == b"\xff\xff\xff\xff"
-        consumer.close()
-        for call in (consumer.memberid, consumer.assignment, consumer.unsubscribe, lambda: consumer.poll(0)):
-            with pytest.raises(RuntimeError, match="closed"):
-                call()
+    consumer = play.runtime.consumer(play.settings())
+    if play.flavour == "consumer":
+        assert consumer.memberid()
+    else:
+        assert consumer.memberid() is None
+        assert consumer.consumer_group_metadata()[7:11] == b"\xff\xff\xff\xff"
+    consumer.close()
+    for call in (consumer.memberid, consumer.assignment, consumer.unsubscribe, lambda: consumer.poll(0)):
         with pytest.raises(RuntimeError, match="closed"):
-            consumer.subscribe([topic])
-
-    play.play(script)
+            call()
+    with pytest.raises(RuntimeError, match="closed"):
+        consumer.subscribe([topic])

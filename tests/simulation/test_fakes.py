@@ -1,45 +1,19 @@
 """The simulated Kafka and the fakes of its clients, where a real broker would take too long or cannot be made to do it:
 frozen and dead processes, answers that do not come, topics that come and go."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+from kit.cluster import NoBooks
 from kit.fake_library import NO_OFFSET
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Misfortune
-from kit.runtime import SimulatedRuntime
-from kit.world import Process
-from simulation.stage import FLAVOURS, Stage, Watched, refused
+from simulation.stage import CLASSIC, FLAVOURS, Stage, Watched, played, refused
 
 from spark_group_source.model import TopicPartition
 
 FROZEN_MS = 20_000
-MakeStage = Callable[[str], Stage]
-
-
-@pytest.fixture
-def stage() -> Iterator[MakeStage]:
-    made: list[Stage] = []
-
-    def make(flavour: str) -> Stage:
-        made.append(Stage(flavour, "g", simulated=True, broker=lambda: pytest.fail("no broker here"), topic=None))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.world.close()
-
-
-def elsewhere(play: Stage) -> Stage:
-    """Another process of the same world."""
-    other = Stage(play.flavour, play.group, simulated=True, broker=lambda: pytest.fail("no broker here"), topic=None)
-    other.world, other.cluster = play.world, play.cluster
-    other.process = Process(play.world, "q")
-    other.runtime = SimulatedRuntime(other.process, other.cluster)
-    return other
 
 
 def freeze(play: Stage, stage: Stage) -> None:
@@ -51,131 +25,103 @@ def freeze(play: Stage, stage: Stage) -> None:
 # --- members ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_who_was_frozen_for_longer_than_a_session_is_told_what_it_lost(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
-    topic, away = play.topic(4), elsewhere(play)
-
-    def script() -> None:
-        frozen, living = Watched(away, topic, "frozen"), Watched(play, topic, "living")
-        play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both")
-        lost = tuple(sorted(frozen.owned))
-        freeze(play, away)
-        assert living.owned == {0, 1, 2, 3}
-        assert frozen.count("lost") == 0
-        away.process.thaw()
-        play.until(lambda: ("lost", lost) in frozen.told, "word of the loss")
-        play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both again")
-
-    play.play(script)
+@played(*FLAVOURS)
+def test_who_was_frozen_for_longer_than_a_session_is_told_what_it_lost(play: Stage) -> None:
+    topic, away = play.topic(4), play.elsewhere()
+    frozen, living = Watched(away, topic, "frozen"), Watched(play, topic, "living")
+    play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both")
+    lost = tuple(sorted(frozen.owned))
+    freeze(play, away)
+    assert living.owned == {0, 1, 2, 3}
+    assert frozen.count("lost") == 0
+    away.process.thaw()
+    play.until(lambda: ("lost", lost) in frozen.told, "word of the loss")
+    play.until(lambda: len(frozen.owned) == 2 and len(living.owned) == 2, "share for both again")
 
 
-@pytest.mark.parametrize("flavour", ["range", "cooperative-sticky"])
-def test_an_idle_static_member_takes_its_place_back_after_a_freeze(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
-    topic, away = play.topic(1), elsewhere(play)
-
-    def script() -> None:
-        holder = Watched(play, topic, "holder", instance="h")
-        play.until(lambda: holder.owned == {0}, "assignment")
-        idle = Watched(away, topic, "idle", instance="i")
-        play.until(lambda: idle.count("assigned") > 0, "word")
-        told = len(idle.told)
-        freeze(play, away)
-        successor = Watched(play, topic, "successor", instance="i")
-        play.until(lambda: successor.count("assigned") > 0, "take-over")
-        away.process.thaw()
-        play.until(lambda: successor.failed is not None, "fencing of the healthy one")
-        assert idle.failed is None
-        assert [kind for kind, _ in idle.told[told:] if kind != "assigned"] == (["lost"] if flavour == "range" else [])
-        assert ("lost", ()) in idle.told or flavour != "range"
-
-    play.play(script)
+@played(*CLASSIC)
+def test_an_idle_static_member_takes_its_place_back_after_a_freeze(play: Stage) -> None:
+    topic, away = play.topic(1), play.elsewhere()
+    holder = Watched(play, topic, "holder", instance="h")
+    play.until(lambda: holder.owned == {0}, "assignment")
+    idle = Watched(away, topic, "idle", instance="i")
+    play.until(lambda: idle.count("assigned") > 0, "word")
+    told = len(idle.told)
+    freeze(play, away)
+    successor = Watched(play, topic, "successor", instance="i")
+    play.until(lambda: successor.count("assigned") > 0, "take-over")
+    away.process.thaw()
+    play.until(lambda: successor.failed is not None, "fencing of the healthy one")
+    assert idle.failed is None
+    assert [kind for kind, _ in idle.told[told:] if kind != "assigned"] == (["lost"] if play.flavour == "range" else [])
+    assert ("lost", ()) in idle.told or play.flavour != "range"
 
 
-def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(stage: MakeStage) -> None:
-    play = stage("consumer")
-    topic, away = play.topic(1), elsewhere(play)
-
-    def script() -> None:
-        frozen = Watched(away, topic, "frozen", instance="i")
-        play.until(lambda: frozen.owned == {0}, "assignment")
-        away.process.freeze()
-        refused_ = Watched(play, topic, "newcomer", instance="i")
-        play.until(lambda: refused_.failed is not None, "refusal")
-        play.runtime.pause(FROZEN_MS / 1000)
-        successor = Watched(play, topic, "successor", instance="i")
-        play.until(lambda: successor.owned == {0}, "take-over")
-        away.process.thaw()
-        play.until(lambda: frozen.failed is not None, "fencing")
-        assert frozen.count("lost") == 1 and successor.failed is None
-
-    play.play(script)
+@played("consumer")
+def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(play: Stage) -> None:
+    topic, away = play.topic(1), play.elsewhere()
+    frozen = Watched(away, topic, "frozen", instance="i")
+    play.until(lambda: frozen.owned == {0}, "assignment")
+    away.process.freeze()
+    refused_ = Watched(play, topic, "newcomer", instance="i")
+    play.until(lambda: refused_.failed is not None, "refusal")
+    play.runtime.pause(FROZEN_MS / 1000)
+    successor = Watched(play, topic, "successor", instance="i")
+    play.until(lambda: successor.owned == {0}, "take-over")
+    away.process.thaw()
+    play.until(lambda: frozen.failed is not None, "fencing")
+    assert frozen.count("lost") == 1 and successor.failed is None
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_holder_that_is_thrown_out_hears_of_it_later_or_never(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
+@played(*FLAVOURS)
+def test_a_holder_that_is_thrown_out_hears_of_it_later_or_never(play: Stage) -> None:
     topic = play.topic(2)
-
-    def script() -> None:
-        one = Watched(play, topic, "one", hold_s=25)
-        play.until(lambda: one.owned == {0, 1}, "assignment")
-        play.cluster.group(play.group).rebalance_ms = 5_000
-        Watched(play, topic, "two")
-        play.until(lambda: one.count("revoked") > 0, "revocation")
-        member = one.identity[0]
-        play.cluster.group(play.group).remove(play.cluster.group(play.group).members[member or ""], "tried out")
-        play.runtime.pause(20)
-        assert one.count("lost") == 0 and len(one.owned) == 2
-        play.until(lambda: len(one.owned) < 2, "end of the hold")
-        play.runtime.pause(3)
-        assert one.count("lost") == (1 if flavour == "consumer" else 0)
-        if flavour == "cooperative-sticky":  # it keeps the rest, as another member
-            assert one.identity[0] != member and one.identity[0] is not None
-            assert ("assigned", ()) in one.told
-
-    play.play(script)
+    one = Watched(play, topic, "one", hold_s=25)
+    play.until(lambda: one.owned == {0, 1}, "assignment")
+    play.cluster.group(play.group).rebalance_ms = 5_000
+    Watched(play, topic, "two")
+    play.until(lambda: one.count("revoked") > 0, "revocation")
+    member = one.identity[0]
+    play.cluster.group(play.group).remove(play.cluster.group(play.group).members[member or ""], "tried out")
+    play.runtime.pause(20)
+    assert one.count("lost") == 0 and len(one.owned) == 2
+    play.until(lambda: len(one.owned) < 2, "end of the hold")
+    play.runtime.pause(3)
+    assert one.count("lost") == (1 if play.flavour == "consumer" else 0)
+    if play.flavour == "cooperative-sticky":  # it keeps the rest, as another member
+        assert one.identity[0] != member and one.identity[0] is not None
+        assert ("assigned", ()) in one.told
 
 
-def test_the_new_protocol_tells_nothing_of_an_empty_assignment(stage: MakeStage) -> None:
-    play = stage("consumer")
+@played("consumer")
+def test_the_new_protocol_tells_nothing_of_an_empty_assignment(play: Stage) -> None:
     topic = play.topic(1)
-
-    def script() -> None:
-        one = Watched(play, topic, "one")
-        play.until(lambda: one.owned == {0}, "assignment")
-        two = Watched(play, topic, "two")
-        play.until(lambda: two.identity[1][7:11] > b"\0\0\0\0", "epoch")
-        play.runtime.pause(3)
-        assert two.told == []
-
-    play.play(script)
+    one = Watched(play, topic, "one")
+    play.until(lambda: one.owned == {0}, "assignment")
+    two = Watched(play, topic, "two")
+    play.until(lambda: two.identity[1][7:11] > b"\0\0\0\0", "epoch")
+    play.runtime.pause(3)
+    assert two.told == []
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_dead_process_keeps_its_partitions_until_its_session_ends(flavour: str, stage: MakeStage) -> None:
-    play = stage(flavour)
-    topic, away = play.topic(2), elsewhere(play)
-
-    def script() -> None:
-        Watched(away, topic, "dying"), (living := Watched(play, topic, "living"))
-        play.until(lambda: len(living.owned) == 1, "share")
-        play.runtime.pause(2)
-        away.process.kill()
-        began_ms = play.runtime.now_ms()
-        play.until(lambda: living.owned == {0, 1}, "share of the dead one")
-        assert 4_000 < play.runtime.now_ms() - began_ms < 12_000
-
-    play.play(script)
+@played(*FLAVOURS)
+def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage) -> None:
+    topic, away = play.topic(2), play.elsewhere()
+    Watched(away, topic, "dying"), (living := Watched(play, topic, "living"))
+    play.until(lambda: len(living.owned) == 1, "share")
+    play.runtime.pause(2)
+    away.process.kill()
+    began_ms = play.runtime.now_ms()
+    play.until(lambda: living.owned == {0, 1}, "share of the dead one")
+    assert 4_000 < play.runtime.now_ms() - began_ms < 12_000
 
 
 # --- transactions ----------------------------------------------------------------------------------------------------
 
 
-def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(stage: MakeStage) -> None:
-    play = stage("range")
-    topic, away = play.topic(1), elsewhere(play)
+@played("range")
+def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(play: Stage) -> None:
+    topic, away = play.topic(1), play.elsewhere()
     asked = [KafkaPartition(topic, 0)]
     metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
 
@@ -186,69 +132,54 @@ def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(s
         producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
         away.process.kill()
 
-    def script() -> None:
-        away.process.spawn("begins", begins)
-        play.until(lambda: not away.process.alive, "death")
-        assert play.committed(asked, stable=False) == [(-1001, "")]
-        error = refused(lambda: play.committed(asked, stable=True))
-        assert error.code() == KafkaError._TIMED_OUT
-        play.producer("g.s").init_transactions(30)  # the next run of the stream takes the id over
-        assert play.committed(asked, stable=True) == [(-1001, "")]
-
-    play.play(script)
+    away.process.spawn("begins", begins)
+    play.until(lambda: not away.process.alive, "death")
+    assert play.committed(asked, stable=False) == [(-1001, "")]
+    error = refused(lambda: play.committed(asked, stable=True))
+    assert error.code() == KafkaError._TIMED_OUT
+    play.producer("g.s").init_transactions(30)  # the next run of the stream takes the id over
+    assert play.committed(asked, stable=True) == [(-1001, "")]
 
 
-def test_a_commit_that_was_not_answered_is_asked_for_again(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_commit_that_was_not_answered_is_asked_for_again(play: Stage) -> None:
     topic = play.topic(1)
     metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
-
-    def script() -> None:
-        producer = play.producer("g.s")
-        producer.init_transactions(30)
-        producer.begin_transaction()
-        producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
-        play.cluster.unreachable(8_000)
-        error = refused(lambda: producer.commit_transaction(5))
-        assert (error.code(), error.retriable(), error.fatal()) == (KafkaError._TIMED_OUT, True, False)
-        conflict = refused(lambda: producer.abort_transaction(5))
-        assert conflict.code() == KafkaError._CONFLICT
-        producer.commit_transaction(5)
-        assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(9, "")]
-
-    play.play(script)
+    producer = play.producer("g.s")
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
+    play.cluster.unreachable(8_000)
+    error = refused(lambda: producer.commit_transaction(5))
+    assert (error.code(), error.retriable(), error.fatal()) == (KafkaError._TIMED_OUT, True, False)
+    conflict = refused(lambda: producer.abort_transaction(5))
+    assert conflict.code() == KafkaError._CONFLICT
+    producer.commit_transaction(5)
+    assert play.committed([KafkaPartition(topic, 0)], stable=True) == [(9, "")]
 
 
-def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(play: Stage) -> None:
     topic = play.topic(1)
     metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
-
-    def script() -> None:
-        producer = play.producer("g.s")
-        producer.init_transactions(30)
-        producer.begin_transaction()
-        play.cluster.delete(topic)
-        began_ms = play.runtime.now_ms()
-        entries = [KafkaPartition(topic, 0, 9)]
-        error = refused(lambda: producer.send_offsets_to_transaction(entries, metadata, 5))
-        assert (error.code(), error.txn_requires_abort()) == (KafkaError.UNKNOWN_TOPIC_OR_PART, True)
-        assert play.runtime.now_ms() - began_ms >= 5_000
-        producer.abort_transaction(5)
-        producer.begin_transaction()
-
-    play.play(script)
+    producer = play.producer("g.s")
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    play.cluster.delete(topic)
+    began_ms = play.runtime.now_ms()
+    entries = [KafkaPartition(topic, 0, 9)]
+    error = refused(lambda: producer.send_offsets_to_transaction(entries, metadata, 5))
+    assert (error.code(), error.txn_requires_abort()) == (KafkaError.UNKNOWN_TOPIC_OR_PART, True)
+    assert play.runtime.now_ms() - began_ms >= 5_000
+    producer.abort_transaction(5)
+    producer.begin_transaction()
 
 
-def test_where_transactions_are_not_allowed_the_producer_is_dead_at_once(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_where_transactions_are_not_allowed_the_producer_is_dead_at_once(play: Stage) -> None:
     play.cluster.transactions_allowed = False
-
-    def script() -> None:
-        error = refused(lambda: play.producer("g.s").init_transactions(30))
-        assert error.code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED and error.fatal()
-
-    play.play(script)
+    error = refused(lambda: play.producer("g.s").init_transactions(30))
+    assert error.code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED and error.fatal()
 
 
 # --- questions -------------------------------------------------------------------------------------------------------
@@ -268,30 +199,26 @@ def ends(play: Stage, *tps: TopicPartition) -> dict[TopicPartition, int]:
     return found
 
 
-def test_a_log_ages_shrinks_and_hides_what_is_not_committed(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_log_ages_shrinks_and_hides_what_is_not_committed(play: Stage) -> None:
     tp = TopicPartition(play.topic(1), 0)
     log = play.cluster.log(tp)
     assert log is not None
-
-    def script() -> None:
-        play.cluster.produce(tp, 10)
-        play.runtime.pause(1)
-        play.cluster.produce(tp, 10)
-        assert ends(play, tp) == {tp: 20}
-        assert (log.at_time(0), log.at_time(500), log.at_time(5_000)) == (0, 10, -1)
-        log.held = 15
-        assert ends(play, tp) == {tp: 15}
-        play.cluster.age(tp, 12)
-        play.cluster.shrink(tp, 14)
-        assert (log.first, log.end) == (12, 14)
-        assert ends(play, tp) == {tp: 14}
-
-    play.play(script)
+    play.cluster.produce(tp, 10)
+    play.runtime.pause(1)
+    play.cluster.produce(tp, 10)
+    assert ends(play, tp) == {tp: 20}
+    assert (log.at_time(0), log.at_time(500), log.at_time(5_000)) == (0, 10, -1)
+    log.held = 15
+    assert ends(play, tp) == {tp: 15}
+    play.cluster.age(tp, 12)
+    play.cluster.shrink(tp, 14)
+    assert (log.first, log.end) == (12, 14)
+    assert ends(play, tp) == {tp: 14}
 
 
-def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play: Stage) -> None:
     name = play.topic(1)
     tp = TopicPartition(name, 0)
     not_there = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION}
@@ -304,70 +231,59 @@ def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(stage
             return None if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART else pytest.fail(str(error))
         return str(future.result().topic_id), len(future.result().partitions)
 
-    def script() -> None:
-        first = described()
-        assert first is not None and first[1] == 1
-        (new,) = play.cluster.grow(name, slow_ms=3_000)
-        assert ends(play, tp, new)[tp] == 0
-        assert ends(play, new)[new] in not_there
-        play.runtime.pause(3)
-        assert ends(play, new) == {new: 0}
-        play.cluster.delete(name)
-        assert described() is None
-        play.cluster.create(name, 1, slow_ms=1_000)
-        assert described() is None
-        play.runtime.pause(1)
-        second = described()
-        assert second is not None and second[0] != first[0]
-        assert ends(play, tp)[tp] in not_there
-        assert ends(play, new)[new] == KafkaError._UNKNOWN_PARTITION
-
-    play.play(script)
+    first = described()
+    assert first is not None and first[1] == 1
+    (new,) = play.cluster.grow(name, slow_ms=3_000)
+    assert ends(play, tp, new)[tp] == 0
+    assert ends(play, new)[new] in not_there
+    play.runtime.pause(3)
+    assert ends(play, new) == {new: 0}
+    play.cluster.delete(name)
+    assert described() is None
+    play.cluster.create(name, 1, slow_ms=1_000)
+    assert described() is None
+    play.runtime.pause(1)
+    second = described()
+    assert second is not None and second[0] != first[0]
+    assert ends(play, tp)[tp] in not_there
+    assert ends(play, new)[new] == KafkaError._UNKNOWN_PARTITION
 
 
-def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(play: Stage) -> None:
     tp = TopicPartition(play.topic(1), 0)
-
-    def script() -> None:
-        admin = play.runtime.admin({"bootstrap.servers": play.servers})
-        play.cluster.unreachable(500_000)
-        assert {code for _ in range(20) for code in ends(play, tp).values()} == {
-            KafkaError._NOENT,
-            KafkaError._TIMED_OUT,
-            NO_OFFSET,
-        }
-        assert refused(lambda: admin.list_topics(timeout=2)).code() == KafkaError._TRANSPORT
-        asked = [KafkaPartition(tp.topic, tp.partition, 1)]
-        assert refused(lambda: play.committed(asked, stable=True)).code() == KafkaError._TIMED_OUT
-        consumer = play.runtime.consumer(play.settings())
-        error = refused(lambda: consumer.commit(offsets=asked, asynchronous=False))
-        assert error.code() == KafkaError._WAIT_COORD
-
-    play.play(script)
+    admin = play.runtime.admin({"bootstrap.servers": play.servers})
+    play.cluster.unreachable(500_000)
+    assert {code for _ in range(20) for code in ends(play, tp).values()} == {
+        KafkaError._NOENT,
+        KafkaError._TIMED_OUT,
+        NO_OFFSET,
+    }
+    assert refused(lambda: admin.list_topics(timeout=2)).code() == KafkaError._TRANSPORT
+    asked = [KafkaPartition(tp.topic, tp.partition, 1)]
+    assert refused(lambda: play.committed(asked, stable=True)).code() == KafkaError._TIMED_OUT
+    consumer = play.runtime.consumer(play.settings())
+    error = refused(lambda: consumer.commit(offsets=asked, asynchronous=False))
+    assert error.code() == KafkaError._WAIT_COORD
 
 
-def test_every_misfortune_happens_and_ends_when_it_is_told_to(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_every_misfortune_happens_and_ends_when_it_is_told_to(play: Stage) -> None:
     tps = [TopicPartition(play.topic(3), p) for p in range(3)]
     seen: set[int] = set()
-
-    def script() -> None:
-        play.cluster.misfortune = Misfortune(0.1, 0.1, 0.1, 0.1, 0.1, 0.3)
-        for _ in range(60):
-            found = ends(play, *tps)
-            assert found.keys() == set(tps)
-            seen.update(found.values())
-        assert {0, NO_OFFSET, KafkaError._TIMED_OUT, KafkaError._NOENT, KafkaError.NOT_LEADER_FOR_PARTITION} <= seen
-        play.cluster.misfortune = Misfortune()
-        for _ in range(60):
-            assert ends(play, *tps) == dict.fromkeys(tps, 0)
-
-    play.play(script)
+    play.cluster.misfortune = Misfortune(0.1, 0.1, 0.1, 0.1, 0.1, 0.3)
+    for _ in range(60):
+        found = ends(play, *tps)
+        assert found.keys() == set(tps)
+        seen.update(found.values())
+    assert {0, NO_OFFSET, KafkaError._TIMED_OUT, KafkaError._NOENT, KafkaError.NOT_LEADER_FOR_PARTITION} <= seen
+    play.cluster.misfortune = Misfortune()
+    for _ in range(60):
+        assert ends(play, *tps) == dict.fromkeys(tps, 0)
 
 
-def test_offsets_that_come_when_their_transaction_is_over_are_refused(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_offsets_that_come_when_their_transaction_is_over_are_refused(play: Stage) -> None:
     play.topic(1)
     transactions, group = play.cluster.transactions, play.cluster.group(play.group)
     _, epoch = transactions.init("t")
@@ -376,28 +292,24 @@ def test_offsets_that_come_when_their_transaction_is_over_are_refused(stage: Mak
     assert transactions.send(*late) is Code.OK
     transactions.end("t", epoch, commit=False, done=lambda _: None)
     assert transactions.send(*late) is Code.INVALID_TXN_STATE
-    play.world.run_until(1_000)
+    play.runtime.pause(1)
     assert group.offsets == {}
 
 
-def test_a_commit_may_be_done_although_the_answer_says_that_it_failed(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_commit_may_be_done_although_the_answer_says_that_it_failed(play: Stage) -> None:
     entries = [KafkaPartition(play.topic(1), 0, 3, "note")]
-
-    def script() -> None:
-        consumer = play.runtime.consumer(play.settings())
-        play.cluster.misfortune = Misfortune(lied=1.0)
-        assert refused(lambda: consumer.commit(offsets=entries, asynchronous=False))
-        play.cluster.misfortune = Misfortune()
-        assert play.committed(entries, stable=True) == [(3, "note")]
-
-    play.play(script)
+    consumer = play.runtime.consumer(play.settings())
+    play.cluster.misfortune = Misfortune(lied=1.0)
+    assert refused(lambda: consumer.commit(offsets=entries, asynchronous=False))
+    play.cluster.misfortune = Misfortune()
+    assert play.committed(entries, stable=True) == [(3, "note")]
 
 
-def test_an_operator_moves_offsets_only_while_the_group_has_no_members(stage: MakeStage) -> None:
+@played("range")
+def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Stage) -> None:
     from confluent_kafka import ConsumerGroupTopicPartitions
 
-    play = stage("range")
     topic = play.topic(1)
     entries = [KafkaPartition(topic, 0, 7, "moved"), KafkaPartition("nope", 0, 7)]
 
@@ -407,63 +319,47 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(stage: Ma
         answer = admin.alter_consumer_group_offsets(request)[play.group].result(timeout=20)
         return [p.error and p.error.code() for p in answer.topic_partitions]
 
-    def script() -> None:
-        assert move() == [None, KafkaError.UNKNOWN_TOPIC_OR_PART]
-        assert play.committed(entries[:1], stable=True) == [(7, "moved")]
-        one = Watched(play, topic, "one")
-        play.until(lambda: bool(one.owned), "assignment")
-        assert move() == [KafkaError.UNKNOWN_MEMBER_ID, KafkaError.UNKNOWN_TOPIC_OR_PART]
-        one.stop("leave")
-        assert move()[0] is None
-
-    play.play(script)
+    assert move() == [None, KafkaError.UNKNOWN_TOPIC_OR_PART]
+    assert play.committed(entries[:1], stable=True) == [(7, "moved")]
+    one = Watched(play, topic, "one")
+    play.until(lambda: bool(one.owned), "assignment")
+    assert move() == [KafkaError.UNKNOWN_MEMBER_ID, KafkaError.UNKNOWN_TOPIC_OR_PART]
+    one.stop("leave")
+    assert move()[0] is None
 
 
-def test_a_group_is_described_with_its_members(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_group_is_described_with_its_members(play: Stage) -> None:
     topic = play.topic(2)
-
-    def script() -> None:
-        admin = play.runtime.admin({"bootstrap.servers": play.servers})
-        missing = refused(lambda: admin.describe_consumer_groups(["none"])["none"].result(timeout=20))
-        assert missing.code() == KafkaError.GROUP_ID_NOT_FOUND
-        one = Watched(play, topic, "one", instance="i")
-        play.until(lambda: one.owned == {0, 1}, "assignment")
-        found = admin.describe_consumer_groups([play.group])[play.group].result(timeout=20)
-        assert (found.state.name, found.type.name) == ("STABLE", "CLASSIC")
-        (member,) = found.members
-        assert (member.client_id, member.group_instance_id, member.member_id) == ("one", "i", one.identity[0])
-        assert {p.partition for p in member.assignment.topic_partitions} == {0, 1}
-        one.stop()
-
-    play.play(script)
+    admin = play.runtime.admin({"bootstrap.servers": play.servers})
+    missing = refused(lambda: admin.describe_consumer_groups(["none"])["none"].result(timeout=20))
+    assert missing.code() == KafkaError.GROUP_ID_NOT_FOUND
+    one = Watched(play, topic, "one", instance="i")
+    play.until(lambda: one.owned == {0, 1}, "assignment")
+    found = admin.describe_consumer_groups([play.group])[play.group].result(timeout=20)
+    assert (found.state.name, found.type.name) == ("STABLE", "CLASSIC")
+    (member,) = found.members
+    assert (member.client_id, member.group_instance_id, member.member_id) == ("one", "i", one.identity[0])
+    assert {p.partition for p in member.assignment.topic_partitions} == {0, 1}
+    one.stop()
 
 
-def test_a_consumer_of_another_protocol_is_refused(stage: MakeStage) -> None:
-    play = stage("range")
+@played("range")
+def test_a_consumer_of_another_protocol_is_refused(play: Stage) -> None:
     topic = play.topic(1)
-
-    def script() -> None:
-        settings = play.settings() | {"partition.assignment.strategy": "cooperative-sticky"}
-        consumer = play.runtime.consumer(settings)
-        consumer.subscribe([topic])
-        message = consumer.poll(1)
-        assert message.error().code() == KafkaError.INCONSISTENT_GROUP_PROTOCOL
-
-    play.play(script)
+    settings = play.settings() | {"partition.assignment.strategy": "cooperative-sticky"}
+    consumer = play.runtime.consumer(settings)
+    consumer.subscribe([topic])
+    message = consumer.poll(1)
+    assert message.error().code() == KafkaError.INCONSISTENT_GROUP_PROTOCOL
 
 
-def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_errors(stage: MakeStage) -> None:
-    class Strict:
+@pytest.mark.parametrize("play", [("range", False)], indirect=True)
+def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_errors(play: Stage) -> None:
+    class Strict(NoBooks):
         def given(self, *_: object) -> None:
             raise AssertionError("a rule")
 
-        def joins(self, *_: object, **__: object) -> None: ...
-        def released(self, *_: object) -> None: ...
-        def told(self, *_: object) -> None: ...
-        def committed(self, *_: object) -> None: ...
-
-    play = stage("range")
     play.cluster.books = Strict()
     topic = play.topic(1)
 
