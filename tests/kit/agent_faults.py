@@ -4,7 +4,7 @@ Runs in: tests. Deliberately absent: the agents (``agents``).
 """
 
 from kit.agents import EXECUTORS_MAX, Agent
-from kit.faults import FROZEN_MS, OUTAGES_MS, Faults
+from kit.faults import Faults, of
 from kit.scene import Scene
 from kit.spark import SparkRun
 
@@ -19,93 +19,63 @@ class AgentFaults(Faults):
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
-        of_agents = [
-            self._kill_agent,
-            self._freeze_agent,
-            self._cut_channel,
-            self._silence_channel,
-            self._bye_agent,
-            self._twin_agent,
-            self._cut_agent_off,
-            self._break_lent_member,
-            self._change_executors,
-        ]
+        of_agents = AgentFaults.kinds()
         self._kinds += of_agents * max(1, int(SHARE / (1 - SHARE) * len(self._kinds) / len(of_agents)))
 
-    def _agent(self) -> tuple[SparkRun, Agent] | None:
+    def _agent(self) -> Agent | None:
         run = self._run()
         if run is None or run.executors is None:
             return None
         living = [agent for agent in run.executors.of(run) if agent.healthy]
-        return (run, self.draws.choice(living)) if living else None
+        return self.draws.choice(living) if living else None
 
-    def _kill_agent(self) -> bool:
-        if (found := self._agent()) is None:
-            return False
-        found[1].kill()
-        return True
+    @of(_agent)
+    def kill_agent(self, agent: Agent) -> None:
+        agent.kill()
 
-    def _freeze_agent(self) -> bool:
+    @of(_agent)
+    def freeze_agent(self, agent: Agent) -> None:
         """For shorter or longer than a lease."""
-        if (found := self._agent()) is None:
+        self._freeze(agent.process)
+
+    @of(_agent)
+    def cut_channel(self, agent: Agent) -> bool:
+        if agent.channel is None:
             return False
-        process = found[1].process
-        process.freeze()
-        delay_ms = self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000)
-        self.world.at(delay_ms, lambda: process.thaw() if process.alive and process.frozen else None)
+        agent.channel.cut()
         return True
 
-    def _cut_channel(self) -> bool:
-        if (found := self._agent()) is None or found[1].channel is None:
-            return False
-        found[1].channel.cut()
-        return True
-
-    def _silence_channel(self) -> bool:
+    @of(_agent)
+    def silence_channel(self, agent: Agent) -> None:
         """Whatever is sent is swallowed, both ways, and nobody hears of that."""
-        if (found := self._agent()) is None:
-            return False
-        found[1].silent_until_ms = self.world.now_ms + self.draws.choice(SILENT_MS)
-        self.world.note(f"{found[1].process.name}: not heard until {found[1].silent_until_ms}")
-        return True
+        agent.silent_until_ms = self.world.now_ms + self.draws.choice(SILENT_MS)
+        self.world.note(f"{agent.process.name}: not heard until {agent.silent_until_ms}")
 
-    def _bye_agent(self) -> bool:
+    @of(_agent)
+    def bye_agent(self, agent: Agent) -> None:
         """Its executor ends."""
-        if (found := self._agent()) is None:
-            return False
-        found[1].bye()
-        return True
+        agent.bye()
 
-    def _twin_agent(self) -> bool:
+    @of(_agent)
+    def twin_agent(self, agent: Agent) -> None:
         """A second agent of one executor is started."""
-        if (found := self._agent()) is None:
-            return False
-        run, agent = found
-        assert run.executors is not None
-        run.executors.start(run, agent.executor)
-        return True
+        assert agent.run.executors is not None
+        agent.run.executors.start(agent.run, agent.executor)
 
-    def _cut_agent_off(self) -> bool:
+    @of(_agent)
+    def cut_agent_off(self, agent: Agent) -> None:
         """It reaches no broker, while its channel works."""
-        if (found := self._agent()) is None:
-            return False
-        process = found[1].process
-        process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
-        self.world.note(f"{process.name}: cut off until {process.cut_off_until_ms}")
-        return True
+        self._cut_off(agent.process)
 
-    def _break_lent_member(self) -> bool:
+    @of(_agent)
+    def break_lent_member(self, agent: Agent) -> bool:
         """A fatal error ends one member of an agent."""
-        if (found := self._agent()) is None:
-            return False
-        consumers = list(self.scene.cluster.consumers.get(found[1].process.name, ()))
-        self.draws.shuffle(consumers)
-        return any(consumer.breaks() for consumer in consumers)
+        return self._breaks(agent.process)
 
-    def _change_executors(self) -> bool:
+    @of(Faults._run)
+    def change_executors(self, run: SparkRun) -> bool:
         """Spark takes more executors, or fewer."""
-        run = self._run()
-        if run is None or run.executors is None:
+        if run.executors is None:
             return False
         wanted = self.draws.randint(0, EXECUTORS_MAX)
         for agent in run.executors.of(run):

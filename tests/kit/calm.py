@@ -32,7 +32,6 @@ class Lent:
     moves: int
     recalls: int
     rebalances: int
-    lost: int
     faults: dict[str, int]
 
 
@@ -50,7 +49,6 @@ class CalmScene(Scene):
         query.habits = replace(habits, member_host="auto", auto_slots=False)  # another number of slots is a rebalance
         assert query.executors is not None
         query.executors.luck.swallowed = 0.0  # each would cut the channel: several in a lease are too many for it
-        assert query.executors is not None
         query.executors.luck.cut = 0.0  # a fault of its own
 
     def begin(self) -> None:
@@ -65,16 +63,7 @@ class CalmFaults(AgentFaults):
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self.pause_ms = scene.group.session_ms, 2 * scene.group.session_ms
-        self._kinds = [
-            self._kill_agent,
-            self._freeze_agent,
-            self._cut_channel,
-            self._silence_channel,
-            self._bye_agent,
-            self._twin_agent,
-            self._break_lent_member,
-            self._change_executors,
-        ]
+        self._kinds = [kind for kind in AgentFaults.kinds() if kind is not AgentFaults.cut_agent_off]
 
 
 def lend(seed: int, protocol: str) -> Lent:
@@ -117,5 +106,4 @@ def _play(world: World, protocol: str) -> Lent:
         raise Violation(f"the query ended: {dict(scene.ends)}")
     watched = scene.queries[0].runs[0].watched
     assert watched is not None
-    lost = sum(faults.happened.values())
-    return Lent(watched.counts.moves, watched.counts.recalls, rebalances, lost, faults.happened)
+    return Lent(watched.counts.moves, watched.counts.recalls, rebalances, faults.happened)

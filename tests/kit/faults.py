@@ -4,16 +4,18 @@ Runs in: tests. Deliberately absent: the world without them (``scene``), and how
 one (``misfortune``).
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from kit.cluster import Log
-from kit.operators import Targets
+from kit.cluster import Cluster, Log
+from kit.operators import Operator, Targets
 from kit.ordinary_member import OrdinaryMember
 from kit.scene import SLOW_MS, TRIGGERS, Scene
 from kit.spark import Checkpoint, Query, SparkRun
-from kit.world import Draws
+from kit.world import Draws, Process
 from spark_group_source.model import TopicPartition
 
 PAUSE_MS = (500, 9_000)
@@ -26,99 +28,128 @@ OTHERS_MAX = 3
 PARTITIONS_MAX = 12
 
 
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault: a method of :class:`Faults`, which draws what it befalls.
+
+    Args:
+        choose: the target; None: there is none, and nothing happens.
+        befall: what happens to it; False: nothing did.
+        weight: how often it is drawn, beside those of weight 1.
+    """
+
+    choose: Callable[[Any], Any]
+    befall: Callable[[Any, Any], bool | None]
+    weight: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.befall.__name__
+
+    def happens(self, faults: "Faults") -> bool:
+        target = self.choose(faults)
+        return target is not None and self.befall(faults, target) is not False
+
+
+def of(choose: Callable[[Any], Any], *, weight: int = 1) -> Callable[[Callable[[Any, Any], bool | None]], Kind]:
+    return lambda befall: Kind(choose, befall, weight)
+
+
 class Faults:
     """The faults of one history. ``happened``: how often each kind did."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.world = scene, scene.world
-        self.happened: dict[str, int] = {}
+        self.happened: Counter[str] = Counter()
         self.draws = self.world.draws("fault 0")  # those of the fault that begins
-        self._begun = 0
         self.pause_ms = PAUSE_MS
-        self._kinds: list[Callable[[], bool]] = [
-            self._kill_driver,
-            self._freeze_driver,
-            self._replace_driver,
-            self._stop_driver,
-            self._slow_sink,
-            self._kill_other,
-            self._freeze_other,
-            self._leave_other,
-            self._add_other,
-            self._add_other,
-            self._lose_broker,
-            self._cut_off,
-            self._drain,
-            self._break_member,
-            self._spare_threads,
-            self._lose_checkpoint,
-            self._change_trigger,
-            self._rewind,
-            self._reset,
-            self._grow_topic,
-            self._hold_records,
-            self._age_log,
-            self._shrink_log,
-            self._delete_topic,
-            self._new_topic,
-        ]
+        self._begun = 0
+        self._kinds = [kind for kind in Faults.kinds() for _ in range(kind.weight)]
+
+    @classmethod
+    def kinds(cls) -> list[Kind]:
+        """Those that this class adds."""
+        return [kind for kind in vars(cls).values() if isinstance(kind, Kind)]
 
     def begin(self) -> None:
         if self.scene.is_calm:
             return
         pace = self.world.draws("faults")
-        fault = pace.choice(self._kinds)
+        kind = pace.choice(self._kinds)
         self._begun += 1
         self.draws = self.world.draws(f"fault {self._begun}")
-        if fault():
-            name = fault.__name__.strip("_")
-            self.happened[name] = self.happened.get(name, 0) + 1
+        if kind.happens(self):
+            self.happened[kind.name] += 1
         self.world.at(pace.between(*self.pause_ms), self.begin)
 
-    def end(self) -> None:
-        """No new ones; what has its own end takes it."""
+    # --- what they befall -------------------------------------------------------------------------------------------
+
+    def _query(self) -> Query:
+        return self.draws.choice(self.scene.queries)
+
+    def _run(self) -> SparkRun | None:
+        run = self._query().runs[-1]
+        return run if run.healthy else None
+
+    def _other(self) -> OrdinaryMember | None:
+        living = [other for other in self.scene.others if other.process.alive and not other.process.frozen]
+        return self.draws.choice(living) if living else None
+
+    def _scene(self) -> Scene:
+        return self.scene
+
+    def _cluster(self) -> Cluster:
+        return self.scene.cluster
+
+    def _operator(self) -> Operator:
+        return self.scene.operator
+
+    def _partition(self) -> tuple[TopicPartition, Log] | None:
+        tps = self.scene.partitions()
+        if not tps:
+            return None
+        tp = self.draws.choice(tps)
+        log = self.scene.cluster.log(tp)
+        return None if log is None else (tp, log)
+
+    def _records(self) -> tuple[TopicPartition, Log] | None:
+        found = self._partition()
+        return None if found is None or found[1].first == found[1].end else found
+
+    def _freeze(self, process: Process) -> None:
+        process.freeze()
+        self.world.at(self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000), process.thaw)
+
+    def _cut_off(self, process: Process) -> None:
+        """It reaches no broker, while all others do."""
+        process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
+        self.world.note(f"{process.name}: cut off until {process.cut_off_until_ms}")
 
     # --- queries ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> SparkRun | None:
-        run = self.draws.choice(self.scene.queries).runs[-1]
-        return run if run.healthy else None
-
-    def _kill_driver(self) -> bool:
-        if (run := self._run()) is None:
-            return False
+    @of(_run)
+    def kill_driver(self, run: SparkRun) -> None:
         run.kill()
-        return True
 
-    def _stop_driver(self) -> bool:
-        if (run := self._run()) is None:
-            return False
-        run.stop()
-        return True
+    @of(_run)
+    def freeze_driver(self, run: SparkRun) -> None:
+        self._freeze(run.process)
 
-    def _freeze_driver(self) -> bool:
-        if (run := self._run()) is None:
-            return False
-        self._freeze(run.process.freeze, run.process.thaw)
-        return True
-
-    def _replace_driver(self) -> bool:
+    @of(_run)
+    def replace_driver(self, run: SparkRun) -> None:
         """Taken for dead, it is started again elsewhere; then the first one goes on: a zombie."""
-        if (run := self._run()) is None:
-            return False
-        query: Query = run.query
-        self._freeze(run.process.freeze, run.process.thaw)
+        query = run.query
+        self._freeze(run.process)
         start: Callable[[], None] = lambda: self.scene.start(query) if query.runs[-1] is run else None  # noqa: E731
         self.world.at(self.draws.between(10, 4_000), start)
-        return True
 
-    def _freeze(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
-        freeze()
-        self.world.at(self.draws.choice(FROZEN_MS) + self.draws.between(0, 2_000), thaw)
+    @of(_run)
+    def stop_driver(self, run: SparkRun) -> None:
+        run.stop()
 
-    def _slow_sink(self) -> bool:
+    @of(_query)
+    def slow_sink(self, query: Query) -> None:
         """The sink takes longer than a revocation may be held, for a while."""
-        query = self.draws.choice(self.scene.queries)
         usual = query.habits
         query.habits = replace(usual, sink_ms_max=20_000)
 
@@ -127,44 +158,69 @@ class Faults:
                 query.habits = replace(query.habits, sink_ms_max=usual.sink_ms_max)
 
         self.world.at(15_000, usual_again)
-        return True
 
-    def _cut_off(self) -> bool:
-        """One driver reaches no broker, while all others do."""
-        if (run := self._run()) is None:
+    # --- ordinary consumers -----------------------------------------------------------------------------------------
+
+    @of(_other)
+    def kill_other(self, other: OrdinaryMember) -> None:
+        other.end()
+
+    @of(_other)
+    def freeze_other(self, other: OrdinaryMember) -> None:
+        self._freeze(other.process)
+
+    @of(_other)
+    def leave_other(self, other: OrdinaryMember) -> None:
+        other.leave()
+
+    @of(_scene, weight=2)
+    def add_other(self, scene: Scene) -> bool:
+        if sum(other.process.alive for other in scene.others) >= OTHERS_MAX:
             return False
-        run.process.cut_off_until_ms = self.world.now_ms + self.draws.choice(OUTAGES_MS)
-        self.world.note(f"{run.process.name}: cut off until {run.process.cut_off_until_ms}")
+        scene.start_other()
         return True
 
-    def _drain(self) -> bool:
+    # --- brokers, and queries again ---------------------------------------------------------------------------------
+
+    @of(_cluster)
+    def lose_broker(self, cluster: Cluster) -> None:
+        """No broker for a while; the next coordinator starts every session anew."""
+        cluster.unreachable(self.draws.choice(OUTAGES_MS))
+
+    @of(_run)
+    def cut_off(self, run: SparkRun) -> None:
+        self._cut_off(run.process)
+
+    @of(_run)
+    def drain(self, run: SparkRun) -> bool:
         """An operator lets the query end its batch, and stops it then."""
-        if (run := self._run()) is None or run.publisher.drain:
+        if run.publisher.drain:
             return False
         run.publisher.drain = True
         self.world.note(f"{run.process.name}: asked to drain")
         self.world.at(self.draws.between(3_000, 15_000), run.stop)
         return True
 
-    def _break_member(self) -> bool:
+    @of(_run)
+    def break_member(self, run: SparkRun) -> bool:
         """A fatal error ends one member; the other slots of its query go on."""
-        if (run := self._run()) is None:
-            return False
-        consumers = list(self.scene.cluster.consumers.get(run.process.name, ()))
+        return self._breaks(run.process)
+
+    def _breaks(self, process: Process) -> bool:
+        consumers = list(self.scene.cluster.consumers.get(process.name, ()))
         self.draws.shuffle(consumers)
-        broken = next((consumer for consumer in consumers if consumer.breaks()), None)
-        self.world.note(f"{run.process.name}: {'no' if broken is None else 'a'} member breaks")
-        return broken is not None
+        broken = any(consumer.breaks() for consumer in consumers)
+        self.world.note(f"{process.name}: {'a' if broken else 'no'} member breaks")
+        return broken
 
-    def _spare_threads(self) -> bool:
+    @of(_query)
+    def spare_threads(self, query: Query) -> None:
         """The machine has few threads to give when the query is started the next time."""
-        query = self.draws.choice(self.scene.queries)
         query.threads_left = self.draws.between(0, 5)
-        return True
 
-    def _lose_checkpoint(self) -> bool:
+    @of(_query)
+    def lose_checkpoint(self, query: Query) -> bool:
         """Somebody deletes it, and starts the query again."""
-        query = self.draws.choice(self.scene.queries)
         if not query.checkpoint.offsets or self.scene.operator.busy:
             return False
         query.checkpoint = Checkpoint(f"{query.checkpoint.query_id}+")
@@ -173,52 +229,23 @@ class Faults:
             run.kill()
         return True
 
-    def _change_trigger(self) -> bool:
+    @of(_query)
+    def change_trigger(self, query: Query) -> None:
         """From its next start the query is run in another way."""
-        query = self.draws.choice(self.scene.queries)
         query.habits = replace(query.habits, trigger=self.draws.choice(TRIGGERS))
-        return True
 
-    # --- ordinary consumers -----------------------------------------------------------------------------------------
+    # --- operators --------------------------------------------------------------------------------------------------
 
-    def _other(self) -> OrdinaryMember | None:
-        living = [other for other in self.scene.others if other.process.alive and not other.process.frozen]
-        return self.draws.choice(living) if living else None
-
-    def _add_other(self) -> bool:
-        if sum(other.process.alive for other in self.scene.others) >= OTHERS_MAX:
-            return False
-        self.scene.start_other()
-        return True
-
-    def _kill_other(self) -> bool:
-        if (other := self._other()) is None:
-            return False
-        other.end()
-        return True
-
-    def _freeze_other(self) -> bool:
-        if (other := self._other()) is None:
-            return False
-        self._freeze(other.process.freeze, other.process.thaw)
-        return True
-
-    def _leave_other(self) -> bool:
-        if (other := self._other()) is None:
-            return False
-        other.leave()
-        return True
-
-    # --- operators ---------------------------------------------------------------------------------------------------
-
-    def _rewind(self) -> bool:
+    @of(_operator)
+    def rewind(self, operator: Operator) -> bool:
         """By Kafka's own tool."""
-        operator, targets = self.scene.operator, partial(self._targets, self.draws)
+        targets = partial(self._targets, self.draws)
         return operator.begin(lambda: operator.by_kafkas_tool(targets))
 
-    def _reset(self) -> bool:
+    @of(_operator)
+    def reset(self, operator: Operator) -> bool:
         """By spark-group reset, with all tables."""
-        operator, draws = self.scene.operator, self.draws
+        draws = self.draws
         targets, halfway = partial(self._targets, draws), draws.chance(0.15)
 
         def act() -> None:
@@ -239,15 +266,10 @@ class Faults:
             targets[tp] = min(max(to, log.first), log.end)
         return targets
 
-    # --- the cluster ------------------------------------------------------------------------------------------------
+    # --- topics -----------------------------------------------------------------------------------------------------
 
-    def _lose_broker(self) -> bool:
-        """No broker for a while; the next coordinator starts every session anew."""
-        self.scene.cluster.unreachable(self.draws.choice(OUTAGES_MS))
-        return True
-
-    def _grow_topic(self) -> bool:
-        scene = self.scene
+    @of(_scene)
+    def grow_topic(self, scene: Scene) -> bool:
         if len(scene.partitions()) >= PARTITIONS_MAX or not scene.cluster.topics:
             return False
         topic = self.draws.choice(sorted(scene.cluster.topics))
@@ -255,51 +277,35 @@ class Faults:
             scene.truth.add_partition(tp, 0)
         return True
 
-    def _hold_records(self) -> bool:
+    @of(_partition)
+    def hold_records(self, found: tuple[TopicPartition, Log]) -> bool:
         """A producer's transaction stays open: under read_committed nothing behind its beginning is read."""
-        scene = self.scene
-        tps = scene.partitions()
-        if not tps:
-            return False
-        tp = self.draws.choice(tps)
-        log = scene.cluster.log(tp)
-        if log is None or log.held is not None:
+        tp, log = found
+        if log.held is not None:
             return False
         log.held = log.end
-        self.world.at(self.draws.between(500, 20_000), lambda: scene.release(tp))
+        self.world.at(self.draws.between(500, 20_000), lambda: self.scene.release(tp))
         return True
 
-    def _log(self) -> tuple[TopicPartition, Log] | None:
-        tps = self.scene.partitions()
-        if not tps:
-            return None
-        tp = self.draws.choice(tps)
-        log = self.scene.cluster.log(tp)
-        return None if log is None or log.first == log.end else (tp, log)
-
-    def _age_log(self) -> bool:
+    @of(_records)
+    def age_log(self, found: tuple[TopicPartition, Log]) -> None:
         """Retention takes records, read or not."""
-        if (found := self._log()) is None:
-            return False
         tp, log = found
         self.scene.cluster.age(tp, self.draws.between(log.first, log.end))
         self.world.note(f"{tp} begins at {log.first} now")
         self.scene.truth.gone(tp, log.first)
-        return True
 
-    def _shrink_log(self) -> bool:
+    @of(_records)
+    def shrink_log(self, found: tuple[TopicPartition, Log]) -> None:
         """A leader was elected that does not have the last records."""
-        if (found := self._log()) is None:
-            return False
         tp, log = found
         self.scene.cluster.shrink(tp, log.end - self.draws.between(1, 8))
         self.world.note(f"{tp} ends at {log.end} now")
         self.scene.truth.shrunk(tp, log.end)
-        return True
 
-    def _delete_topic(self) -> bool:
+    @of(_scene)
+    def delete_topic(self, scene: Scene) -> bool:
         """Deleted, and after a while made again."""
-        scene = self.scene
         if scene.deleted or self.draws.chance(0.5):
             return False
         topic = self.draws.choice(sorted(scene.cluster.topics))
@@ -307,13 +313,13 @@ class Faults:
         self.world.at(self.draws.choice([10, 1_500, 8_000]), lambda: scene.make_again(topic))
         return True
 
-    def _new_topic(self) -> bool:
+    @of(_scene)
+    def new_topic(self, scene: Scene) -> bool:
         """One that a pattern matches."""
-        scene = self.scene
         patterns = any("subscribePattern" in query.habits.options for query in scene.queries)
         if not patterns or len(scene.partitions()) >= PARTITIONS_MAX:
             return False
-        name = f"new{self.happened.get('new_topic', 0)}"
+        name = f"new{self.happened['new_topic']}"
         scene.cluster.create(name, self.draws.randint(1, 2), slow_ms=self.draws.choice(SLOW_MS))
         for tp in scene.partitions():
             if tp.topic == name:

@@ -101,7 +101,6 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     scene.begin()
     faults.begin()
     world.run_until(world.draws("faults").between(*FAULTS_MS))
-    faults.end()
     scene.calm()
     # Some records after the last fault show that everything works again.
     world.run_until(world.now_ms + 10_000)
@@ -117,7 +116,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
         twice=truth.twice,
         causes=dict(truth.causes),
         rebalances=scene.group.rebalances,
-        faults=faults.happened,
+        faults=dict(faults.happened),
         ends=dict(scene.ends),
         overruns=sum(run.overruns for run in watched),
         holds=sum(run.holds for run in watched),

@@ -227,7 +227,8 @@ def played(*flavours: str, broker: bool = False) -> Callable[[Callable[..., None
         def test(play: Stage, **more: Any) -> None:
             play.play(lambda: script(play, **more))
 
-        return pytest.mark.parametrize("play", params, indirect=True)(test)
+        marked: Callable[..., None] = pytest.mark.parametrize("play", params, indirect=True)(test)
+        return marked
 
     return mark
 

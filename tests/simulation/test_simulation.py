@@ -10,51 +10,16 @@ import sys
 from collections import Counter
 
 import pytest
+from kit.agent_faults import AgentFaults
 from kit.books import Cause
 from kit.calm import lend
+from kit.faults import Faults
 from kit.simulation import PROTOCOLS, Failed, Outcome, run
 from simulation.mutants import AGENT_SEEDS, SEEDS
 
 CALM_SEEDS = 8
 SOAK_SEEDS = 10_000
 SOAK_CHUNK = 500
-KINDS = {
-    "kill_driver",
-    "stop_driver",
-    "freeze_driver",
-    "replace_driver",
-    "slow_sink",
-    "cut_off",
-    "drain",
-    "break_member",
-    "spare_threads",
-    "lose_checkpoint",
-    "change_trigger",
-    "rewind",
-    "reset",
-    "kill_other",
-    "freeze_other",
-    "leave_other",
-    "add_other",
-    "lose_broker",
-    "grow_topic",
-    "hold_records",
-    "age_log",
-    "shrink_log",
-    "delete_topic",
-    "new_topic",
-}
-AGENT_KINDS = {
-    "kill_agent",
-    "freeze_agent",
-    "cut_channel",
-    "silence_channel",
-    "bye_agent",
-    "twin_agent",
-    "cut_agent_off",
-    "break_lent_member",
-    "change_executors",
-}
 
 
 @pytest.mark.proves("G8", level="simulation")
@@ -75,7 +40,9 @@ def test_the_same_holds_for_members_that_live_at_agents(protocol: str, only_seed
     seeds = range(AGENT_SEEDS) if only_seed is None else [only_seed]
     outcomes = [run(seed, protocol=protocol, agents=True) for seed in seeds]
     if only_seed is None:
-        assert {fault for outcome in outcomes for fault in outcome.faults} >= AGENT_KINDS
+        assert {fault for outcome in outcomes for fault in outcome.faults} >= {
+            kind.name for kind in AgentFaults.kinds()
+        }
         assert sum(outcome.moves for outcome in outcomes) > AGENT_SEEDS // 2  # none while transactions are refused
         assert sum(outcome.recalls for outcome in outcomes) > AGENT_SEEDS // 4
 
@@ -117,7 +84,7 @@ def _worth_running(outcomes: list[Outcome]) -> None:
         faults.update(outcome.faults)
         causes.update(outcome.causes)
         ends.update(outcome.ends)
-    assert faults.keys() == KINDS
+    assert faults.keys() == {kind.name for kind in Faults.kinds()}
     assert all(causes[cause] for cause in (Cause.DEAD, Cause.REPLAY, Cause.OPERATOR)), causes
     assert causes[Cause.TOLD] or causes[Cause.UNTOLD], causes
     assert all(ends[end] for end in ("ended", "LedgerConflict", "DataLoss", "Fenced")), ends
