@@ -1,9 +1,8 @@
-"""What becomes of members that live beside executors: kills, faults of the control channel, and a long calm.
+"""What becomes of members that live beside executors: kills, and faults of the control channel.
 
 ``python -m tests.bench agents [--kills N] [--seed S] [--protocol classic|consumer]``: N times each, agents, executors
 and Python workers in the middle of a read are killed
 ``python -m tests.bench agents --channel N``: the control channel is cut, swallows and delays, N times each
-``python -m tests.bench agents --calm MINUTES``: tasks fail, others run twice (speculation), batches are read thrice
 
 A real broker, a real Spark with three executors, a Delta table, a producer that never stops. Prints each event with
 the time until all that was produced before it is committed, and until every member lives beside an executor again; and
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import quick_spark
-from crash import calm, channel_faults, churn, kills
+from crash import channel_faults, churn, kills
 from kit.broker_cluster import BrokerCluster
 
 SEEDS = 2**32
@@ -34,7 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--protocol", choices=("classic", "consumer"), default="classic")
     parser.add_argument("--kills", type=int, default=5, help="of each kind")
     parser.add_argument("--channel", type=int, default=0, help="instead: faults of the channel, each so many times")
-    parser.add_argument("--calm", type=float, default=0.0, help="instead: so many minutes of tasks that fail")
     given = parser.parse_args(arguments)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     session_ms = channel_faults.SESSION_MS if given.channel else SESSION_MS
@@ -56,12 +54,7 @@ def _wrong(broker: BrokerCluster, folder: Path, given: argparse.Namespace) -> bo
         faults = channel_faults.ChannelFaults(broker, folder, protocol=given.protocol, say=_say, rounds=given.channel)
         account = faults.run()
         return bool(account.lost or account.doubled or sum(one.rebalances for one in account.short))
-    job = calm.JOB if given.calm else {}
-    more = {} if given.calm else kills.SLOW_READ
-    app = churn.Application(broker, folder, protocol=given.protocol, session_ms=SESSION_MS, job=job, **more)
-    if given.calm:
-        calmed = calm.calm(app, for_s=60 * given.calm, say=_say)
-        return bool(calmed.lost or calmed.doubled or calmed.rebalances)
+    app = churn.Application(broker, folder, protocol=given.protocol, session_ms=SESSION_MS, job=None, **kills.SLOW_READ)
     killed = kills.Kills(app, each=given.kills, seed=given.seed, say=_say).run()
     rebalances = sum(killed.rebalances(kind) for kind in kills.KINDS)
     return bool(killed.lost or killed.doubled or (given.protocol == "classic" and rebalances))

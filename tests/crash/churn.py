@@ -2,7 +2,7 @@
 
 Runs in: ``tests.bench agents`` and ``test_churn``. A producer writes to every partition all the time. What was produced
 is asked from Kafka, what came is read from the table's files, what the group went through from the broker's own log.
-Deliberately absent: what befalls it (``kills``, ``channel_faults``, ``calm``).
+Deliberately absent: what befalls it (``kills``, ``channel_faults``).
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Application:
     @contextlib.contextmanager
     def running(self) -> Iterator["Application"]:
         """Until all members live at agents; then the block. The table is whole when it has ended without an error."""
-        (self.folder / "told").mkdir(parents=True)
+        self.folder.mkdir(parents=True)
         arguments = {
             "servers": self._broker.direct_servers,
             "group": self.group,
@@ -128,10 +128,6 @@ class Application:
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
-
-    def tell(self, order: str) -> None:
-        """One task of the next batch takes the order."""
-        (self.folder / order).touch()
 
     # --- its processes ----------------------------------------------------------------------------------------------
 

@@ -1,46 +1,24 @@
-"""The job that ``churn`` disturbs: a group into a Delta table, on executors of one core each; tasks do as told.
+"""The job that ``churn`` disturbs: a group into a Delta table, on executors of one core each.
 
-Arguments, as one JSON object: servers, group, topic, home (a directory: table, checkpoint, scratch and what tasks are
-told), executors, channel, actions, options. ``channel``: a port where tasks and agents reach the stream reader through
-something between, instead of its own. ``actions`` of each batch, the first one is the sink. A file ``fail`` makes the
-next task raise, and one ``slow`` makes it wait; each is for one first attempt of one task. Files in ``told`` say so,
-and that a task runs again.
+Arguments, as one JSON object: servers, group, topic, home (a directory: table, checkpoint and scratch), executors,
+channel, options. ``channel``: a port where tasks and agents reach the stream reader through something between, instead
+of its own.
 """
 
-import contextlib
 import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pyspark import TaskContext
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from spark_group_source import DeltaSink, KafkaGroupDataSource
 from spark_group_source.local.conf import local_spark_settings
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 LOOK_S = 2
-SLOW_S = 4.0
-"""So much longer than a task needs that Spark starts another attempt of it."""
-COLUMNS = "partition int, offset bigint"
 
 
-def main(
-    servers: str,
-    group: str,
-    topic: str,
-    home: str,
-    executors: str,
-    channel: str = "",
-    actions: str = "1",
-    **options: str,
-) -> None:
+def main(servers: str, group: str, topic: str, home: str, executors: str, channel: str = "", **options: str) -> None:
     own = {
         "spark.executor.memory": "512m",
         "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -58,54 +36,11 @@ def main(
     spark.dataSource.register(source)
     stream = spark.readStream.format(source.name()).option("kafka.bootstrap.servers", servers)
     stream = stream.option("kafka.group.id", group).option("subscribe", topic).options(**options)
-    query = (
-        stream.load()
-        .writeStream.foreachBatch(_batch(home, int(actions)))
-        .option("checkpointLocation", f"{home}/checkpoint")
-        .start()
-    )
-    tests = os.getppid()
+    sink = DeltaSink(f"{home}/table", transform=lambda df: df.select("partition", "offset"))
+    started = stream.load().writeStream.foreachBatch(sink).option("checkpointLocation", f"{home}/checkpoint")
+    query, tests = started.start(), os.getppid()
     while not query.awaitTermination(LOOK_S) and os.getppid() == tests:
         pass  # a killed test run takes its jobs with it
-
-
-def _batch(home: str, actions: int) -> Callable[[DataFrame, int], None]:
-    if actions == 1:
-        return DeltaSink(f"{home}/table", transform=lambda df: df.select("partition", "offset"))
-    told = _told(home)
-    sink = DeltaSink(f"{home}/table", transform=told)
-
-    def run(frame: DataFrame, number: int) -> None:
-        sink(frame, number)
-        for _ in range(actions - 1):
-            told(frame).count()
-
-    return run
-
-
-def _told(home: str) -> Callable[[DataFrame], DataFrame]:
-    def obey(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
-        context = TaskContext.get()
-        first = context is not None and context.attemptNumber() == 0
-        if not first:
-            (Path(home) / "told" / f"again-{os.urandom(8).hex()}").touch()
-        for batch in batches:
-            yield batch
-            if first:
-                if _mine(home, "slow"):
-                    threading.Event().wait(SLOW_S)
-                if _mine(home, "fail"):
-                    raise RuntimeError("told to fail")
-
-    return lambda df: df.select("partition", "offset").mapInArrow(obey, COLUMNS)
-
-
-def _mine(home: str, order: str) -> bool:
-    """Whether this task is the one that takes the order."""
-    with contextlib.suppress(OSError):
-        (Path(home) / order).rename(Path(home) / "told" / f"{order}-{os.urandom(8).hex()}")
-        return True
-    return False
 
 
 def _behind(port: int) -> type[KafkaGroupDataSource]:

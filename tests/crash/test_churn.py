@@ -9,12 +9,11 @@ import pytest
 from kit.broker_cluster import BrokerCluster
 from rebalance.accounts import measured
 
-from crash import calm, channel_faults, kills
+from crash import channel_faults, kills
 from crash.churn import Application, broker_settings
 from crash.running import HANG_S
 
 SESSION_MS = 15_000
-CALM_S = 30.0
 SEED = 1
 
 pytestmark = [pytest.mark.crash, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(HANG_S)]
@@ -50,9 +49,3 @@ def test_faults_of_the_channel_cost_no_agent_and_no_rebalance(broker: BrokerClus
     account = faults.run()
     assert not account.lost and not account.doubled, account
     assert all(one.rebalances == one.agents_lost == 0 for one in account.struck), account
-
-
-def test_tasks_that_fail_or_run_twice_are_no_matter_of_the_groups(application: Callable[..., Application]) -> None:
-    account = calm.calm(application("classic", job=calm.JOB), for_s=CALM_S, say=measured)
-    assert account.failed and account.batches, account
-    assert not account.lost and not account.doubled and not account.rebalances, account

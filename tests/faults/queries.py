@@ -6,7 +6,6 @@ Runs in: tests and the soak. Deliberately absent: faults (``FaultyCluster``) and
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ from kafka_words import await_until
 from rebalance.accounts import Record, produced, records_in, stays
 
 from spark_group_source import DeltaSink
-from spark_group_source.group.offsets import parse
-from spark_group_source.model import TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -83,34 +80,6 @@ class Query:
     def records(self) -> list[Record]:
         """Every row of the table, by the files that its log names."""
         return records_in(self.table)
-
-    @property
-    def reached(self) -> dict[TopicPartition, int]:
-        """Where the last batch that is in the table ended, by the checkpoint: cheaper than every row."""
-        done = [int(file.name) for file in (self._checkpoint / "commits").glob("[0-9]*")]
-        if not done:
-            return {}
-        plan = parse((self._checkpoint / "offsets" / str(max(done))).read_text().splitlines()[-1])
-        return {tp: end for tp, (_, end) in plan.ranges.items()}
-
-    def ended_since(self, since: datetime) -> list[dict[str, int]]:
-        """How many milliseconds each step took, of the batches that ended since then."""
-        assert self._query is not None, "never started"
-        found = []
-        for told in self._query.recentProgress:
-            took_ms: dict[str, int] = told["durationMs"]
-            began = datetime.fromisoformat(told["timestamp"])
-            if began + timedelta(milliseconds=took_ms.get("triggerExecution", 0)) >= since:
-                found.append(took_ms)
-        return found
-
-    def longest_s(self, since: datetime) -> dict[str, float]:
-        """Of the batches that ended since then: the longest planning, and the longest reading and writing."""
-        ended = self.ended_since(since)
-        return {
-            step: max((took_ms.get(step, 0) for took_ms in ended), default=0) / 1000
-            for step in ("latestOffset", "addBatch")
-        }
 
     def await_(self, holds: Callable[[], object], what: str, deadline_s: float = SPARK_S) -> None:
         def look() -> bool:

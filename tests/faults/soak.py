@@ -50,7 +50,7 @@ TOPIC = "soaked"
 class Struck:
     """One fault, how long it lasted, and how long after its end everything was whole."""
 
-    fault: Fault | str
+    fault: Fault
     lasted_s: float
     recovered_s: float
     moved: bool = False
@@ -98,8 +98,6 @@ class Soak:
         say: where each line of the report goes.
     """
 
-    make_flow: type[Flow] = Flow
-
     def __init__(
         self,
         spark: "SparkSession",
@@ -137,7 +135,7 @@ class Soak:
         shared = self._groups["shared"]
         self._say(f"soak: seed {self.account.seed}, new faults for {self._for_s:.0f} s")
         file = self._folder / "ordinary"
-        self._flow = flow = self.make_flow(self._cluster.direct_servers, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
+        flow = Flow(self._cluster.direct_servers, self._topic, PARTITIONS, per_s=RECORDS_PER_S)
         other = OrdinaryConsumer(self._cluster.bootstrap_servers, shared, [self._topic], file, session_ms=SESSION_MS)
         try:
             with flow, other:
@@ -205,17 +203,6 @@ class Soak:
             at = [self._committed(group) for group in self._asks]
             exc.add_note(f"after {after}, seed {self.account.seed}: the logs end at {ends}, committed {at}")
             raise
-
-    def _await_in_sync(self) -> None:
-        """Every node has what the others have: the next one may go."""
-
-        def in_sync() -> bool:
-            self._check()
-            judge = AdminClient({"bootstrap.servers": self._cluster.direct_servers, "log_level": 0})
-            topics = asking(lambda: judge.list_topics(timeout=ASK_S)).topics.values()
-            return all(len(p.isrs) == len(p.replicas) for topic in topics for p in topic.partitions.values())
-
-        await_until(in_sync, RECOVERED_S, what="all replicas in sync")
 
     def _end(self, partition: int) -> int:
         group = self._groups["alone"]
