@@ -31,7 +31,7 @@ LOOK_EVERY_MS = 1_000
 """How often it is looked which slots should be elsewhere, while nobody comes or goes."""
 BEGIN_MS_MAX = 2_000
 """How long the next plan waits for a move that cannot begin: some offset is still on its way to Kafka."""
-PUT_OFF_MS = 5_000
+MOVE_PUT_OFF_MS = 5_000
 """For how long moves that could not begin in that time are put off."""
 CLOSE_MS_MAX = 3_000
 """How long a slot that moves waits for its last member to close; then the next one joins anyway."""
@@ -45,7 +45,7 @@ loss of a KIP-848 member its place is free when its session has ended, which is 
 
 STAY_MS = 5_000
 """How long an agent must have stayed before slots are lent to it: executors that come together are one change."""
-PUT_OFF_MS = 60_000
+HOST_PUT_OFF_MS = 60_000
 """How long an agent is lent nothing from which a slot could not join the group."""
 HOSTS_MAX = 5_000
 """Agents at a time; more are dismissed."""
@@ -133,7 +133,7 @@ class Hosts:
     def put_off(self, id_: str) -> None:
         """A slot could not join from there."""
         if (host := self.all.get(id_)) is not None:
-            host.put_off_until_ms = self._out.now_ms + PUT_OFF_MS
+            host.put_off_until_ms = self._out.now_ms + HOST_PUT_OFF_MS
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Lending:
         elif self._due_since_ms is None:
             self._due_since_ms = now_ms
         elif now_ms - self._due_since_ms >= BEGIN_MS_MAX:
-            self._due, self._due_since_ms, self._look_at_ms = [], None, now_ms + PUT_OFF_MS
+            self._due, self._due_since_ms, self._look_at_ms = [], None, now_ms + MOVE_PUT_OFF_MS
 
     def tick(self) -> None:
         if not self.any:

@@ -9,12 +9,12 @@ from spark_group_source.group.lending import (
     BACK_MS_MAX,
     BEGIN_MS_MAX,
     CLOSE_MS_MAX,
-    PUT_OFF_MS,
+    HOST_PUT_OFF_MS,
+    MOVE_PUT_OFF_MS,
     STAY_MS,
     STAYS_MS,
     TOGETHER_MS_MAX,
 )
-from spark_group_source.group.lending import PUT_OFF_MS as HOST_PUT_OFF_MS
 from spark_group_source.group.names import slot_of
 from spark_group_source.model import TopicPartition
 
@@ -164,7 +164,7 @@ def test_a_move_that_cannot_begin_is_put_off_and_the_plan_goes_on() -> None:
     assert g.machine.lending.waits_until_ms() is None
     g.echoed()
     assert begun(g) == []
-    g.stay(PUT_OFF_MS)
+    g.stay(MOVE_PUT_OFF_MS)
     assert begun(g) == [0]
 
 
