@@ -1,14 +1,17 @@
 """A partition leaves only between batches: holds, their order and budget, and what is lost instead."""
 
+from collections.abc import Callable
+
 import pytest
 from kit.harness import HOLD_BUDGET_MS, STREAM, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import SlotState
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 RELEASE = [ev.Release(slot=0, client=1)]
+
+Way = Callable[[GroupHarness], object]
 
 
 def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
@@ -21,8 +24,7 @@ def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
 
 @pytest.mark.proves("G3", level="core")
 def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150), B: (100, 110)})
+    group.reads({A: (100, 150), B: (100, 110)})
     group.clock.advance(ms=10)
     assert group.revoking(A) == []
     group.clock.advance(ms=500)
@@ -35,24 +37,19 @@ def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back
     assert (statistics.commits, statistics.echo_last_ms) == (1, 30)
 
 
-def test_one_partition_of_the_batch_keeps_all_of_a_revocation(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
-    assert group.revoking(A, B) == []
-    assert group.machine.positions.ours.keys() == {A, B}
-
-
-def test_a_partition_that_the_batch_does_not_read_leaves_during_it(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
-    assert group.revoking(B) == RELEASE
-    group.durable()
-    assert group.machine.plannable() == {A: 150}
+def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_that_it_reads_goes_with_it() -> None:
+    for wanted, goes in (((B,), RELEASE), ((A, B), [])):
+        group = GroupHarness()
+        group.born()
+        group.reads({A: (100, 150)}, B)
+        assert group.revoking(*wanted) == goes
+        assert group.machine.positions.ours.keys() == ({A} if goes else {A, B})
+        group.durable()
+        assert group.machine.plannable() == ({A: 150} if goes else {})
 
 
 def test_a_revocation_after_the_batch_waits_for_the_commit_alone(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     assert group.revoking(A) == []
     assert group.echoed() == RELEASE
@@ -65,8 +62,7 @@ def test_a_partition_without_a_position_yet_leaves_at_once(group: GroupHarness) 
 
 
 def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
-    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    fresh.replay(replayed)
+    replayed = fresh.replays({A: (100, 150), B: (40, 40)})
     fresh.assigned(A)
     assert fresh.revoking(A) == []
     fresh.committed({A: 100})
@@ -82,56 +78,8 @@ def test_rows_of_a_former_run_are_committed_before_their_partition_leaves(fresh:
     assert fresh.echoed() == RELEASE
 
 
-def test_losing_a_partition_of_a_replayed_batch_counts_before_its_position_is_known(fresh: GroupHarness) -> None:
-    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
-    fresh.replay(replayed)
-    fresh.assigned(A)
-    fresh.lost(A)
-    assert fresh.machine.statistics().maybe_twice == 50
-
-
-def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
-    fresh: GroupHarness,
-) -> None:
-    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 40)})
-    fresh.replay(replayed)
-    fresh.assigned()
-    fresh.feed(ev.Durable(offset=replayed))
-    fresh.assigned(A, B)
-    assert fresh.revoking(A, B) == []
-    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
-    assert fresh.machine.statistics().maybe_twice == 50
-
-
-def test_losing_what_a_former_run_read_last_counts_before_its_position_is_known(fresh: GroupHarness) -> None:
-    fresh.durable({A: (100, 150), B: (40, 40)})
-    fresh.assigned(A, B)
-    fresh.lost(A, B)
-    assert fresh.machine.statistics().maybe_twice == 50
-
-
-@pytest.mark.parametrize(("at", "others_too"), [(100, 0), (130, 30), (150, 50), (170, 50), (90, 50)])
-@pytest.mark.parametrize("durable_first", [True, False])
-def test_what_another_member_read_of_a_replayed_batch_counts_when_its_partition_is_lost(
-    fresh: GroupHarness, at: int, others_too: int, durable_first: bool
-) -> None:
-    """It was taken away and read while this process stood still; that it is lost is heard after what Kafka has."""
-    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150)})
-    fresh.replay(replayed)
-    fresh.assigned(A)
-    if durable_first:
-        fresh.feed(ev.Durable(offset=replayed))
-    fresh.committed({A: ev.Committed(offset=at, stream="another")})
-    if not durable_first:
-        fresh.feed(ev.Durable(offset=replayed))
-    fresh.lost(A)
-    next_reader_too = 150 - at if 100 <= at < 150 else 0
-    assert fresh.machine.statistics().maybe_twice == others_too + next_reader_too
-
-
 def test_what_is_leaving_is_not_planned_again(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.revoking(A)
     group.durable()
     assert group.machine.plannable() == {B: 100}
@@ -146,8 +94,7 @@ def test_each_slot_is_released_on_its_own(pair: GroupHarness) -> None:
 
 
 def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150), B: (100, 150)})
+    group.reads({A: (100, 150), B: (100, 150)})
     group.revoking(A)
     group.clock.advance(ms=1_000)
     group.revoking(B)
@@ -158,8 +105,7 @@ def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -
 
 
 def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     assert group.revoking(A, B, eager=True) == []
     group.durable()
     assert group.echoed() == [ev.ReleaseAll(slot=0, client=1)]
@@ -171,8 +117,7 @@ def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarne
 
 @pytest.mark.proves("G8", level="core")
 def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.revoking(A, B)
     assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
     assert group.tick(ms=1) == RELEASE
@@ -184,8 +129,7 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
 
 
 def test_a_hold_that_waits_for_a_commit_only_has_the_same_budget(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     group.revoking(A)
     assert group.tick(ms=HOLD_BUDGET_MS) == RELEASE
@@ -194,8 +138,7 @@ def test_a_hold_that_waits_for_a_commit_only_has_the_same_budget(group: GroupHar
 
 
 def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150), B: (100, 130)})
+    group.reads({A: (100, 150), B: (100, 130)})
     group.lost(A)
     assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 130}, stream=STREAM, seq=0)]
     assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
@@ -204,33 +147,97 @@ def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group
     ]
 
 
-def test_rows_that_are_safe_but_not_committed_count_too_when_their_partition_is_lost(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
-    group.durable()
-    group.feed(ev.EchoFailed(reason="coordinator moved"))
-    group.plan({A: (150, 160)})
-    group.lost(A)  # the next reader starts at 100
-    assert group.machine.statistics().maybe_twice == 60
-    assert group.tick(ms=5_000) == []
+# --- how much of what is lost may be read twice ----------------------------------------------------------------------
 
 
-def test_rows_since_the_start_count_when_nothing_was_ever_committed(group: GroupHarness) -> None:
-    group.assigned(A)
-    group.committed({A: None})
-    group.resolved({A: 20})
-    group.feed(ev.EchoFailed(reason="no coordinator"))
-    group.plan({A: (20, 30)})
-    group.durable()
-    group.lost(A)
-    assert group.machine.statistics().maybe_twice == 10
+def safe_but_not_committed(g: GroupHarness) -> None:
+    g.born()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.feed(ev.EchoFailed(reason="coordinator moved"))
+    g.plan({A: (150, 160)})
 
 
-def test_losing_what_no_batch_reads_and_kafka_knows_is_no_loss_of_rows(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
-    group.lost(B)
-    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 0)
+def never_committed(g: GroupHarness) -> None:
+    g.born()
+    g.assigned(A)
+    g.committed({A: None})
+    g.resolved({A: 20})
+    g.feed(ev.EchoFailed(reason="no coordinator"))
+    g.plan({A: (20, 30)})
+    g.durable()
+
+
+def known_to_kafka(g: GroupHarness) -> None:
+    g.born()
+    g.reads({B: (100, 150)}, A)
+
+
+def replayed(g: GroupHarness) -> None:
+    g.replays({A: (100, 150)})
+    g.assigned(A)
+
+
+def replayed_and_durable(g: GroupHarness) -> None:
+    offset = g.replays({A: (100, 150), B: (40, 40)})
+    g.assigned(A, B)
+    g.feed(ev.Durable(offset=offset))
+
+
+def read_by_a_former_run(g: GroupHarness) -> None:
+    g.durable({A: (100, 150), B: (40, 40)})
+    g.assigned(A, B)
+
+
+@pytest.mark.parametrize(
+    ("way", "twice"),
+    [
+        (safe_but_not_committed, 60),  # the next reader starts at 100
+        (never_committed, 10),
+        (known_to_kafka, 0),
+        (replayed, 50),
+        (replayed_and_durable, 50),
+        (read_by_a_former_run, 50),
+    ],
+)
+def test_how_much_of_a_lost_partition_its_next_reader_reads_again(fresh: GroupHarness, way: Way, twice: int) -> None:
+    way(fresh)
+    fresh.lost(A)
+    assert (fresh.machine.statistics().lost, fresh.machine.statistics().maybe_twice) == (1, twice)
+    assert only(ev.Echo, fresh.tick(ms=5_000)) == []
+
+
+def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
+    fresh: GroupHarness,
+) -> None:
+    offset = fresh.replays({A: (100, 150), B: (40, 40)})
+    fresh.assigned()
+    fresh.feed(ev.Durable(offset=offset))
+    fresh.assigned(A, B)
+    assert fresh.revoking(A, B) == []
+    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+@pytest.mark.parametrize(("at", "others_too"), [(100, 0), (130, 30), (150, 50), (170, 50), (90, 50)])
+@pytest.mark.parametrize("durable_first", [True, False])
+def test_what_another_member_read_of_a_replayed_batch_counts_when_its_partition_is_lost(
+    fresh: GroupHarness, at: int, others_too: int, durable_first: bool
+) -> None:
+    """It was taken away and read while this process stood still; that it is lost is heard after what Kafka has."""
+    offset = fresh.replays({A: (100, 150)})
+    fresh.assigned(A)
+    if durable_first:
+        fresh.feed(ev.Durable(offset=offset))
+    fresh.committed({A: ev.Committed(offset=at, stream="another")})
+    if not durable_first:
+        fresh.feed(ev.Durable(offset=offset))
+    fresh.lost(A)
+    next_reader_too = 150 - at if 100 <= at < 150 else 0
+    assert fresh.machine.statistics().maybe_twice == others_too + next_reader_too
+
+
+# --- what is lost, and comes back ------------------------------------------------------------------------------------
 
 
 def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> None:
@@ -243,24 +250,21 @@ def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> N
 
 
 def test_losing_the_last_partition_of_a_hold_ends_it(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.revoking(A)
     assert group.lost(A) == RELEASE
     assert group.machine.positions.ours.keys() == {B}
 
 
 def test_losing_everything_during_a_hold_leaves_nothing_to_release(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.revoking(A)
     assert group.lost(A) == []
     assert group.tick(ms=HOLD_BUDGET_MS) == []
 
 
 def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
     group.committed({A: 100})
@@ -269,29 +273,27 @@ def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: G
     assert group.echoed() == RELEASE
 
 
-def test_a_partition_that_returns_half_read_by_another_goes_on_at_the_end_of_the_batch(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+@pytest.mark.parametrize(
+    ("their_offset", "durable", "goes_on"),
+    [
+        (120, [ev.Echo(offsets={A: 150}, stream=STREAM, seq=0)], 150),
+        (180, [], 180),
+    ],
+    ids=["half read by another", "read beyond the batch"],
+)
+def test_a_partition_that_returns_during_the_batch_goes_on_behind_all_that_was_read_of_it(
+    group: GroupHarness, their_offset: int, durable: list[ev.Command], goes_on: int
+) -> None:
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
-    group.taken({A: ev.Committed(offset=120)})
-    assert group.revoking(A) == []
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=0)]
-
-
-def test_a_partition_that_returns_read_beyond_the_batch_stays_there(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
-    group.lost(A)
-    group.assigned(A)
-    group.taken({A: ev.Committed(offset=180)})
-    assert group.durable() == []
-    assert group.machine.plannable() == {A: 180}
+    group.taken({A: ev.Committed(offset=their_offset)})
+    assert only(ev.Echo, group.durable()) == durable
+    assert group.machine.plannable() == {A: goes_on}
 
 
 def test_a_partition_that_returns_without_an_answer_yet_remembers_the_durable_batch(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
     group.durable()
@@ -300,8 +302,7 @@ def test_a_partition_that_returns_without_an_answer_yet_remembers_the_durable_ba
 
 
 def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: GroupHarness) -> None:
-    pair.settled(A, slot=0)
-    pair.plan({A: (100, 150)})
+    pair.reads({A: (100, 150)})
     pair.assigned(A, slot=1)
     assert pair.machine.statistics().assigned == (0, 1)
     assert pair.machine.statistics().maybe_twice == 50
@@ -312,8 +313,7 @@ def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: G
 
 
 def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group: GroupHarness) -> None:
-    group.settled(A, B, D)
-    group.plan({A: (100, 150), B: (100, 110)})
+    group.reads({A: (100, 150), B: (100, 110)}, D)
     group.revoking(A, D)
     group.assigned(C)
     assert group.machine.positions.ours.keys() == {B, C}

@@ -188,8 +188,7 @@ def test_a_success_makes_the_next_pause_short_again(group: GroupHarness) -> None
 
 
 def test_a_failed_commit_keeps_a_hold_until_the_next_one(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.revoking(A)
     group.durable()
     assert group.feed(ev.EchoFailed(reason="x")) == []
@@ -220,8 +219,7 @@ def test_hearing_again_that_a_batch_is_durable_changes_nothing(group: GroupHarne
 
 
 def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150), B: (100, 110)})
+    group.reads({A: (100, 150), B: (100, 110)})
     commands = group.durable()
     group.lost(A)
     assert group.echoed(commands) == []
@@ -263,8 +261,7 @@ def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
 
 
 def test_two_plans_at_a_time_are_a_bug(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     with pytest.raises(InvariantBroken, match="does not follow"):
         group.plan({A: (100, 150)})
 

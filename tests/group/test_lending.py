@@ -41,14 +41,26 @@ def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness
     return g
 
 
-def lent(**rules: object) -> GroupHarness:
-    """One slot that lives at agent h1, and is back with A."""
-    g = settled((A,), **rules)
+def ready(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
+    """The same, with an agent that has stayed."""
+    g = settled(*slots, **rules)
     g.host_came("h1")
     g.tick(ms=STAY_MS)
+    return g
+
+
+def back(g: GroupHarness, *partitions: TopicPartition) -> None:
+    """The former member of each slot has closed, and the next one is back with its partition."""
+    for slot, tp in enumerate(partitions):
+        g.member_ended(slot)
+        g.settled(tp, slot=slot)
+
+
+def lent(**rules: object) -> GroupHarness:
+    """One slot that lives at agent h1, and is back with A."""
+    g = ready((A,), **rules)
     begun(g)
-    g.member_ended()
-    g.settled(A)
+    back(g, A)
     return g
 
 
@@ -86,25 +98,19 @@ def test_slots_come_home_when_transactions_are_refused(holds: bool) -> None:
 def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> None:
     g = settled((A, B))
     g.host_came("h1", executor="7")
-    g.tick(ms=STAY_MS)
+    g.tick(ms=STAY_MS - 1)
+    assert begun(g) == [], "an agent must have stayed"
+    g.stay(1_000)
     assert g.feed(ev.Boundary()) == [ev.Leave(slot=0, leave=False)]
+    assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "what a moving member says is ignored"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
     assert (join.host, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
     assert slot_of(STREAM, join.client_id) == 0 and "7" in join.client_id
-
-
-def test_the_former_place_is_where_it_goes_on_and_nothing_counts_as_lost() -> None:
-    g = lent()
-    assert g.machine.plannable() == {A: 100}
+    assert g.feed(ev.MemberEnded(slot=0, client=1)) == []
+    g.settled(A, B)
+    assert g.machine.plannable() == {A: 100, B: 100}
     assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (0, 0)
-
-
-def test_an_agent_must_have_stayed() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS - 1)
-    assert begun(g) == []
 
 
 def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_at_once() -> None:
@@ -120,31 +126,27 @@ def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_a
     assert sorted(hosts_of(g)) == ["h1", "h2"]
 
 
+def others_come_and_go(g: GroupHarness, nothing: type) -> None:
+    """There is always an agent that has just come, until it was waited enough: nothing of that kind is ordered."""
+    for number in range(TOGETHER_MS_MAX // 1_000):
+        g.host_came(f"x{number}")
+        assert only(nothing, g.feed(ev.Boundary())) == []
+        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
+        g.stay(1_000)
+
+
 def test_an_agent_waits_for_its_slots_only_so_long_while_others_come() -> None:
     g = settled((A,), (B,))
     g.host_came("h1")
-    for number in range(TOGETHER_MS_MAX // 1_000):
-        g.host_came(f"x{number}")  # there is always one that has just come
-        assert begun(g) == []
-        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
-        g.stay(1_000)
+    others_come_and_go(g, ev.Leave)
     assert begun(g) == [0, 1]
     assert hosts_of(g) == ["h1", "h1"]
 
 
-def test_nothing_moves_while_a_batch_is_planned() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+def test_nothing_moves_before_the_batch_is_done_and_kafka_has_its_offsets() -> None:
+    g = ready((A,))
     g.plan({A: (100, 150)})
     assert begun(g) == []
-
-
-def test_a_slot_whose_offsets_are_on_their_way_does_not_move_before_kafka_has_them() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
-    g.plan({A: (100, 150)})
     g.durable()
     assert begun(g) == []
     assert g.machine.lending.waits_until_ms() == g.clock() + BEGIN_MS_MAX
@@ -153,9 +155,7 @@ def test_a_slot_whose_offsets_are_on_their_way_does_not_move_before_kafka_has_th
 
 
 def test_a_move_that_cannot_begin_is_put_off_and_the_plan_goes_on() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+    g = ready((A,))
     g.plan({A: (100, 150)})
     g.durable()
     begun(g)
@@ -178,13 +178,9 @@ def test_slots_are_spread_evenly() -> None:
 
 
 def test_a_slot_goes_to_a_newcomer_only_from_an_agent_that_has_two_more_and_not_at_once_again() -> None:
-    g = settled((A,), (B,), (C,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+    g = ready((A,), (B,), (C,))
     begun(g)
-    for slot, tp in enumerate((A, B, C)):
-        g.member_ended(slot)
-        g.settled(tp, slot=slot)
+    back(g, A, B, C)
     g.host_came("h2")
     g.stay(STAY_MS)
     assert begun(g) == []
@@ -199,35 +195,16 @@ def test_a_slot_goes_to_a_newcomer_only_from_an_agent_that_has_two_more_and_not_
     assert sorted(hosts_of(g)) == ["h1", "h2", "h3"]
 
 
-def test_a_member_that_does_not_close_in_time_is_not_waited_for() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
-    begun(g)
-    assert [join.host for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == ["h1"]
-
-
-def test_the_end_of_a_former_member_moves_nothing() -> None:
-    g = lent()
-    g.feed(ev.MemberEnded(slot=0, client=1))
-    g.host_came("h2")
-    g.feed(ev.HostGone(host="h1", reason="x"))
-    assert g.feed(ev.MemberEnded(slot=0, client=2)) == []
-
-
-def test_what_a_moving_member_still_says_is_ignored() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
-    begun(g)
-    assert g.revoking(A) == g.assigned(B) == g.failed() == g.lost(A) == []
+def test_a_place_is_taken_from_a_member_that_does_not_close_in_time_and_from_no_other() -> None:
+    g = ready((A,), (B,), classic=False)
+    assert begun(g) == [0, 1]
+    assert [join.takes for join in only(ev.Join, g.member_ended(0))] == [False]
+    assert [(join.host, join.takes) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
 
 
 def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
     """Of another subscription of who comes back a classic broker takes no notice."""
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+    g = ready((A,))
     begun(g)
     assert g.feed(ev.TopicsSeen(topics=("orders", "new"))) == []
     (join,) = only(ev.Join, g.member_ended())
@@ -259,6 +236,9 @@ def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
     assert isinstance(dismiss, ev.Dismiss) and isinstance(join, ev.Join)
     assert (join.host, join.client) == ("", 3)
     assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (1, 50)
+    # Late reports of the old member are ignored.
+    assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
+    assert g.feed(ev.Assigned(slot=0, client=2, partitions=(A,))) == []
 
 
 def test_they_join_at_another_agent_if_there_is_one() -> None:
@@ -266,13 +246,6 @@ def test_they_join_at_another_agent_if_there_is_one() -> None:
     g.host_came("h2")
     g.stay(STAY_MS)
     assert [j.host for j in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
-
-
-def test_late_reports_of_the_old_member_are_ignored() -> None:
-    g = lent()
-    g.feed(ev.HostGone(host="h1", reason="x"))
-    assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
-    assert g.feed(ev.Assigned(slot=0, client=2, partitions=(A,))) == []
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
@@ -283,18 +256,13 @@ def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
     assert [join.host for join in only(ev.Join, g.tick(ms=1))] == [""]
 
 
-def test_a_channel_that_is_cut_is_no_lost_host() -> None:
+def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> None:
     g = lent()
     g.feed(ev.HostHeard(host="h1"), ev.HostCut(host="h1"))
     g.tick(ms=LEASE_MS - 1)
     assert g.host_came("h1", fresh=False) == [ev.Admit(host="h1")]
     assert hosts_of(g) == ["h1"]
-
-
-def test_nothing_is_lent_to_an_agent_that_cannot_be_reached() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+    g = ready((A,))
     g.feed(ev.HostCut(host="h1"))
     assert begun(g) == []
     g.host_came("h1", fresh=False)
@@ -311,12 +279,13 @@ def test_a_newer_agent_of_the_same_executor_takes_its_twins_place() -> None:
     assert [join.host for join in only(ev.Join, commands)] == [""]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_an_agent_whose_lease_is_over_is_dismissed_when_it_comes_back(fresh: bool) -> None:
-    g = lent()
-    g.tick(ms=LEASE_MS)
-    assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.Dismiss]
-    assert [type(command) for command in g.feed(ev.HostHeard(host="h1"))] == [ev.Dismiss]
+def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
+    for fresh in (True, False):
+        g = lent()
+        g.tick(ms=LEASE_MS)
+        assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.Dismiss]
+        assert [type(command) for command in g.feed(ev.HostHeard(host="h1"))] == [ev.Dismiss]
+    assert [type(command) for command in settled((A,)).host_came("h9", fresh=False)] == [ev.Dismiss]
 
 
 @pytest.mark.parametrize("classic", [True, False])
@@ -331,20 +300,6 @@ def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_gi
     assert not later.takes, "this run's own member had the place, and its end was heard"
 
 
-def test_a_place_is_taken_from_a_member_that_does_not_close_in_time_and_from_no_other() -> None:
-    g = settled((A,), (B,), classic=False)
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
-    assert begun(g) == [0, 1]
-    assert [join.takes for join in only(ev.Join, g.member_ended(0))] == [False]
-    assert [join.takes for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [True]
-
-
-def test_an_agent_of_a_former_run_is_dismissed() -> None:
-    g = settled((A,))
-    assert [type(command) for command in g.host_came("h9", fresh=False)] == [ev.Dismiss]
-
-
 def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None:
     g = lent()
     g.host_came("h2")
@@ -355,9 +310,7 @@ def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None
 
 
 def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_put_off() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
+    g = ready((A,))
     begun(g)
     g.member_ended()
     g.stay(g.machine.rules.joining_budget_ms // 2 + 1_000)
@@ -374,14 +327,6 @@ def test_a_slot_whose_member_fails_at_an_agent_is_called_home_too() -> None:
         g.failed()
         g.stay(5_000)
     assert hosts_of(g) == [""]
-
-
-def test_a_close_of_the_run_closes_a_slot_that_moves() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.tick(ms=STAY_MS)
-    begun(g)
-    assert g.close(leave=True) == [ev.Leave(slot=0, leave=True)]
 
 
 # --- as many slots as agents ----------------------------------------------------------------------------------------
@@ -412,20 +357,14 @@ def test_agents_that_came_together_bring_their_slots_together() -> None:
 
 def test_slots_wait_for_those_that_are_coming_but_not_for_long() -> None:
     g = growing("h1", "h2")
-    for number in range(TOGETHER_MS_MAX // 1_000):
-        g.host_came(f"x{number}")  # there is always one that has just come
-        assert joins(g) == []
-        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
-        g.stay(1_000)
+    others_come_and_go(g, ev.Join)
     assert [slot for slot, _ in joins(g)] == [1]
 
 
 def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
     g = growing("h1", "h2", slots=2)
     begun(g)
-    for slot, tp in enumerate((A, B)):
-        g.member_ended(slot)
-        g.settled(tp, slot=slot)
+    back(g, A, B)
     g.feed(ev.HostGone(host="h2", reason="its executor is gone"))
     g.settled(B, slot=1)
     begun(g)
@@ -450,25 +389,13 @@ def test_the_last_slot_never_leaves() -> None:
 def test_a_slot_that_comes_again_is_told_from_its_former_self() -> None:
     g = growing("h1", slots=2)
     begun(g)
-    g.member_ended(0)
-    g.settled(A, slot=0)
-    g.member_ended(1)
-    g.settled(B, slot=1)
+    back(g, A, B)
     g.stay(SHRINK_MS)
     assert begun(g) == [1]
     g.host_came("h2")
     g.stay(STAY_MS)
     ((slot, _),) = joins(g)
     assert (slot, g.clients[1]) == (1, 3)
-
-
-def test_a_number_fixes_how_many_there_are() -> None:
-    g = settled((A,))
-    g.host_came("h1")
-    g.host_came("h2")
-    g.stay(STAY_MS)
-    assert joins(g) == []
-    assert len(g.machine.slots.all) == 1
 
 
 # --- the next plan --------------------------------------------------------------------------------------------------
@@ -497,12 +424,6 @@ def test_the_plan_goes_on_without_a_slot_that_does_not_come_back() -> None:
     since_ms = run.clock()
     run.latest()
     assert BACK_MS_MAX <= run.clock() - since_ms <= BACK_MS_MAX + 1_000
-
-
-def test_a_run_without_agents_never_looks_for_them() -> None:
-    run = RunHarness()
-    run.batch()
-    assert not run.run.lending.any
 
 
 def test_members_are_settled_by_their_slots_whatever_the_broker_calls_them() -> None:

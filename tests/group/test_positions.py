@@ -24,16 +24,14 @@ def by_no_stream(offset: int) -> ev.Committed:
 
 @pytest.mark.proves("G5", level="core")
 def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.FetchCommitted, group.assigned(B)) == [ev.FetchCommitted(partitions=(B,))]
     assert group.machine.plannable() == {A: 150}
 
 
 def test_an_assignment_that_names_held_partitions_again_changes_nothing_for_them(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     assert group.assigned(A) == []
     assert only(ev.Echo, group.durable())[0].offsets == {A: 150}
     group.assigned(A, generation=2)
@@ -67,8 +65,7 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
 
 
 def test_what_somebody_else_committed_may_go_again_before_it_was_committed_under_our_name(group: GroupHarness) -> None:
-    group.settled(B)
-    group.plan({B: (100, 110)})
+    group.reads({B: (100, 110)})
     group.durable()
     group.assigned(A)
     group.committed({A: by_no_stream(70)})
@@ -83,8 +80,7 @@ def test_a_commit_on_its_way_is_waited_for_even_if_it_changes_nothing(group: Gro
 
 
 def test_our_own_position_wins_over_our_own_commit_that_is_behind_it(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     group.feed(ev.EchoFailed(reason="coordinator moved"))
     group.lost(A)
@@ -259,8 +255,7 @@ def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness)
 
 
 def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150), B: (100, 110)})
+    group.reads({A: (100, 150), B: (100, 110)})
     group.lost(A)
     assert group.machine.positions.owed() == {}
     commands = group.durable()
@@ -268,8 +263,7 @@ def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHar
     group.echoed(commands)
     group.lost(B)
     assert group.machine.positions.owed() == {A: 150}
-    group.settled(D)
-    group.plan({D: (100, 120)})
+    group.reads({D: (100, 120)})
     group.durable()
     group.lost(D)
     assert group.machine.positions.owed() == {A: 150, D: 120}
@@ -294,16 +288,14 @@ def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(
 
 
 def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     assert group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again")) == []
     assert group.echoed() == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
 
 
 def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.feed(ev.RecordsGone(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
     assert group.machine.plannable() == {B: 120}
     group.durable()
@@ -393,8 +385,7 @@ def test_what_others_read_of_the_batch_does_not_move_a_partition_that_was_lost_d
     group: GroupHarness, first: str, offset: int
 ) -> None:
     """An ordinary consumer had it for a moment. The rows of the batch are in the table: they are not read twice."""
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
     if first == "durable":
@@ -416,8 +407,7 @@ def test_what_others_read_of_the_batch_does_not_move_a_partition_that_was_lost_d
 def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
     group: GroupHarness, first: str, offset: int
 ) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
     if first == "durable":
@@ -432,8 +422,7 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
 
 
 def test_a_batch_that_is_durable_while_its_partition_is_away_is_owed_until_the_answer(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.lost(A)
     group.durable()
     assert group.machine.positions.owed() == {A: 150}

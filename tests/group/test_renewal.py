@@ -84,8 +84,7 @@ def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh:
 
 
 def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.Echo, aged(group)) == []
     assert group.machine.statistics().offsets_renewed == 0

@@ -99,8 +99,7 @@ def test_an_answer_from_before_a_reset_showed_is_asked_for_again(group: GroupHar
 
 
 def test_a_partition_that_left_before_the_reset_remembers_nothing(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.durable()
     group.lost(A)
     group.settled(C)

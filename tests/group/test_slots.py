@@ -28,8 +28,7 @@ def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) 
 
 
 def test_what_a_failed_member_had_counts_as_lost(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)}, B)
     group.failed()
     assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (2, 50)
     assert group.durable() == []
@@ -105,8 +104,7 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
 
 
 def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
-    pair.settled(A)
-    pair.plan({A: (100, 150)})
+    pair.reads({A: (100, 150)})
     pair.fenced()
     (fail,) = only(ev.Fail, pair.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH")))
     assert isinstance(fail.error, Fenced) and not fail.error.retriable
@@ -134,8 +132,7 @@ def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on
 
 def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -> None:
     """Such as a frozen one that went on: it lost the transactional id, so it can commit nothing."""
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.fenced()
     assert group.feed(ev.NotReplaced(slot=0)) == []
     assert group.machine.statistics().slots == ("out",)
@@ -274,8 +271,7 @@ def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_form
 
 
 def test_a_topic_that_left_the_subscription_is_finished_first(group: GroupHarness) -> None:
-    group.settled(A)
-    group.plan({A: (100, 150)})
+    group.reads({A: (100, 150)})
     group.feed(ev.TopicsSeen(topics=("payments",)))
     assert group.revoking(A) == []
     group.durable()

@@ -1,16 +1,12 @@
-"""What KIP-496 says of expiry, sentence by sentence, on a broker that keeps offsets for a minute.
+"""When Kafka forgets offsets (KIP-211, KIP-496), on a broker that keeps them for a minute.
 
-One minute of several groups is played once, and each test looks at one sentence of the proposal. What it says of
-deletion is in ``tests/cli/test_offsets.py``; :data:`SENTENCES` says which test has which sentence.
+One minute of several groups is played once, and each test looks at one rule. What is deleted is in
+``tests/cli/test_offsets.py``.
 """
 
-import ast
-import os
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +21,8 @@ from spark_group_source.group import machine, positions
 from spark_group_source.group.names import committed_ms
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupAdmin
-from spark_group_source.kafka.offset_deletion import delete_offsets
-from spark_group_source.local.broker import JAVA_OPTIONS, Broker, free_ports
-from spark_group_source.local.jars import java_path, kafka_tools_jars
-from spark_group_source.local.tools import QUICK, kafka_consumer_groups
+from spark_group_source.local.broker import Broker
+from spark_group_source.local.tools import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -36,48 +30,6 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 RETENTION_S = 60
 CHECKED_S = 15
 """An expired offset is gone by then: the broker looks every second, but the machine is busy."""
-JMX_S = 60
-
-SENTENCES: Mapping[str, str] = {
-    "as long as a group is still active, no offsets would be expired": "test_what_a_member_subscribes_to_is_kept",
-    "When a consumer subscription changes, we are still left with the committed offsets of the previous subscription": (
-        "test_what_no_member_subscribes_to_expires_while_the_group_is_active"
-    ),
-    "If a consumer is not subscribed to a topic, the lag will just grow": "test_describe_says_what_may_expire",
-    "We will add a new API to delete committed offsets": (
-        "test_offsets_of_a_group_without_members_are_deleted_only_when_they_shall"
-    ),
-    "This will succeed at the partition level only if the group is not actively subscribed": (
-        "test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same"
-    ),
-    "The error code, or 0 if there was no error": "test_G10_an_answer_that_leaves_a_partition_out_deleted_nothing",
-    "Marked for every committed offset": "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances",
-    "Marked for every expired offset": "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances",
-    "Marked for every administrative deletion": (
-        "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances"
-    ),
-    "Marked every time a rebalance completes": (
-        "test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances"
-    ),
-    "Any committed offset for a partition which is not currently subscribed to is subject to expiration": (
-        "test_what_no_member_subscribes_to_expires_while_the_group_is_active"
-    ),
-    "when the group becomes empty, all offsets are subject to expiration": (
-        "test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left"
-    ),
-    "Any offset which is eligible for expiration may be deleted even if the group is still active": (
-        "test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same"
-    ),
-    "offsets which are awaiting expiration ... are not being actively consumed": (
-        "test_G5_a_query_goes_on_at_its_checkpoint_when_the_groups_offsets_were_deleted"
-    ),
-    "We have considered expiring offsets immediately when the group stops subscribing": (
-        "test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left"
-    ),
-}
-"""Sentences of the proposal, and the test that shows each. Not shown: the layout of requests and of the subscription's
-bytes, which are the broker's and the client library's (a member of a later version is read like any other), and groups
-of Kafka Connect, which have no subscription."""
 
 
 class Member:
@@ -115,23 +67,19 @@ class Minute:
     statistics: dict[str, Statistics] = field(default_factory=dict)
     notes_ms: list[int] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
-    meters: dict[str, float] = field(default_factory=dict)
     theirs: str = ""
 
 
 @pytest.fixture(scope="module")
 def minute(jvm: None) -> Iterator[Minute]:
-    (port,) = free_ports(1)
-    jmx = [f"-Dcom.sun.management.jmxremote{text}" for text in (f".port={port}", ".authenticate=false", ".ssl=false")]
-    jmx += ["-Dcom.sun.management.jmxremote.host=127.0.0.1", "-Djava.rmi.server.hostname=127.0.0.1"]
     settings = {"offsets.retention.minutes": "1"}
-    with pytest.MonkeyPatch.context() as patch, Broker(settings=settings, java_options=[*JAVA_OPTIONS, *jmx]) as broker:
+    with pytest.MonkeyPatch.context() as patch, Broker(settings=settings) as broker:
         patch.setattr(positions, "RENEW_MS", RETENTION_S * 1000 // 2)
         patch.setattr(machine, "RENEW_LOOK_MS", 2_000)
-        yield played(broker.bootstrap_servers, port)
+        yield played(broker.bootstrap_servers)
 
 
-def played(servers: str, jmx_port: int) -> Minute:
+def played(servers: str) -> Minute:
     seen = Minute()
     admin = AdminClient({"bootstrap.servers": servers, "log_level": 3})
     read, former = create_topic(admin, "read", 1), create_topic(admin, "former", 1)
@@ -195,25 +143,7 @@ def played(servers: str, jmx_port: int) -> Minute:
         again.run()
         seen.statistics["brief"] = again.coordinator._run.statistics()
         seen.rows = values_of(brief.rows + again.rows)
-    assert delete_offsets({"bootstrap.servers": servers}, "classic", [READ]) == {READ: 0}
-    seen.meters = meters(jmx_port)
     return seen
-
-
-def meters(port: int) -> dict[str, float]:
-    """The group coordinator's meters, over JMX by Kafka's own tool: by name, what was counted so far."""
-    url = f"service:jmx:rmi:///jndi/rmi://127.0.0.1:{port}/jmxrmi"
-    command = [str(java_path()), *QUICK, "-cp", os.pathsep.join(map(str, kafka_tools_jars()))]
-    command += ["org.apache.kafka.tools.JmxTool", "--jmx-url", url, "--one-time", "--report-format", "properties"]
-    command += ["--object-name", "kafka.server:type=group-coordinator-metrics"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=JMX_S, check=False)
-    found = {}
-    for line in done.stdout.splitlines():
-        name, _, value = line.rpartition("=")
-        if name.endswith("-count"):
-            found[name.rpartition(":")[2].rpartition("metrics:")[2]] = float(value)
-    assert found, done.stdout + done.stderr
-    return found
 
 
 def test_what_a_member_subscribes_to_is_kept(minute: Minute) -> None:
@@ -268,21 +198,3 @@ def test_describe_says_what_may_expire(minute: Minute) -> None:
     assert line == "1 offsets are kept for 0.0166667 h, counted from its last commit, since when is not known"
     assert "former" in minute.theirs, "Kafka's own tool shows it, and its lag, until it is gone"
     assert report.expiry_text(minute.described["running"]) == []
-
-
-def test_the_brokers_meters_count_commits_expirations_deletions_and_rebalances(minute: Minute) -> None:
-    for name in ("offset-commit-count", "offset-expiration-count", "offset-deletion-count"):
-        assert minute.meters[name] >= 1, minute.meters
-    rebalances = [value for name, value in minute.meters.items() if "rebalance" in name]
-    assert max(rebalances) >= 1, minute.meters
-
-
-def test_every_sentence_has_its_test() -> None:
-    here = Path(__file__)
-    found = {
-        node.name
-        for path in (here, here.parent.parent / "cli/test_offsets.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert set(SENTENCES.values()) <= found

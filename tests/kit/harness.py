@@ -196,6 +196,17 @@ class GroupHarness:
         self.assigned(*partitions, slot=slot)
         self.committed(dict.fromkeys(partitions, at))
 
+    def reads(self, ranges: Mapping[TopicPartition, tuple[int, int]], *others: TopicPartition) -> None:
+        """The opening of many tests: all of these are held, committed by us at 100, and a batch reads ``ranges``."""
+        self.settled(*ranges, *others)
+        self.plan(ranges)
+
+    def replays(self, ranges: Mapping[TopicPartition, tuple[int, int]], **more: Any) -> StreamOffset:
+        """The run begins with batch 3 of a former one, which reads these; its members join."""
+        offset = StreamOffset(group=GROUP, stream=STREAM, seq=3, known={"orders": 3}, ranges=ranges, **more)
+        self.replay(offset)
+        return offset
+
     def join(self, slot: int = 0, *, client: int = 1, topics: tuple[str, ...] = ("orders",)) -> ev.Join:
         """The order to make this slot's consumer."""
         instance_id = names.instance_id(GROUP, STREAM, slot)
