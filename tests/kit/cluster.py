@@ -4,7 +4,6 @@ Runs in: tests. What the fakes of the client library talk to (``SimulatedRuntime
 their own, records (only where a log begins and ends), compaction.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,17 +32,11 @@ class Log:
     end: int = 0
     held: int | None = None
     serves_from_ms: int = 0  # before it metadata names the partition, and no broker serves it
-    times: list[tuple[int, int]] = field(default_factory=list)  # when records came, and the offset of the first of them
 
     @property
     def stable(self) -> int:
         """The last stable offset."""
         return self.end if self.held is None else min(self.held, self.end)
-
-    def at_time(self, at_ms: int) -> int:
-        """The first offset not older than that; -1 where there is none."""
-        at = bisect_left(self.times, (at_ms, 0))
-        return max(self.times[at][1], self.first) if at < len(self.times) else -1
 
 
 @dataclass(slots=True)
@@ -125,9 +118,7 @@ class Cluster:
     # --- records ----------------------------------------------------------------------------------------------------
 
     def produce(self, tp: TopicPartition, count: int) -> None:
-        log = self._log(tp)
-        log.times.append((self.world.now_ms, log.end))
-        log.end += count
+        self._log(tp).end += count
 
     def age(self, tp: TopicPartition, first: int) -> None:
         """Retention takes the records below ``first``."""
@@ -138,7 +129,6 @@ class Cluster:
         """A leader was elected that did not have the records from ``end`` on."""
         log = self._log(tp)
         log.end = max(min(log.end, end), log.first)
-        log.times = [(at_ms, offset) for at_ms, offset in log.times if offset < log.end]
 
     def _log(self, tp: TopicPartition) -> Log:
         log = self.log(tp)

@@ -157,8 +157,6 @@ class FakeProducer:
         """An error that misfortune chose, with the flags that the library gives it at this place."""
         if error.fatal() or error.retriable() or error.txn_requires_abort():
             return error
-        if error.code() == DENIED:
-            return refusal(DENIED, f"Failed to {ask.value}", fatal=True)
         passing = (KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.CONCURRENT_TRANSACTIONS)
         if ask is Ask.ADD and error.code() in passing:
             return refusal(error.code(), "Failed to add offsets to transaction", retriable=True)

@@ -40,7 +40,6 @@ class Luck(Enum):
     REFUSED = "refused"
     LIED = "done, and answered with an error"
     PARTLY = "answered in part"
-    DENIED = "not allowed"
 
 
 _COORDINATOR = (KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR)
@@ -70,19 +69,6 @@ LIES: Final[Mapping[Ask, Sequence[int]]] = {
 }
 """Errors of what was done all the same; other questions change nothing."""
 
-DENIALS: Final[Mapping[Ask, int]] = {
-    Ask.DESCRIBE: KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    Ask.OFFSETS: KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    Ask.GROUP: KafkaError.GROUP_AUTHORIZATION_FAILED,
-    Ask.COMMITTED: KafkaError.GROUP_AUTHORIZATION_FAILED,
-    Ask.COMMIT: KafkaError.GROUP_AUTHORIZATION_FAILED,
-    Ask.ALTER: KafkaError.GROUP_AUTHORIZATION_FAILED,
-    Ask.INIT: KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-    Ask.ADD: KafkaError.GROUP_AUTHORIZATION_FAILED,
-    Ask.SEND: KafkaError.GROUP_AUTHORIZATION_FAILED,
-}
-"""What a broker says whose permissions are not what they were: brokers that start say so for a moment, too."""
-
 PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
     Ask.DESCRIBE: (KafkaError.LEADER_NOT_AVAILABLE, KafkaError.UNKNOWN_TOPIC_OR_PART),
     Ask.OFFSETS: (
@@ -104,7 +90,6 @@ PARTIAL: Final[Mapping[Ask, Sequence[int]]] = {
 _ONLY: Final[Mapping[Luck, Container[Ask]]] = {
     Luck.PARTLY: PARTIAL,
     Luck.LIED: LIES,
-    Luck.DENIED: DENIALS,
 }
 
 
@@ -118,12 +103,11 @@ class Misfortune:
     refused: float = 0.0
     lied: float = 0.0
     partly: float = 0.0
-    denied: float = 0.0
     late_ms_max: int = 4_000
 
     def draw(self, draws: Draws, ask: Ask) -> Luck | None:
         """What happens to this one."""
-        shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly, self.denied)
+        shares = (self.late, self.twice, self.never, self.refused, self.lied, self.partly)
         if not any(shares):
             return None
         at = draws.random()

@@ -134,15 +134,6 @@ class Condition:
                 self._waiting.remove(me)
             self._take(me, depth)
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        deadline_ms = None if timeout is None else self._world.now_ms + to_ms(timeout)
-        while not (held := predicate()):
-            left_ms = None if deadline_ms is None else deadline_ms - self._world.now_ms
-            if left_ms is not None and left_ms <= 0:
-                break
-            self.wait(None if left_ms is None else left_ms / 1000)
-        return held
-
     def notify_all(self) -> None:
         if self._owner is None or self._owner is not the_thread(self._world):
             raise RuntimeError("cannot notify on un-acquired lock")
@@ -219,9 +210,6 @@ class Queue:
     def empty(self) -> bool:
         return not self._items
 
-    def qsize(self) -> int:
-        return len(self._items)
-
 
 class Future:
     """``concurrent.futures.Future``, without cancelling."""
@@ -247,10 +235,6 @@ class Future:
         if self._error is not None:
             raise self._error
         return self._result
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._wait(timeout)
-        return self._error
 
     def _wait(self, timeout: float | None) -> None:
         if self._done:

@@ -33,7 +33,6 @@ class Transactions:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.expired: set[str] = set()  # whose transaction was aborted because nobody ended it
         self.answered: set[str] = set()  # whose question for an id is over, also without an answer
         self._known: dict[str, _Transaction] = {}
 
@@ -93,17 +92,9 @@ class Transactions:
                 code = Code.INVALID_TXN_STATE
         done(code)
 
-    def expire(self, id_: str) -> None:
-        """The id was idle for so long that the coordinator forgot it (transactional.id.expiration.ms)."""
-        if id_ in self._known and not self._known[id_].open and not self._known[id_].ending:
-            del self._known[id_]
-
     def taken_twice(self, by: str) -> bool:
         """Whether a process shut itself out: its first request came late, after the one that it sent in its place."""
         return any(found.by[-2:] == [by, by] for found in self._known.values())
-
-    def epoch(self, id_: str) -> int:
-        return self._known[id_].epoch if id_ in self._known else 0
 
     def _check(self, id_: str, epoch: int) -> Code:
         found = self._known.get(id_)
@@ -117,7 +108,6 @@ class Transactions:
         found = self._known.get(id_)
         if found is not None and found.open and found.number == number:
             self._world.note(f"transactions: {id_} took too long")
-            self.expired.add(id_)
             found.epoch += 1
             self._end(id_, found, commit=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from kit.misfortune import DENIALS, Ask, Luck, Misfortune
+from kit.misfortune import Ask, Luck, Misfortune
 from kit.world import REQUEST_TIMEOUT_MS, Process
 
 Reply = Callable[[Any], None]
@@ -58,8 +58,6 @@ class Question:
             self._arm()
             if draws.chance(0.5):
                 world.at(self._latency(), self._served_in_vain)
-        elif luck is Luck.DENIED:
-            self._answer(KafkaError(DENIALS[ask]))
         elif luck is Luck.REFUSED:
             error = self._error(misfortune.refusal(draws, ask))
             patience_ms = min(timeout_ms, misfortune.late_ms_max)
