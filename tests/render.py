@@ -1,4 +1,4 @@
-"""Write what the code knows into the documents, and draw their picture: ``python -m tests.render``."""
+"""Write what the code knows into the documents: ``python -m tests.render``."""
 
 import inspect
 import re
@@ -21,7 +21,6 @@ from spark_group_source.metrics.endpoint import Metric
 from spark_group_source.options.table import OPTIONS as ALL_OPTIONS
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
-import picture
 import proofs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +32,6 @@ CLI = ROOT / "docs/cli.md"
 METRICS = ROOT / "docs/metrics.md"
 ERRORS = ROOT / "docs/errors.md"
 GUARANTEES = ROOT / "docs/guarantees.md"
-PICTURE = ROOT / "docs/batch.svg"
 
 TEN = (
     "kafka.bootstrap.servers",
@@ -207,7 +205,6 @@ def main() -> None:
         for name, content in contents.items():
             text = filled(text, name, content)
         path.write_text(text)
-    PICTURE.write_text(picture.draw(picture.film()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import picture
 import proofs
 import pytest
 import render
@@ -167,10 +166,6 @@ def test_the_documents_have_what_the_code_knows(path: Path) -> None:
     text = path.read_text()
     for name, content in render.blocks()[path].items():
         assert render.filled(text, name, content) == text, f"{name}: run python -m tests.render"
-
-
-def test_the_picture_shows_what_a_run_does() -> None:
-    assert render.PICTURE.read_text() == picture.draw(picture.film()), "run: python -m tests.render"
 
 
 def test_the_readme_is_short() -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
@@ -178,34 +177,6 @@ def test_what_contradicts_itself_is_refused_before_anybody_is_asked(arguments: l
     assert shown.exit_code == FINAL
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
-
-
-# --- the documents --------------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def commands(text: str) -> list[list[str]]:
-    """The ``spark-group`` lines in a document's code blocks, as words; a line that ends in a backslash goes on."""
-    blocks = re.findall(r"^```(?:\w+)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [re.sub(r"[\[\]]", " ", line).split()[1:] for line in lines if line.startswith("spark-group ")]
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_of_a_document_names_what_is_there(path: Path) -> None:
-    for words in commands(path.read_text()):
-        command = typer.main.get_command(app)
-        for word in words:
-            found = getattr(command, "commands", {}).get(word)
-            if found is None:
-                break
-            command = found
-        there = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        named = {word for word in words if word.startswith("--")}
-        assert not hasattr(command, "commands"), f"there is no command {words}"
-        assert named <= there, f"{command.name}: {named - there}"
 
 
 def test_json_of_the_broker_commands(monkeypatch: pytest.MonkeyPatch) -> None:
