@@ -73,7 +73,6 @@ class Broker:
         port: the port for clients, instead of a free one.
         data_dir: where the data stays after a stop, to start again from it; by default a temporary directory that is
             removed by ``stop()``. It is formatted if it is empty.
-        log_dir: where the node's log is kept; by default inside the data's directory.
         java_options: heap and collector of the JVM.
     """
 
@@ -83,13 +82,11 @@ class Broker:
         settings: Mapping[str, str] | None = None,
         port: int | None = None,
         data_dir: str | Path | None = None,
-        log_dir: str | Path | None = None,
         java_options: Sequence[str] = JAVA_OPTIONS,
     ) -> None:
         self._settings = dict(settings or {})
         self._ports = [] if port is None else [port]
         self._data_dir = Path(data_dir) if data_dir is not None else None
-        self._log_dir = Path(log_dir) if log_dir is not None else None
         self._java_options = tuple(java_options)
         self._java: list[str] = []
         self._base: Path | None = None
@@ -109,8 +106,8 @@ class Broker:
 
     @property
     def log_dir(self) -> Path:
-        """The directory with ``node-1.log``."""
-        return self._log_dir or self._home / "logs"
+        """The directory with ``node-1.log``, inside that of the data."""
+        return self._home / "logs"
 
     def start(self) -> Self:
         """Start the node and return when it answers and serves groups.

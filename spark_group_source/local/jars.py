@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from xml.sax.saxutils import quoteattr
 
 from spark_group_source.errors import SetupError
@@ -68,22 +67,6 @@ _SETTINGS = """<ivysettings>
 """
 
 
-class Coordinate(NamedTuple):
-    """A Maven coordinate ``group:artifact[:version]``; exclusions have no version."""
-
-    group: str
-    artifact: str
-    version: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Coordinate":
-        """Raises ``ValueError`` unless ``text`` has two or three non-empty parts."""
-        parts = text.split(":")
-        if len(parts) not in (2, 3) or not all(parts):
-            raise ValueError(f"{text!r} is not group:artifact[:version]")
-        return cls(*parts)
-
-
 def cache_dir() -> Path:
     """The project's folder in the user's cache: ``$XDG_CACHE_HOME`` or ``~/.cache``; not created here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-group-source"
@@ -127,17 +110,16 @@ def resolve(coordinates: Sequence[str], exclude: Sequence[str] = ()) -> list[Pat
     Raises:
         SetupError: no Java, PySpark without Ivy, or the download failed; the message has Ivy's own reason.
     """
-    wanted = [Coordinate.parse(text) for text in coordinates]
-    unwanted = [Coordinate.parse(text) for text in exclude]
-    digest = hashlib.sha256(repr((wanted, unwanted)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((coordinates, exclude)).encode()).hexdigest()[:8]
     home = cache_dir()
-    target = home / f"{wanted[0].artifact}-{wanted[0].version}-{digest}"
+    _, artifact, version = coordinates[0].split(":")
+    target = home / f"{artifact}-{version}-{digest}"
     if not target.is_dir():
         java = java_path()
         home.mkdir(parents=True, exist_ok=True)
         with locked(home / "resolve.lock", RESOLVE_S):
             if not target.is_dir():  # another process may have been first
-                _download(java, wanted, unwanted, target)
+                _download(java, coordinates, exclude, target)
     return sorted(target.glob("*.jar"))
 
 
@@ -189,16 +171,16 @@ def _ivy_jar() -> Path:
     raise SetupError(f"{_spark_jars()} has no ivy-*.jar, which is needed to download others; reinstall pyspark")
 
 
-def _download(java: Path, wanted: Sequence[Coordinate], unwanted: Sequence[Coordinate], target: Path) -> None:
-    home = target.parent
-    log.info("downloading %s and what it needs into %s", _names(wanted), target)
+def _download(java: Path, coordinates: Sequence[str], exclude: Sequence[str], target: Path) -> None:
+    home, names = target.parent, ", ".join(coordinates)
+    log.info("downloading %s and what it needs into %s", names, target)
     with tempfile.TemporaryDirectory(dir=home, prefix=".resolve-") as scratch_name:
         scratch = Path(scratch_name)
         settings = Path(os.environ.get("SPARK_GROUP_IVY_SETTINGS") or scratch / "ivysettings.xml")
         if settings.parent == scratch:
             settings.write_text(_SETTINGS, encoding="utf-8")
         module = scratch / "ivy.xml"
-        module.write_text(_ivy_module(wanted, unwanted), encoding="utf-8")
+        module.write_text(_ivy_module(coordinates, exclude), encoding="utf-8")
         jars = scratch / "jars"
         jars.mkdir()
         command = [str(java), "-Xmx256m", "-cp", str(_ivy_jar()), "org.apache.ivy.Main", "-warn"]
@@ -209,29 +191,27 @@ def _download(java: Path, wanted: Sequence[Coordinate], unwanted: Sequence[Coord
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=RESOLVE_S, check=False)
         except subprocess.TimeoutExpired as exc:
-            raise SetupError(f"downloading {_names(wanted)} took longer than {RESOLVE_S} s; try again") from exc
-        missing = [c for c in wanted if not (jars / f"{c.group}_{c.artifact}-{c.version}.jar").is_file()]
+            raise SetupError(f"downloading {names} took longer than {RESOLVE_S} s; try again") from exc
+        missing = [c for c in coordinates if not (jars / "{}_{}-{}.jar".format(*c.split(":"))).is_file()]
         if run.returncode != 0 or missing:
             reason = _ivy_reason(run.stdout + run.stderr)
             raise SetupError(
-                f"cannot download {_names(missing or wanted)} from Maven Central ({reason}); "
+                f"cannot download {', '.join(missing) or names} from Maven Central ({reason}); "
                 "check the network, or name a mirror's Ivy settings file in SPARK_GROUP_IVY_SETTINGS"
             )
         jars.rename(target)
 
 
-def _ivy_module(wanted: Sequence[Coordinate], unwanted: Sequence[Coordinate]) -> str:
+def _ivy_module(coordinates: Sequence[str], exclude: Sequence[str]) -> str:
     lines = ['<ivy-module version="2.0">', '  <info organisation="spark-group-source" module="jars"/>']
     lines += ['  <configurations><conf name="default"/></configurations>', "  <dependencies>"]
-    for c in wanted:
-        lines.append(
-            f"    <dependency org={quoteattr(c.group)} name={quoteattr(c.artifact)} rev={quoteattr(c.version)} "
-            'conf="default->default">'
-        )
+    for coordinate in coordinates:
+        group, artifact, version = map(quoteattr, coordinate.split(":"))
+        lines.append(f'    <dependency org={group} name={artifact} rev={version} conf="default->default">')
         # An exclusion beside the same module as a wanted one means: not as what *others* need.
-        for u in unwanted:
-            if (u.group, u.artifact) != (c.group, c.artifact):
-                lines.append(f"      <exclude org={quoteattr(u.group)} module={quoteattr(u.artifact)}/>")
+        for org, module in (map(quoteattr, other.split(":")) for other in exclude):
+            if (org, module) != (group, artifact):
+                lines.append(f"      <exclude org={org} module={module}/>")
         lines.append("    </dependency>")
     return "\n".join([*lines, "  </dependencies>", "</ivy-module>"])
 
@@ -247,10 +227,6 @@ def _ivy_reason(output: str) -> str:
             return match[0].strip()
     lines = [line.strip(" \t:") for line in output.splitlines() if line.strip(" \t:")]
     return lines[-1] if lines else "no output"
-
-
-def _names(coordinates: Sequence[Coordinate]) -> str:
-    return ", ".join(":".join(c) for c in coordinates)
 
 
 @contextlib.contextmanager

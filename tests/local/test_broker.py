@@ -45,9 +45,8 @@ def alive(pid: int) -> bool:
 
 
 def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves_nothing_else(tmp_path: Path) -> None:
-    data, logs = tmp_path / "data", tmp_path / "logs"
     for begins in (True, False):
-        with Broker(data_dir=data, log_dir=logs) as broker:
+        with Broker(data_dir=tmp_path) as broker:
             settings: dict[str, str | int | float | bool] = {
                 "bootstrap.servers": broker.bootstrap_servers,
                 "log_level": 0,
@@ -62,7 +61,7 @@ def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves
                 produce_to(Producer(settings), "kept", ["1", "2", "3"])
             assert list(end_offsets_of(admin, "kept").values()) == [3]
         assert list(pids) == [1] and not alive(pids[1]) and broker.pids == {}
-    assert (logs / "node-1.log").stat().st_size > 0
+    assert (tmp_path / "logs" / "node-1.log").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
