@@ -122,16 +122,29 @@ def test_what_is_needed_is_asked_for_by_name(arguments: Any, missing: str) -> No
     assert status == 2 and f"Missing option '{missing}'" in shown
 
 
-@pytest.mark.parametrize("topics", [[], ["--topics", "t", "--pattern", "t.*"]])
-def test_topics_are_named_in_exactly_one_way(arguments: Any, topics: list[str]) -> None:
-    status, shown = arguments(*NEEDED, *topics)
-    assert status == 2 and "give one of --topics and --pattern" in shown
+TOPICS = ["--topics", "t"]
+TIMING = "give available-now, once, or an interval such as '5 seconds'"
 
 
-@pytest.mark.parametrize("trigger", ["sometimes", "5", "5 parsecs", "", "availableNow"])
-def test_a_wrong_trigger_is_refused_before_spark_starts(arguments: Any, trigger: str) -> None:
-    status, shown = arguments(*NEEDED, "--topics", "t", "--trigger", trigger)
-    assert status == 2 and "give available-now, once, or an interval such as '5 seconds'" in shown
+@pytest.mark.parametrize(
+    ("more", "status", "says"),
+    [
+        ([], 2, "give one of --topics and --pattern"),
+        ([*TOPICS, "--pattern", "t.*"], 2, "give one of --topics and --pattern"),
+        *[([*TOPICS, "--trigger", t], 2, TIMING) for t in ("sometimes", "5", "5 parsecs", "", "availableNow")],
+        *[
+            ([*TOPICS, "--option", f"{name}=hunter2"], 2, "--option-file")
+            for name in ("kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config")
+        ],
+        ([*TOPICS, "--option", "failOnDataLoss"], 2, "write KEY=VALUE"),
+        *[([*TOPICS, "--table", t], 1, "one folder") for t in ("/tmp/none/c", "delta.`file:///tmp/none/c/`")],
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_spark_starts_and_secrets_are_not_shown(
+    arguments: Any, more: list[str], status: int, says: str
+) -> None:
+    code, shown = arguments(*NEEDED, *more)
+    assert code == status and says in shown and "hunter2" not in shown
 
 
 @pytest.mark.parametrize(
@@ -145,23 +158,6 @@ def test_a_wrong_trigger_is_refused_before_spark_starts(arguments: Any, trigger:
 )
 def test_triggers(trigger: str, timing: dict[str, Any]) -> None:
     assert job._timing(trigger) == timing
-
-
-@pytest.mark.parametrize("name", ["kafka.sasl.password", "kafka.ssl.key.pem", "kafka.sasl.jaas.config"])
-def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments: Any, name: str) -> None:
-    status, shown = arguments(*NEEDED, "--topics", "t", "--option", f"{name}=hunter2")
-    assert status == 2 and "--option-file" in shown and "hunter2" not in shown
-
-
-def test_an_option_without_a_value_is_refused_and_not_shown_in_full(arguments: Any) -> None:
-    status, shown = arguments(*NEEDED, "--topics", "t", "--option", "failOnDataLoss")
-    assert status == 2 and "write KEY=VALUE" in shown
-
-
-@pytest.mark.parametrize("table", ["/tmp/none/c", "delta.`file:///tmp/none/c/`"])
-def test_a_table_and_a_checkpoint_in_one_folder_are_refused(arguments: Any, table: str) -> None:
-    status, shown = arguments(*NEEDED, "--topics", "t", "--table", table)
-    assert status == 1 and "one folder" in shown
 
 
 def test_option_files_take_secrets_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,21 +186,13 @@ def test_a_broken_option_file_is_named_with_its_line_and_not_shown(tmp_path: Pat
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("schema", ["id BIGINTEGER", "id", "id BIGINT,, name STRING"])
-def test_a_schema_that_is_not_ddl_is_refused_in_one_line(spark: "SparkSession", schema: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
-        job._ddl(spark, schema)
-    assert "\n" not in str(met.value)
-
-
-@pytest.mark.spark
-def test_a_schema_without_fields_is_refused(spark: "SparkSession") -> None:
+def test_schemas_and_fields_that_cannot_be_columns_are_refused_in_one_line(spark: "SparkSession") -> None:
+    for schema in ("id BIGINTEGER", "id", "id BIGINT,, name STRING"):
+        with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
+            job._ddl(spark, schema)
+        assert "\n" not in str(met.value)
     with pytest.raises(typer.BadParameter, match="names no field"):
         job._ddl(spark, "")
-
-
-@pytest.mark.spark
-def test_a_field_with_the_name_of_a_kafka_column_is_refused_unless_these_are_renamed(spark: "SparkSession") -> None:
     fields = job._ddl(spark, "id BIGINT, Timestamp TIMESTAMP")
     with pytest.raises(typer.BadParameter, match=r"'Timestamp'.*--kafka-prefix"):
         job.parsed(fields)

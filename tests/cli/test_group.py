@@ -4,6 +4,8 @@ Kafka's offsets are read back with its own admin API, the table's rows from its 
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +19,7 @@ from conftest import await_until
 from delta_files import living_rows
 from kafka_words import noted_of, set_committed
 from scenes import Scene, Shown
-from streams import Job, Outsider, describe, numbered, planned
+from streams import Job, Outsider, describe, forget, numbered, planned, readers_below
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import kept
@@ -242,48 +244,101 @@ def test_a_reset_says_its_number_beside_every_offset_of_the_group(scene: Scene, 
         assert notes(scene) == dict.fromkeys(here, Note(epoch=number))
 
 
-def test_B55_a_rewind_with_the_table_is_written_again_and_without_it_is_refused_until_it_is_settled(
-    scene: Scene, run: Run
-) -> None:
-    """All with one checkpoint: what was refused is in it, and void after the reset that the refusal names."""
-    name, table = scene.topic(2), scene.folder / "table"
-    scene.produce(name, numbered(0, 9, 2))
-    one = scene.job(subscribe=name)
-    into(one, table)
-    everything = {(p, offset): 1 for p in range(2) for offset in range(5)}
-    assert offsets_in(table) == everything
+def times(*counts: tuple[int, int, int]) -> dict[tuple[int, int], int]:
+    """From ``(first, end, n)``: the offsets from first to before end are in the table n times, in both partitions."""
+    return {(p, offset): n for first, end, n in counts for offset in range(first, end) for p in range(2)}
 
-    run("reset", "--to-earliest", "--execute")
-    for _ in range(2):
-        with pytest.raises(Exception, match="LedgerConflict") as refused:
-            into(one, table)
-        await_left(scene)
-        assert "spark-group reset" in str(refused.value)
-        assert offsets_in(table) == everything, "nothing was written"
-    run("reset", "--to-ledger", "--table", str(table), "--execute")
-    scene.produce(name, numbered(10, 11, 2))
+
+def conflict(scene: Scene, job: Job, table: Path) -> str:
+    """A run that the ledger refuses; what it says."""
+    before = offsets_in(table)
+    with pytest.raises(Exception, match="LedgerConflict") as refused:
+        into(job, table)
+    await_left(scene)
+    assert offsets_in(table) == before, "nothing was written"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
+def test_B55_a_reset_while_a_batch_is_pending_is_followed_exactly_with_the_same_checkpoint(
+    written: bool, scene: Scene, run: Run
+) -> None:
+    """Pending: ``offsets/N`` says what it reads, and no ``commits/N`` that it is done. Its source is killed in it."""
+    name, table = scene.topic(2), scene.folder / "table"
+    one = scene.job(subscribe=name, kafka__session__timeout__ms=2000)
+    scene.produce(name, numbered(0, 9, 2))
     into(one, table)
-    everything |= {(0, 5): 1, (1, 5): 1}
-    assert offsets_in(table) == everything
+    scene.produce(name, numbered(10, 19, 2))
+    pending, sink = len(planned(one.checkpoint)), DeltaSink(table)
+
+    def killed(df: "DataFrame", number: int) -> None:
+        for reader in readers_below():
+            os.kill(reader, signal.SIGKILL)
+        if written:
+            sink(df, number)
+        raise RuntimeError("killed")
+
+    with pytest.raises(Exception, match="killed"):
+        one.run_into(killed, availableNow=True)
+    await_left(scene)
+    assert not (one.checkpoint / "commits" / str(pending)).exists()
+    assert offsets_in(table) == times((0, 10 if written else 5, 1))
 
     run("reset", "--to-offset", "3", "--table", str(table), "--execute")
     into(one, table)
-    assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in everything}
+    once_more = times((0, 3, 1), (3, 5, 2), (5, 10, 2 if written else 1))
+    assert offsets_in(table) == once_more
+    assert planned(one.checkpoint)[pending + 1].ranges == {TopicPartition(name, p): (3, 10) for p in range(2)}
+    assert set(scene.committed().values()) == {10}
+
+    for _ in range(2):  # the second one counts, and nothing is read for the first
+        run("reset", "--to-offset", "8", "--table", str(table), "--execute")
+    into(one, table)
+    scene.produce(name, numbered(20, 21, 2))
+    into(one, table)
+    assert offsets_in(table) == {
+        **once_more,
+        **{at: once_more[at] + 1 for at in times((8, 10, 1))},
+        **times((10, 11, 1)),
+    }
+    assert set(scene.committed().values()) == {11}
+
+
+def test_B55_a_rewind_without_the_table_is_refused_and_the_ways_out_that_it_names_work(scene: Scene, run: Run) -> None:
+    """All with one checkpoint: what was refused is in it, and void after the reset that the refusal names."""
+    name, table = scene.topic(2), scene.folder / "table"
+    one, rewound = scene.job(subscribe=name), {0: 2, 1: 2}
+    scene.produce(name, numbered(0, 9, 2))
+    into(one, table)
+    set_committed(scene.admin, scene.group, name, rewound)
+    text = conflict(scene, one, table)
+    assert "spark-group reset" in text and "--to-ledger" in text and "with the same checkpoint" in text
+    conflict(scene, one, table)  # a start alone settles nothing
+
+    run("reset", "--to-ledger", "--table", str(table), "--execute")
+    scene.produce(name, numbered(10, 11, 2))
+    into(one, table)
+    assert offsets_in(table) == times((0, 6, 1))
+
+    set_committed(scene.admin, scene.group, name, rewound)
+    conflict(scene, one, table)
+    # As if the driver had died before its plan was written: the run has committed the position under its own name, and
+    # the note beside it says where it came from.
+    forget(one.checkpoint, "offsets", max(planned(one.checkpoint)))
+    assert f"{name}-0: Kafka says 2, the table holds up to 6" in conflict(scene, one, table)
+
+    run("reset", "--to-offset", "4", "--table", str(table), "--execute")
+    for _ in range(2):
+        into(one, table)
+        assert offsets_in(table) == times((0, 4, 1), (4, 6, 2))
 
 
 @pytest.mark.parametrize(
-    ("to", "times"),
-    [
-        (("--to-offset", "3"), {3: 2, 8: 1, 12: 1}),
-        (("--to-latest",), {0: 1, 8: 0, 10: 1}),
-        (("--to-ledger",), {0: 1}),
-    ],
-    ids=["back", "forward", "to the ledger"],
+    ("to", "skipped"), [("--to-latest", range(8, 10)), ("--to-ledger", range(0))], ids=["forward", "to the ledger"]
 )
 def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goes_on_where_the_reset_says(
-    to: tuple[str, ...], times: dict[int, int], scene: Scene, run: Run
+    to: str, skipped: range, scene: Scene, run: Run
 ) -> None:
-    """``times``: how often the records from each offset on are in the table in the end; once before the first."""
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 19, 2))
     one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)
@@ -291,14 +346,12 @@ def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goe
     pending = planned(one.checkpoint)[2]
     assert set(pending.ranges.values()) == {(8, 10)}
     for _ in range(2):
-        shown = run("reset", *to, "--table", str(table), "--execute")
+        shown = run("reset", to, "--table", str(table), "--execute")
     assert "this was its reset 2" in shown.output
     scene.produce(name, numbered(20, 23, 2))
     into(one, table)
 
-    steps = {0: 1, **times}
-    expected = {(p, n): steps[max(first for first in steps if first <= n)] for p in range(2) for n in range(12)}
-    assert offsets_in(table) == {at: count for at, count in expected.items() if count}
+    assert offsets_in(table) == {at: n for at, n in times((0, 12, 1)).items() if at[1] not in skipped}
     plans = planned(one.checkpoint)
     assert plans[2] == pending
     assert {number: plan.epoch for number, plan in plans.items() if number > 2} == dict.fromkeys(

@@ -5,7 +5,6 @@ Kafka's offsets are read back with a plain consumer, and by ``kafka-consumer-gro
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from conftest import await_until
@@ -24,9 +23,6 @@ from spark_group_source.kafka import offset_deletion as library
 from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.local.tools import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
-
-if TYPE_CHECKING:
-    pass
 
 A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)
 AT = {A0: CommittedOffset(5, ""), A1: CommittedOffset(7, ""), B0: CommittedOffset(9, "")}
@@ -229,50 +225,41 @@ def test_a_login_by_password_and_one_that_is_refused(scene: Scene) -> None:
 # --- a query of ours whose group has lost its offsets -----------------------------------------------------------------
 
 
-@pytest.mark.spark
-def test_G5_a_query_goes_on_at_its_checkpoint_when_the_groups_offsets_were_deleted(scene: Scene, run: Run) -> None:
-    """Not at ``startingOffsets``, which is latest here."""
-    name, table = scene.topic(2), scene.folder / "table"
-    scene.produce(name, numbered(0, 9, 2))
-    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
-    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
-    assert run("delete-offsets", "--topic", name, "--execute").code == 0
-    assert scene.committed() == {}
-    scene.produce(name, numbered(10, 19, 2))
-    scene.job(subscribe=name, startingOffsets="latest").run_into(DeltaSink(table), availableNow=True)
-    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))
-    assert scene.committed() == scene.end_offsets(name)
-
-
 @pytest.mark.proves("G4", level="spark")
 @pytest.mark.spark
-def test_G4_where_the_checkpoint_is_gone_too_the_ledger_leaves_out_what_the_table_has(scene: Scene, run: Run) -> None:
-    name, table = scene.topic(2), scene.folder / "table"
-    scene.produce(name, numbered(0, 9, 2))
-    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
-    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
-    assert run("delete-group", "--execute").code == 0
-    scene.produce(name, numbered(10, 19, 2))
-    scene.job(subscribe=name, checkpoint="another").run_into(DeltaSink(table), availableNow=True)
-    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))
+def test_G4_G5_a_query_whose_group_has_lost_its_offsets_has_every_record_once(scene: Scene, run: Run) -> None:
+    name, table, numbers = scene.topic(2), scene.folder / "table", range(10)
 
+    def lost(*command: str) -> None:
+        """No member and no offset is left, and there are new records."""
+        await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
+        assert run(*command, "--execute").code == 0
+        assert scene.committed() == {}
+        scene.produce(name, numbered(numbers.stop, numbers.stop + 9, 2))
 
-@pytest.mark.spark
-def test_G5_where_the_checkpoint_is_gone_too_a_reset_brings_the_ledger_back(scene: Scene, run: Run) -> None:
-    """Who would begin elsewhere, here at the end, is refused: what lies between would be read by nobody."""
-    name, table = scene.topic(2), scene.folder / "table"
+    def reads(checkpoint: str, starting: str = "latest") -> None:
+        job = scene.job(subscribe=name, checkpoint=checkpoint, startingOffsets=starting)
+        job.run_into(DeltaSink(table), availableNow=True)
+        assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(numbers)
+        assert scene.committed() == scene.end_offsets(name)
+
+    set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
     scene.produce(name, numbered(0, 9, 2))
-    scene.job(subscribe=name).run_into(DeltaSink(table), availableNow=True)
-    await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
-    ledger = scene.committed()
-    assert run("delete-group", "--execute").code == 0
-    scene.produce(name, numbered(10, 19, 2))
-    new = scene.job(subscribe=name, checkpoint="another", startingOffsets="latest")
-    with pytest.raises(Exception, match="Kafka has no offsets of group") as refused:
-        new.run_into(DeltaSink(table), availableNow=True)
+    reads("c")
+
+    lost("delete-offsets", "--topic", name)
+    numbers = range(20)
+    reads("c")  # on at the checkpoint, and not at startingOffsets
+
+    lost("delete-group")
+    numbers = range(30)
+    with pytest.raises(Exception, match="Kafka has no offsets of group") as refused:  # else 20 to 29 had no reader
+        reads("another")
     assert f"spark-group reset --group {scene.group} --to-ledger --table {table}" in str(refused.value)
     await_until(lambda: not describe(scene.admin, scene.group).members, what="the end of its members")
     assert run("reset", "--to-ledger", "--table", str(table), "--execute").code == 0
-    assert scene.committed() == ledger
-    new.run_into(DeltaSink(table), availableNow=True)
-    assert sorted(int(row["value"]) for row in living_rows(table, ["value"])) == list(range(20))
+    reads("another")
+
+    lost("delete-group")
+    numbers = range(40)
+    reads("a third", "earliest")  # the ledger leaves out what the table has
