@@ -11,7 +11,6 @@ command can help later (:data:`EXIT_CODES`). Heavy imports (Kafka, Spark) belong
 import json
 import logging
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -190,11 +189,11 @@ def broker_run(
     local_broker.check_free(port)
     with Broker(port=port, data_dir=data_dir) as broker:
         local_broker.create_topics(broker.bootstrap_servers, topics)
-        if not record:
+        recorded = local_broker.record(broker) if record else None  # locked until this function ends
+        if recorded is None:
             typer.echo(broker.bootstrap_servers)
-        with local_broker.recorded(broker) if record else nullcontext():
-            while not stop.wait(WATCH_S) and broker.pids:
-                pass
+        while not stop.wait(WATCH_S) and broker.pids:
+            pass
         if not stop.is_set():
             raise SourceError(f"the broker ended by itself; see {broker.log_dir}")
 

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from spark_group_source.cli import report
+from spark_group_source.cli import report, shared
 from spark_group_source.cli import reset as resetting
 from spark_group_source.cli.report import GroupReport
 from spark_group_source.cli.reset import GroupReset, Offsets, To
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import GroupAdmin
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
-from spark_group_source.options.table import Options
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,7 +47,7 @@ def describe(
 
         found = read_ledger(_session(spark), table, group)
         ledger = {} if found is None else found.offsets
-    return report.describe(_admin(group, bootstrap_servers, options), group, ledger)
+    return report.describe(shared.admin_of(bootstrap_servers, group, options=options), group, ledger)
 
 
 def reset(
@@ -77,7 +75,7 @@ def reset(
         GroupError: the group has members; stop them first.
         CommitFailed: Kafka refused.
     """
-    admin = _admin(group, bootstrap_servers, options)
+    admin = shared.admin_of(bootstrap_servers, group, options=options)
     place = Offsets(_ledger(group, table, spark), written=False) if to == "ledger" else _place(to)
     targets = resetting.find(admin, group, place, dict.fromkeys(topics, frozenset()))
     session = _session(spark) if table is not None and execute else None
@@ -113,8 +111,3 @@ def _session(given: "SparkSession | None") -> "SparkSession":
     if found is None:
         raise OptionError("table needs a Spark session that can read Delta tables: give spark=")
     return found
-
-
-def _admin(group: str, servers: str, options: Mapping[str, str] | None) -> GroupAdmin:
-    own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
-    return GroupAdmin(Options.parse({**(options or {}), **own}).admin_settings(), retries=0)

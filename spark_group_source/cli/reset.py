@@ -13,6 +13,7 @@ A plan may be written down as ``kafka-consumer-groups --export`` writes it and `
 (KIP-222, and ``CsvUtils`` of Kafka's tools).
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -246,25 +247,7 @@ def reset(
     table: str | None = None,
     execute: bool,
 ) -> GroupReset:
-    """What a reset to these offsets does; with ``execute`` it is done, as of :func:`move`."""
-    committed = admin.committed(group)
-    moves = tuple(
-        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
-        for tp, at in sorted(targets.items())
-    )
-    number = move(admin, group, targets, spark=spark, table=table) if execute else None
-    return GroupReset(group, moves, number)
-
-
-def move(
-    admin: GroupAdmin,
-    group: str,
-    targets: Mapping[TopicPartition, int],
-    *,
-    spark: "SparkSession | None",
-    table: str | None,
-) -> int:
-    """Bring the group to the targets and then, with a table, its ledger too. Returns the number of the reset.
+    """What a reset to these offsets does; with ``execute`` the group goes there and then, with a table, its ledger.
 
     Kafka goes first: it refuses while the group is active. If the table does not follow (this process dies, Delta
     refuses), a query stops where it would write something twice, and says so; another reset settles it, because its
@@ -275,6 +258,36 @@ def move(
         OptionError: there is nothing to move.
         LedgerConflict: the table's ledger is of a newer release.
     """
+    if execute:
+        _require_movable(admin, group, targets)
+    committed = admin.committed(group)
+    moves = tuple(
+        Move(tp.topic, tp.partition, committed[tp].offset if tp in committed else None, at)
+        for tp, at in sorted(targets.items())
+    )
+    if not execute:
+        return GroupReset(group, moves, None)
+    from spark_group_source.delta import kept
+
+    ledger = None
+    if spark is not None and table is not None:
+        with contextlib.suppress(LedgerDamaged):  # nobody can read it: it is written anew
+            ledger = kept.read_ledger(spark, table, group)
+    known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
+    topics = admin.existing(tp.topic for tp in known)
+    found = plan(targets, committed, ledger, topics)
+    admin.move_committed(group, found.offsets, notes=found.notes)
+    if spark is not None and table is not None:
+        ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
+        gone = {tp.topic for tp in known} - topics.keys()
+        reason = f"spark-group reset {found.epoch}"
+        kept.set_ledger(
+            spark, table, group, found.offsets, reason=reason, topic_ids=ids, epoch=found.epoch, deleted=gone
+        )
+    return GroupReset(group, moves, found.epoch)
+
+
+def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:
     if not targets:
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
     described = admin.group(group)
@@ -284,30 +297,6 @@ def move(
             "an inactive group. Stop its queries and consumers, and wait for their session timeout",
             group=group,
         )
-    ledger = None if spark is None or table is None else _ledger(spark, table, group)
-    committed = admin.committed(group)
-    known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
-    topics = admin.existing(tp.topic for tp in known)
-    reset = plan(targets, committed, ledger, topics)
-    admin.move_committed(group, reset.offsets, notes=reset.notes)
-    if spark is not None and table is not None:
-        from spark_group_source.delta.kept import set_ledger
-
-        ids = {tp.topic: topics[tp.topic].id for tp in reset.offsets}
-        reason = f"spark-group reset {reset.epoch}"
-        gone = {tp.topic for tp in known} - topics.keys()
-        set_ledger(spark, table, group, reset.offsets, reason=reason, topic_ids=ids, epoch=reset.epoch, deleted=gone)
-    return reset.epoch
-
-
-def _ledger(spark: "SparkSession", table: str, group: str) -> Ledger | None:
-    """The ledger, or None where there is none or nobody can read it: then it is written anew."""
-    from spark_group_source.delta.kept import read_ledger
-
-    try:
-        return read_ledger(spark, table, group)
-    except LedgerDamaged:
-        return None
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -403,12 +392,8 @@ def reset_command(
         console.print(done)
     if new:
         typer.echo(f"there is no group {group} yet; this begins it", err=export)
-    typer.echo(moved(done) if execute else "nothing was changed; add --execute to do it", err=export)
-
-
-def moved(done: GroupReset) -> str:
-    """What is said at the end of a reset."""
-    return f"moved {len(done.moves)} partitions of group {done.group}; this was its reset {done.number}"
+    text = f"moved {len(done.moves)} partitions of group {group}; this was its reset {done.number}"
+    typer.echo(text if execute else "nothing was changed; add --execute to do it", err=export)
 
 
 def _contradict(given: Mapping[str, bool]) -> None:

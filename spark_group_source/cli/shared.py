@@ -9,7 +9,7 @@ import re
 import signal
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,19 +53,25 @@ ConfigOption = Annotated[
 ]
 
 
-def admin_of(servers: str, group: str, config: Path | None) -> GroupAdmin:
+def admin_of(
+    servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
+) -> GroupAdmin:
     """An admin client with the settings of ``--command-config``.
 
     Args:
         group: whose offsets are asked for; "-" where none is meant.
+        options: settings with the names of the source's options.
     """
-    return GroupAdmin(options_of(servers, group, config).admin_settings(), retries=0)
+    return GroupAdmin(options_of(servers, group, config, options).admin_settings(), retries=0)
 
 
-def options_of(servers: str, group: str, config: Path | None) -> Options:
+def options_of(
+    servers: str, group: str, config: Path | None = None, options: Mapping[str, str] | None = None
+) -> Options:
     """The client settings of ``--command-config``, checked and translated as those of a query are."""
     given = {} if config is None else {f"kafka.{name}": value for name, value in settings_in(config).items()}
-    return Options.parse({**given, "kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"})
+    own = {"kafka.bootstrap.servers": servers, "kafka.group.id": group, "subscribe": "-"}
+    return Options.parse({**given, **(options or {}), **own})
 
 
 def settings_in(path: Path) -> dict[str, str]:

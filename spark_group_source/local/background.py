@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.local.broker import KILL_S, LOG_TAIL_LINES, START_S, STOP_S, Broker
@@ -116,9 +117,12 @@ def stop() -> BrokerState | None:
         return state
 
 
-@contextlib.contextmanager
-def recorded(broker: Broker) -> Iterator[None]:
-    """Say in the state file, while the block runs, that this process holds ``broker``, and where it is."""
+def record(broker: Broker) -> TextIO:
+    """Say in the state file that this process holds ``broker``, and where it is, until the process ends.
+
+    Returns:
+        The locked file; keep it.
+    """
     state = BrokerState(
         pid=os.getpid(),
         bootstrap_servers=broker.bootstrap_servers,
@@ -126,12 +130,12 @@ def recorded(broker: Broker) -> Iterator[None]:
         log_dir=str(broker.log_dir),
     )
     unfinished = _state_file().with_suffix(".new")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        json.dump(asdict(state), file)
-        file.flush()
-        unfinished.replace(_state_file())
-        yield
+    file = open(unfinished, "w", encoding="utf-8")  # noqa: SIM115 - the lock lasts as long as it is open
+    fcntl.flock(file, fcntl.LOCK_EX)
+    json.dump(asdict(state), file)
+    file.flush()
+    unfinished.replace(_state_file())
+    return file
 
 
 def check_free(port: int) -> None:

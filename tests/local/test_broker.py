@@ -197,7 +197,8 @@ def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) 
     )
 
     assert spark_group("broker", "stop", env=home).stdout.strip() == f"stopped 127.0.0.1:{port}"
-    assert not alive(document["pid"]) and not alive(document["node"])
+    assert not alive(document["node"])
+    await_until(lambda: not alive(document["pid"]), what="the end of the process that let its lock go")
     assert spark_group("broker", "status", env=home).returncode == 3
 
 
