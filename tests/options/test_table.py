@@ -117,22 +117,6 @@ def test_B10_exactly_one_of_subscribe_and_subscribePattern(given: dict[str, str]
     assert message.endswith("both is given" if given else "neither is given")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("subscribe", " , ", "it must name at least one topic"),
-        ("subscribe", "^orders.*", "for a pattern use subscribePattern"),
-        ("subscribe", "..", "is not a topic name"),
-        ("subscribePattern", " ", "it must not be empty"),
-        ("subscribePattern", "(", "as Python's re reads it"),
-    ],
-)
-def test_B10_an_empty_or_impossible_subscription_is_refused(name: str, value: str, why: str) -> None:
-    message = refused(BASE | {name: value})
-    assert message.startswith(f"option {name!r} is {value!r}; ")
-    assert why in message
-
-
 def test_B10_assign_is_refused_because_the_group_decides() -> None:
     assert "membership in the group decides which partitions are read" in refused(BASE | {"assign": '{"a":[0]}'})
 
@@ -208,62 +192,15 @@ def test_B5_topics_that_are_not_subscribed_are_refused_at_load(name: str) -> Non
     assert Options.parse(BASE | {"subscribePattern": "o.*", name: '{"other":{"0":1}}'}).topics == ()
 
 
-@pytest.mark.parametrize("offset", [-3, -1000, -1001])
-def test_B16_offsets_below_minus_two_are_refused(offset: int) -> None:
-    message = refused(ORDERS | {"startingOffsets": f'{{"orders":{{"0":{offset}}}}}'})
-    assert f"partition orders-0 has {offset}; it must be an offset, or -1 for latest, or -2 for earliest" in message
-
-
-@pytest.mark.parametrize(
-    ("value", "why"),
-    [
-        ("newest", "it must be earliest, latest or JSON"),
-        ("", "it must be earliest, latest or JSON"),
-        ("{", "it is not JSON"),
-        ("{}", "it must be JSON such as"),
-        ('{"orders":{}}', "topic 'orders' must have partitions"),
-        ('{"orders":5}', "topic 'orders' must have partitions"),
-        ('{"orders":{"0":true}}', "partition orders-0 has True"),
-        ('{"orders":{"0":1.0}}', "partition orders-0 has 1.0"),
-        ('{"orders":{"0":"7"}}', "partition orders-0 has '7'"),
-        ('{"orders":{"0":9223372036854775808}}', "it must be an offset"),
-        ('{"orders":{"x":1}}', "names partition 'x'"),
-        ('{"orders":{"-1":1}}', "names partition '-1'"),
-        ('{"orders":{"01":1}}', "names partition '01'"),
-        ('{"orders":{"2147483648":1}}', "names partition '2147483648'"),
-        ('{"orders":{"0":1,"0":2}}', "it names '0' twice"),
-    ],
-)
-def test_a_damaged_starting_position_is_refused_with_what_is_wrong(value: str, why: str) -> None:
-    message = refused(ORDERS | {"startingOffsets": value})
-    assert message.startswith("option 'startingOffsets' is ")
-    assert why in message
-    assert len(message) < 600
-
-
-@pytest.mark.parametrize("name", ["startingTimestamp", "startingOffsetsByTimestamp"])
-def test_B16_negative_times_are_refused(name: str) -> None:
-    value = "-1" if name == "startingTimestamp" else '{"orders":{"0":-1}}'
-    assert f"option {name!r} is" in refused(ORDERS | {name: value})
-
-
 # ---- limits
-
-
-@pytest.mark.parametrize("value", ["a", "1.0", "0", "-1", "", "100001"])
-def test_B25_minPartitions_must_be_a_positive_whole_number(value: str) -> None:
-    message = refused(ORDERS | {"minPartitions": value})
-    assert message == f"option 'minPartitions' is {value!r}; it must be a whole number from 1 to 100000"
 
 
 def test_B25_whole_numbers_may_have_blanks_around_them() -> None:
     assert parsed(minPartitions=" 7 ").min_partitions == 7
 
 
-def test_B18_the_largest_limit_is_accepted_and_one_more_is_not() -> None:
+def test_B18_the_largest_limit_is_accepted() -> None:
     assert parsed(maxOffsetsPerTrigger=str(2**63 - 1)).max_offsets_per_trigger == 2**63 - 1
-    assert "from 1 to 9223372036854775807" in refused(ORDERS | {"maxOffsetsPerTrigger": str(2**63)})
-    assert "'maxOffsetsPerTrigger' is '0'" in refused(ORDERS | {"maxOffsetsPerTrigger": "0"})
 
 
 def test_B19_a_minimum_above_the_maximum_is_refused() -> None:
@@ -281,35 +218,63 @@ def test_B19_the_delay_is_a_time_as_spark_writes_it(text: str, ms: int) -> None:
     assert parsed(maxTriggerDelay=text).max_trigger_delay_ms == ms
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1.5s", "-1s", "10 s", "3w", "9" * 19 + "d", "9" * 5_000])
-def test_B19_any_other_delay_is_refused(text: str) -> None:
-    assert "it must be a time such as 500ms, 10s, 15m, 1h or 1d" in refused(ORDERS | {"maxTriggerDelay": text})
+# ---- what cannot be
+
+
+WORD_OR_JSON = "it must be earliest, latest or JSON"
+WRONG = {
+    ("subscribe", "it must name at least one topic"): [" , "],
+    ("subscribe", "for a pattern use subscribePattern"): ["^orders.*"],
+    ("subscribe", "is not a topic name"): [".."],
+    ("subscribePattern", "it must not be empty"): [" "],
+    ("subscribePattern", "as Python's re reads it"): ["("],
+    ("startingOffsets", WORD_OR_JSON): ["newest", ""],
+    ("startingOffsets", "it is not JSON"): ["{"],
+    ("startingOffsets", "it must be JSON such as"): ["{}"],
+    ("startingOffsets", "topic 'orders' must have partitions"): ['{"orders":{}}', '{"orders":5}'],
+    ("startingOffsets", "partition orders-0 has True"): ['{"orders":{"0":true}}'],
+    ("startingOffsets", "partition orders-0 has 1.0"): ['{"orders":{"0":1.0}}'],
+    ("startingOffsets", "partition orders-0 has '7'"): ['{"orders":{"0":"7"}}'],
+    ("startingOffsets", "it must be an offset, or -1 for latest, or -2 for earliest"): [
+        '{"orders":{"0":9223372036854775808}}', '{"orders":{"0":-3}}', '{"orders":{"0":-1001}}'
+    ],
+    ("startingOffsets", "it must be a whole number such as 0"): [
+        '{"orders":{"x":1}}', '{"orders":{"-1":1}}', '{"orders":{"01":1}}', '{"orders":{"2147483648":1}}'
+    ],
+    ("startingOffsets", "it names '0' twice"): ['{"orders":{"0":1,"0":2}}'],
+    ("startingTimestamp", "from 0"): ["-1"],
+    ("startingOffsetsByTimestamp", "it must be milliseconds since the epoch, 0 or more"): ['{"orders":{"0":-1}}'],
+    ("startingOffsetsByTimestampStrategy", "error or latest"): ["earliest"],
+    ("minPartitions", "it must be a whole number from 1 to 100000"): ["a", "1.0", "0", "-1", "", "100001"],
+    ("maxOffsetsPerTrigger", "from 1 to 9223372036854775807"): [str(2**63), "0"],
+    ("maxRecordsPerPartition", "from 1"): ["0"],
+    ("maxTriggerDelay", "it must be a time such as 500ms, 10s, 15m, 1h or 1d"): [
+        "", "soon", "1.5s", "-1s", "10 s", "3w", "9" * 19 + "d", "9" * 5_000
+    ],
+    ("groupMembers", "from 1 to 1000"): ["0", "1001"],
+    ("memberHost", "did you mean 'driver'?"): ["drivers"],
+    ("leaveOnStop", "auto or always or never"): ["maybe"],
+    ("failOnDataLoss", "it must be true or false"): ["yes"],
+    ("includeHeaders", "it must be true or false"): ["1"],
+    ("clientRackEnv", "the name of an environment variable"): ["$RACK"],
+    ("kafka.group.protocol", "classic or consumer"): ["streams"],
+    ("kafka.isolation.level", "read_committed or read_uncommitted"): ["none"],
+    ("kafka.group.id", "it must not be empty"): ["  "],
+    ("kafka.bootstrap.servers", "a comma-separated list of host:port"): ["a:1,,b:1"],
+    ("kafkaConsumer.pollTimeoutMs", "from 1 to 86400000"): ["0"],
+    ("fetchOffset.numRetries", "from 0 to 1000"): ["-1"],
+}  # fmt: skip
+"""Values of an option that cannot be, by what is said of them."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("groupMembers", "0", "from 1 to 1000"),
-        ("groupMembers", "1001", "from 1 to 1000"),
-        ("memberHost", "drivers", "did you mean 'driver'?"),
-        ("leaveOnStop", "maybe", "auto or always or never"),
-        ("failOnDataLoss", "yes", "it must be true or false"),
-        ("includeHeaders", "1", "it must be true or false"),
-        ("kafka.group.protocol", "streams", "classic or consumer"),
-        ("kafka.isolation.level", "none", "read_committed or read_uncommitted"),
-        ("kafka.group.id", "  ", "it must not be empty"),
-        ("kafka.bootstrap.servers", "a:1,,b:1", "a comma-separated list of host:port"),
-        ("kafkaConsumer.pollTimeoutMs", "0", "from 1 to 86400000"),
-        ("fetchOffset.numRetries", "-1", "from 0 to 1000"),
-        ("startingOffsetsByTimestampStrategy", "earliest", "error or latest"),
-        ("maxRecordsPerPartition", "0", "from 1"),
-        ("clientRackEnv", "$RACK", "the name of an environment variable"),
-    ],
+    ("name", "value", "why"), [(name, value, why) for (name, why), values in WRONG.items() for value in values]
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: str, why: str) -> None:
-    message = refused(ORDERS | {name: value})
-    assert message.startswith(f"option {name!r} is {value!r}; ")
+    message = refused((BASE if name.startswith("subscribe") else ORDERS) | {name: value})
+    assert message.startswith(f"option {name!r} is '{value[:100]}")
     assert why in message
+    assert len(message) < 600
 
 
 # ---- the frozen value
