@@ -69,58 +69,41 @@ def test_B11_settings_of_the_source_are_refused_whatever_the_value(name: str, va
     assert caught.value.fields == {"option": f"kafka.{name}"}
 
 
-def test_B11_the_reasons_say_what_to_use_instead() -> None:
-    assert "use startingOffsets" in refused({"auto.offset.reset": "latest"})
-    assert "committed only after their rows are durable" in refused({"enable.auto.commit": "false"})
-    assert "decode them with DataFrame functions" in refused({"value.deserializer": "x"})
-    assert "set groupMembers" in refused({"group.instance.id": "x"})
+def test_B27_what_decides_which_records_and_offsets_there_are_is_always_stated() -> None:
+    """The client never commits, stores or resets by itself."""
+    names = ("isolation.level", "group.protocol", "enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset")
 
+    def stated(**kafka: str) -> list[str]:
+        settings = options(**kafka).consumer_settings()
+        return [settings[name] for name in names]
 
-def test_a_setting_without_a_name_is_refused() -> None:
-    assert "has no name behind the dot" in refused({"": "1"})
-
-
-def test_B27_read_committed_is_the_default_and_is_always_stated() -> None:
-    assert options().consumer_settings()["isolation.level"] == "read_committed"
-    assert options(isolation_level="read_uncommitted").consumer_settings()["isolation.level"] == "read_uncommitted"
-
-
-def test_the_client_never_commits_stores_or_resets_by_itself() -> None:
-    settings = options().consumer_settings()
-    assert settings["enable.auto.commit"] == settings["enable.auto.offset.store"] == "false"
-    assert settings["auto.offset.reset"] == "error"
-
-
-def test_the_group_protocol_is_always_stated() -> None:
-    assert options().consumer_settings()["group.protocol"] == "classic"
-    assert options(group_protocol="CONSUMER").consumer_settings()["group.protocol"] == "consumer"
+    assert stated() == ["read_committed", "classic", "false", "false", "error"]
+    assert stated(isolation_level="read_uncommitted", group_protocol="CONSUMER")[:2] == ["read_uncommitted", "consumer"]
 
 
 # ---- timeouts, protocols, assignors
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("session.timeout.ms", "5000"), ("heartbeat.interval.ms", "500"), ("partition.assignment.strategy", "range")],
+    ("given", "why"),
+    [
+        ({"": "1"}, "has no name behind the dot"),
+        ({"auto.offset.reset": "latest"}, "use startingOffsets"),
+        ({"enable.auto.commit": "false"}, "committed only after their rows are durable"),
+        ({"value.deserializer": "x"}, "decode them with DataFrame functions"),
+        ({"group.instance.id": "x"}, "set groupMembers"),
+        ({"session.timeout.ms": "3000"}, "interval.ms (3000) must be below kafka.session.timeout.ms (3000)"),
+        *[
+            (
+                {"session.timeout.ms": value},
+                f"option 'kafka.session.timeout.ms' is {value!r}; it must be a whole number",
+            )
+            for value in ("", "0", "-1", "1.5", "soon", "2147483648")
+        ],
+    ],
 )
-def test_with_the_consumer_protocol_the_brokers_settings_are_refused(name: str, value: str) -> None:
-    said = refused_at_load({name: value, "group.protocol": "consumer"})
-    assert f"`{name}` is not supported for `group.protocol=consumer`" in said
-
-
-def test_heartbeats_must_be_below_the_session_and_polls_not_below_it() -> None:
-    assert "kafka.heartbeat.interval.ms (3000) must be below kafka.session.timeout.ms (3000)" in refused(
-        {"session.timeout.ms": "3000"}
-    )
-    assert "must be >= `session.timeout.ms`" in refused_at_load({"max.poll.interval.ms": "44999"})
-    check_settings(options(max_poll_interval_ms="45000", heartbeat_interval_ms="44999"))
-
-
-@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "soon", "2147483648"])
-def test_a_timeout_must_be_a_whole_number(value: str) -> None:
-    assert f"option 'kafka.session.timeout.ms' is {value!r}; it must be a whole number" in refused(
-        {"session.timeout.ms": value}
-    )
+def test_settings_that_cannot_be_are_refused_with_what_to_use_instead(given: dict[str, str], why: str) -> None:
+    assert why in refused(given)
 
 
 def test_the_timeouts_that_others_need_have_the_clients_defaults() -> None:
@@ -143,14 +126,6 @@ def test_assignors_may_be_named_as_in_java(given: str, strategy: str) -> None:
     made = options(partition_assignment_strategy=given)
     assert made.consumer_settings()["partition.assignment.strategy"] == strategy
     check_settings(made)
-
-
-@pytest.mark.parametrize(
-    "given", ["org.apache.kafka.clients.consumer.StickyAssignor", "range,cooperative-sticky", " , "]
-)
-def test_other_assignors_and_mixed_kinds_are_refused_with_those_that_there_are(given: str) -> None:
-    said = refused_at_load({"partition.assignment.strategy": given})
-    assert "Use range and roundrobin in any order, or cooperative-sticky alone" in said
 
 
 # ---- which client gets which
@@ -186,6 +161,9 @@ def test_a_producers_setting_does_not_reach_the_producer_of_the_commits(capfd: p
     assert made.admin_settings()["client.id"] == "me"
 
 
+ASSIGNORS = "Use range and roundrobin in any order, or cooperative-sticky alone"
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -193,10 +171,26 @@ def test_a_producers_setting_does_not_reach_the_producer_of_the_commits(capfd: p
         ({"security.providers": "a.B"}, "only Java clients know it, remove it"),
         ({"fetch.min.byte": "5"}, 'No such configuration property: "fetch.min.byte"'),
         ({"request.timeout.ms": "600000"}, "outside allowed range 10..300000 (kafka.request.timeout.ms is the same"),
+        ({"max.poll.interval.ms": "44999"}, "must be >= `session.timeout.ms`"),
+        ({"partition.assignment.strategy": "org.apache.kafka.clients.consumer.StickyAssignor"}, ASSIGNORS),
+        ({"partition.assignment.strategy": "range,cooperative-sticky"}, ASSIGNORS),
+        ({"partition.assignment.strategy": " , "}, ASSIGNORS),
+        *[
+            ({name: value, "group.protocol": "consumer"}, f"`{name}` is not supported for `group.protocol=consumer`")
+            for name, value in (
+                ("session.timeout.ms", "5000"),
+                ("heartbeat.interval.ms", "500"),
+                ("partition.assignment.strategy", "range"),
+            )
+        ],
     ],
 )
 def test_what_the_library_refuses_is_refused_at_load_with_a_hint(given: dict[str, str], why: str) -> None:
     assert why in refused_at_load(given)
+
+
+def test_heartbeats_may_come_until_the_session_ends_and_polls_as_seldom_as_it_lasts() -> None:
+    check_settings(options(max_poll_interval_ms="45000", heartbeat_interval_ms="44999"))
 
 
 # ---- Java's settings
