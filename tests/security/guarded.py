@@ -6,7 +6,6 @@ Runs in: tests. Deliberately absent: what a query says (the tests), and a second
 import base64
 import json
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,24 +31,18 @@ from kit.broker_cluster import BrokerCluster
 from streams import options_of
 
 from security.certificates import BROKER_NAMES, Authority
+from security.token_function import SUBJECT as CLIENT_ID
+from security.token_function import unsigned
 
 USER, PASSWORD = "etl", "open-sesame-7f3a"
 """Of the SCRAM listener."""
-CLIENT_ID, CLIENT_SECRET = "etl-service", "s3cr3t-of-the-service"
+CLIENT_SECRET = "s3cr3t-of-the-service"
 """Of the token endpoint."""
 _Filter: Any = AclBindingFilter  # its stubs know no filter that leaves something open
 LISTENERS = {"TLS": "SSL", "MUTUAL": "SSL", "SCRAM": "SASL_SSL", "OAUTH": "SASL_PLAINTEXT"}
 LOGIN = "org.apache.kafka.common.security"
 SESSION_S = 30
 """The longest time between two logins with a token; a shorter token ends its connection itself."""
-
-
-def unsigned_token(subject: str, life_s: float) -> tuple[str, float]:
-    """A token that nobody signed (JWS with ``alg`` none), and when it expires."""
-    now = time.time()
-    parts = {"alg": "none"}, {"sub": subject, "iat": now, "exp": now + life_s, "scope": ""}
-    header, claims = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
-    return f"{header}.{claims}.", now + life_s
 
 
 class TokenEndpoint:
@@ -92,7 +85,7 @@ class TokenEndpoint:
         known = request.headers.get("Authorization") == f"Basic {right}"
         answer: dict[str, object] = {"error": "invalid_client"}
         if known:
-            answer = {"access_token": unsigned_token(CLIENT_ID, self.life_s)[0], "expires_in": self.life_s}
+            answer = {"access_token": unsigned(self.life_s)[0], "expires_in": self.life_s}
         body = json.dumps(answer).encode()
         request.send_response(200 if known else 401)
         request.send_header("Content-Type", "application/json")
@@ -164,25 +157,19 @@ class Guarded:
         self._change([permission.binding(allow=False)])
 
     def give_back(self, permission: Permission) -> None:
-        self._remove(permission, AclPermissionType.DENY)
-
-    def disallow(self, permission: Permission) -> None:
-        """The end of :meth:`allow`."""
-        self._remove(permission, AclPermissionType.ALLOW)
+        denied = permission.binding(allow=False)
+        wanted = AclBindingFilter(
+            *(denied.restype, denied.name, denied.resource_pattern_type, denied.principal, denied.host),
+            *(denied.operation, denied.permission_type),
+        )
+        self.admin.delete_acls([wanted])[wanted].result(ADMIN_S)
+        await_until(lambda: not self.admin.describe_acls(wanted).result(ADMIN_S), what=f"the end of {denied}")
 
     def allow_all(self, user: str, *, but: str = "") -> None:
         """What a query needs, and no more, on every topic, group and transactional id; without one kind of these."""
         needs = [("READ", "TOPIC"), ("DESCRIBE", "TOPIC"), ("READ", "GROUP"), ("DESCRIBE", "GROUP")]
         needs += [("WRITE", "TRANSACTIONAL_ID"), ("DESCRIBE", "TRANSACTIONAL_ID")]
         self.allow(*(Permission(user, operation, kind) for operation, kind in needs if kind != but))
-
-    def _remove(self, permission: Permission, kind: AclPermissionType) -> None:
-        one = permission.binding(allow=kind is AclPermissionType.ALLOW)
-        wanted = AclBindingFilter(
-            one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation, kind
-        )
-        self.admin.delete_acls([wanted])[wanted].result(ADMIN_S)
-        await_until(lambda: not self.admin.describe_acls(wanted).result(ADMIN_S), what=f"the end of {one}")
 
     def _change(self, bindings: list[AclBinding]) -> None:
         for done in self.admin.create_acls(bindings).values():

@@ -17,11 +17,15 @@ AWAY_ENV = "TOKENS_AWAY"
 
 
 def token(_: str) -> tuple[str, float]:
-    """A token that nobody signed, and when it expires: as a signer of a cloud gives it."""
+    """What a signer of a cloud would give."""
     if (away := os.environ.get(AWAY_ENV)) and Path(away).exists():
         raise ConnectionError("the signer does not answer")
+    return unsigned(float(os.environ.get(LIFE_ENV, "600")))
+
+
+def unsigned(life_s: float) -> tuple[str, float]:
+    """A token that nobody signed (JWS with ``alg`` none), and when it expires."""
     now = time.time()
-    until = now + float(os.environ.get(LIFE_ENV, "600"))
-    parts = {"alg": "none"}, {"sub": SUBJECT, "iat": now, "exp": until, "scope": ""}
+    parts = {"alg": "none"}, {"sub": SUBJECT, "iat": now, "exp": now + life_s, "scope": ""}
     header, claims = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
-    return f"{header}.{claims}.", until
+    return f"{header}.{claims}.", now + life_s
