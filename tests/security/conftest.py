@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from security.certificates import Authority
-from security.guarded import CLIENT_ID, PASSWORD, USER, Guarded, TokenEndpoint, guarded_broker
+from security.guarded import PASSWORD, USER, Guarded, TokenEndpoint, guarded_broker
+from security.token_function import CLIENT_ID
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,7 @@ from kit.broker_cluster import BrokerCluster
 from streams import options_of
 
 from security.certificates import BROKER_NAMES, Authority
-from security.token_function import SUBJECT as CLIENT_ID
-from security.token_function import unsigned
+from security.token_function import CLIENT_ID, unsigned
 
 USER, PASSWORD = "etl", "open-sesame-7f3a"
 """Of the SCRAM listener."""

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-SUBJECT = "etl-service"
+CLIENT_ID = "etl-service"
 LIFE_ENV = "TOKEN_LIFE_S"
 AWAY_ENV = "TOKENS_AWAY"
 """Names a file: while it is there, nobody gives tokens."""
@@ -26,6 +26,6 @@ def token(_: str) -> tuple[str, float]:
 def unsigned(life_s: float) -> tuple[str, float]:
     """A token that nobody signed (JWS with ``alg`` none), and when it expires."""
     now = time.time()
-    parts = {"alg": "none"}, {"sub": SUBJECT, "iat": now, "exp": now + life_s, "scope": ""}
+    parts = {"alg": "none"}, {"sub": CLIENT_ID, "iat": now, "exp": now + life_s, "scope": ""}
     header, claims = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
     return f"{header}.{claims}.", now + life_s
