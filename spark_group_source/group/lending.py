@@ -239,7 +239,10 @@ class Lending:
         if not self.transactional:
             self._call_home()
         self._fit()
-        self._due = self._misplaced() if now_ms >= self._look_at_ms or self._due else []
+        self._coming = {n for n in self._coming if self._is_coming(self._slots.all[n])}
+        if not self._due and now_ms < self._look_at_ms:
+            return
+        self._due = self._misplaced()
         left = []
         for slot, host in self._due:
             if all(map(self._is_settled, slot.held)):
@@ -247,7 +250,6 @@ class Lending:
             else:
                 left.append((slot, host))
         self._due = left
-        self._coming = {n for n in self._coming if self._is_coming(self._slots.all[n])}
         if not left:
             self._due_since_ms, self._look_at_ms = None, now_ms + LOOK_EVERY_MS
         elif self._due_since_ms is None:

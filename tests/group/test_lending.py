@@ -10,6 +10,7 @@ from spark_group_source.group.lending import (
     BEGIN_MS_MAX,
     CLOSE_MS_MAX,
     HOST_PUT_OFF_MS,
+    LOOK_EVERY_MS,
     MOVE_PUT_OFF_MS,
     STAY_MS,
     STAYS_MS,
@@ -111,6 +112,16 @@ def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> 
     g.settled(A, B)
     assert g.machine.plannable() == {A: 100, B: 100}
     assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (0, 0)
+
+
+def test_an_agent_that_stays_has_slots_soon_however_often_a_batch_ends() -> None:
+    g = settled((A,))
+    g.host_came("h1")
+    moves = []
+    for _ in range((STAY_MS + LOOK_EVERY_MS) // 100):
+        g.tick(ms=100)
+        moves += begun(g)
+    assert moves == [0]
 
 
 def test_agents_that_come_soon_after_one_another_have_each_a_part_of_the_slots_at_once() -> None:

@@ -46,7 +46,13 @@ class CalmScene(Scene):
         self.queries = self.queries[:1]
         query = self.queries[0]
         habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
-        query.habits = replace(habits, member_host="auto", auto_slots=False)  # another number of slots is a rebalance
+        # What is used by default is what leases are made for: in a short session a move that meets a cut channel is late.
+        self.group.session_ms = SESSION_TIMEOUT_MS
+        options = dict(habits.options)
+        if protocol != "consumer":
+            options["kafka.session.timeout.ms"] = str(SESSION_TIMEOUT_MS)
+        # Another number of slots is a rebalance.
+        query.habits = replace(habits, options=options, member_host="auto", auto_slots=False)
         assert query.executors is not None
         query.executors.luck.swallowed = 0.0  # each would cut the channel: several in a lease are too many for it
         query.executors.luck.cut = 0.0  # a fault of its own
@@ -85,8 +91,6 @@ def lend(seed: int, protocol: str) -> Lent:
 def _play(world: World, protocol: str) -> Lent:
     truth = Invariants(world)
     scene = CalmScene(world, Cluster(world, PROTOCOLS[protocol], truth), truth, protocol)
-    if protocol == "consumer":
-        scene.group.session_ms = SESSION_TIMEOUT_MS  # what brokers use by default is what leases are made for
     faults = CalmFaults(scene)
     scene.begin()
     world.run_until(GATHERED_MS)
