@@ -46,7 +46,7 @@ class CalmScene(Scene):
         self.queries = self.queries[:1]
         query = self.queries[0]
         habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
-        # What is used by default is what leases are made for: in a short session a move that meets a cut channel is late.
+        # Leases are made for the sessions of the default: in a short one a move that meets a cut channel is late.
         self.group.session_ms = SESSION_TIMEOUT_MS
         options = dict(habits.options)
         if protocol != "consumer":
