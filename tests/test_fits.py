@@ -178,19 +178,16 @@ def test_the_command_says_which_release_it_is() -> None:
     assert (shown.exit_code, shown.output) == (0, f"spark-group {spark_group_source.__version__}\n")
 
 
-def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(no_spark: None) -> None:
-    del no_spark
-    needed = ["--bootstrap-servers", "localhost:1", "--group", "g", "--topics", "t", "--table", "/t"]
-    shown = CliRunner().invoke(app, ["run", *needed, "--checkpoint", "/c"])
-    assert shown.exit_code == 1
-    assert shown.output.startswith("error: SetupError: there is no pyspark: this release is for Spark 4.2")
-
-
-def test_a_command_that_needs_spark_for_one_option_says_what_fits_too(
-    no_spark: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "words",
+    [["run", "--group", "g", "--topics", "t", "--checkpoint", "/c"], ["describe", "--group", "g"]],
+    ids=["the command", "one option"],
+)
+def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(
+    words: list[str], no_spark: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del no_spark
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
-    shown = CliRunner().invoke(app, ["describe", "--group", "g", "--bootstrap-servers", "localhost:1", "--table", "/t"])
+    shown = CliRunner().invoke(app, [*words, "--bootstrap-servers", "localhost:1", "--table", "/t"])
     assert shown.exit_code == 1
     assert shown.output.startswith("error: SetupError: there is no pyspark: this release is for Spark 4.2")

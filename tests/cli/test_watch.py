@@ -33,33 +33,15 @@ def report(
     owners: Mapping[int, str], *, committed: int = 5, end: int = 9, state: str = "stable", **run: Any
 ) -> GroupReport:
     """A group that reads topic t: which member has each partition."""
-    rows = tuple(
-        PartitionRow(
-            topic="t",
-            partition=p,
-            committed=committed,
-            end=end,
-            lag=end - committed,
-            ledger=None,
-            member=name,
-            stream="",
-        )
-        for p, name in owners.items()
-    )
+    of = {"topic": "t", "committed": committed, "end": end, "lag": end - committed, "ledger": None, "stream": ""}
+    rows = tuple(PartitionRow(partition=p, member=name, **of) for p, name in owners.items())
     members = tuple(
         GroupMember(name, name, "", "/10.0.0.1", tuple(TopicPartition("t", p) for p in owners if owners[p] == name))
         for name in sorted({*owners.values()} - {""})
     )
     runs = ({"pid": 7, "rebalances": 0, "reason": "", **run},)
     return GroupReport(
-        group="g",
-        state=state,
-        protocol="classic",
-        assignor="range",
-        coordinator="",
-        members=members,
-        partitions=rows,
-        runs=runs,
+        group="g", state=state, protocol="classic", assignor="range", members=members, partitions=rows, runs=runs
     )
 
 
@@ -72,23 +54,26 @@ def shown(look: GroupReport, **more: Any) -> str:
 # --- two looks -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_said_of_a_group_that_only_reads_on() -> None:
-    assert changes(report({0: "a"}), report({0: "a"}, committed=9)) == []
-
-
-def test_a_member_that_joins_and_what_it_takes_over() -> None:
-    said = changes(report({0: "a", 1: "a", 2: "a", 3: "a"}), report({0: "a", 1: "b", 2: "b", 3: "a"}))
-    assert said == ["b joined", "t 1-2: a → b"]
-
-
-def test_a_member_that_leaves_while_nobody_has_its_partitions() -> None:
-    said = changes(report({0: "a", 2: "b"}), report({0: "a", 2: ""}, state="preparing_rebalancing"))
-    assert said == ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → nobody"]
-
-
-def test_a_rebalance_of_a_query_of_this_host_is_said_with_its_reason() -> None:
-    said = changes(report({0: "a"}, rebalances=2), report({0: "a"}, rebalances=3, reason="a member joined"))
-    assert said == ["rebalance 3 of the query in process 7: a member joined"]
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (report({0: "a"}), report({0: "a"}, committed=9), []),
+        (report(dict.fromkeys(range(4), "a")), report({0: "a", 1: "b", 2: "b", 3: "a"}), ["b joined", "t 1-2: a → b"]),
+        (
+            report({0: "a", 2: "b"}),
+            report({0: "a", 2: ""}, state="preparing_rebalancing"),
+            ["the group is preparing_rebalancing, it was stable", "b left", "t 2: b → nobody"],
+        ),
+        (
+            report({0: "a"}, rebalances=2),
+            report({0: "a"}, rebalances=3, reason="a member joined"),
+            ["rebalance 3 of the query in process 7: a member joined"],
+        ),
+    ],
+    ids=["it reads on", "a member joins", "a member leaves", "a query of this host tells why"],
+)
+def test_what_happened_between_two_looks(before: GroupReport, after: GroupReport, said: list[str]) -> None:
+    assert changes(before, after) == said
 
 
 def test_a_rate_is_of_what_was_committed_and_a_reset_backwards_is_none() -> None:

@@ -1,8 +1,5 @@
 """Lag in seconds on a real Kafka, where it is known: records have timestamps of the test's choice."""
 
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,7 +10,6 @@ from conftest import ADMIN_S, Record, await_until
 from kafka_words import await_markers, set_committed
 from scenes import Scene
 
-from metrics.scrapes import scrape, values
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.metrics.sweep import Seen, Sweeps
@@ -176,24 +172,3 @@ def test_a_group_that_answers_is_shown_also_where_no_leader_says_how_far_its_par
     assert (group.state, group.unreachable_since_ms, seen.unreachable_since_ms) == ("empty", None, None)
     partition = group.partitions[TopicPartition(topic, 0)]
     assert (partition.committed, partition.end, partition.lag, partition.age_s) == (0, None, None, None)
-
-
-@pytest.mark.broker
-def test_the_command_serves_all_groups_until_it_is_told_to_end(scene: Scene) -> None:
-    topic = scene.topic(config=KEEP)
-    scene.produce(topic, aged(900, 800))
-    set_committed(scene.admin, scene.group, topic, {0: 1})
-    command = [sys.executable, "-m", "spark_group_source", "exporter", "--bootstrap-servers", scene.servers]
-    process = subprocess.Popen(
-        [*command, "--all-groups", "--port", "0", "--host", "127.0.0.1"], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    found = re.fullmatch(r"metrics of all groups at port (\d+), /metrics\n", first)
-    assert found, first
-    mine = {"group": scene.group, "topic": topic, "partition": "0"}
-    (age_s,) = await_until(lambda: values(scrape(int(found[1])), "kafka_group_lag_seconds", **mine), what="a sweep")
-    assert 800 - WITHIN_S <= age_s <= 800 + time.time() - NOW_S + WITHIN_S
-    process.terminate()
-    assert process.wait(HANG_S) == 0
-    process.stdout.close()
