@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from spark_group_source import __version__, fits
-from spark_group_source.cli import report, shared
+from spark_group_source.cli import shared
 from spark_group_source.cli.group import describe, list_groups, watch
 from spark_group_source.cli.ledger import ledger_app
 from spark_group_source.cli.migrate import migrate
@@ -37,7 +37,7 @@ from spark_group_source.cli.shared import (
     stop_on_signals,
     table_of,
 )
-from spark_group_source.errors import GroupError, OptionError, SourceError
+from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.host import runs
 
 SPARKS = ("pyspark.errors", "py4j")
@@ -218,13 +218,6 @@ def drain(
     group: GroupOption,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = runs.DRAIN_S,
     checkpoint: CheckpointOption = None,
-    bootstrap_servers: Annotated[
-        str | None,
-        typer.Option(
-            "--bootstrap-servers", "--bootstrap-server", help="host:port, …: to say where the group is, if not here."
-        ),
-    ] = None,
-    command_config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a group's queries finish their batch and begin no other: then they can be stopped.
@@ -232,16 +225,6 @@ def drain(
     Those of this host; or with --checkpoint the one of that checkpoint, wherever its driver runs, if it writes with
     DeltaSink and has written a batch.
     """
-    if checkpoint is None and bootstrap_servers is not None and not runs.read(group):
-        found = report.describe(shared.admin_of(bootstrap_servers, group, command_config), group, offsets=False)
-        where = ", ".join(sorted({m.host.lstrip("/") for m in found.members}))
-        raise GroupError(
-            f"no query of group {group!r} runs on this host; its members are at {where}. Drain it on the host of its "
-            "driver, or with --checkpoint"
-            if where
-            else f"group {group!r} has no members: there is nothing to drain",
-            group=group,
-        )
     with console.status("waiting for the batch in hand ..."):
         if checkpoint is None:
             count = runs.drain(group, timeout_s=timeout_s)

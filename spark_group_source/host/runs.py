@@ -294,7 +294,9 @@ def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) 
 
     if not here():
         raise GroupError(
-            f"no query of group {group!r} runs on this host; drain it on the host of its driver", group=group
+            f"no query of group {group!r} runs on this host. Drain it on the host of its driver, or with --checkpoint; "
+            "spark-group describe says where its members are",
+            group=group,
         )
     return drain_at(Place(here, lambda pid: ask_to_drain(int(pid)), LOOK_S), group, timeout_s=timeout_s)
 

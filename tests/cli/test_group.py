@@ -104,17 +104,16 @@ def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> 
 
 
 def test_a_group_that_is_not_there_is_said_to_be_not_there(run: Run) -> None:
-    for command in (("describe",), ("reset", "--to-latest"), ("drain",), ("migrate", "--to-checkpoint")):
+    for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
         assert "there is no group" in refused(run(*command)), command
 
 
-def test_a_group_may_begin_with_a_reset_and_one_without_members_has_nothing_to_drain(scene: Scene, run: Run) -> None:
+def test_a_group_may_begin_with_a_reset(scene: Scene, run: Run) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
     shown = run("reset", "--topic", name, "--to-latest", "--execute")
     assert f"there is no group {scene.group} yet; this begins it" in shown.output
     assert scene.committed() == {TopicPartition(name, 0): 5}
-    assert "has no members: there is nothing to drain" in refused(run("drain"))
 
 
 def test_a_group_that_goes_after_it_was_listed_is_left_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
