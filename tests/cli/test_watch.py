@@ -33,7 +33,14 @@ def report(
     owners: Mapping[int, str], *, committed: int = 5, end: int = 9, state: str = "stable", **run: Any
 ) -> GroupReport:
     """A group that reads topic t: which member has each partition."""
-    of = {"topic": "t", "committed": committed, "end": end, "lag": end - committed, "ledger": None, "stream": ""}
+    of: dict[str, Any] = {
+        "topic": "t",
+        "committed": committed,
+        "end": end,
+        "lag": end - committed,
+        "ledger": None,
+        "stream": "",
+    }
     rows = tuple(PartitionRow(partition=p, member=name, **of) for p, name in owners.items())
     members = tuple(
         GroupMember(name, name, "", "/10.0.0.1", tuple(TopicPartition("t", p) for p in owners if owners[p] == name))
