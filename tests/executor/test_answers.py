@@ -111,6 +111,12 @@ def produce(cluster: MockCluster, count: int = COUNT) -> None:
     assert producer.flush(10) == 0
 
 
+def make_anew(cluster: MockCluster, count: int = COUNT) -> None:
+    cluster.delete_topic("orders")
+    cluster.create_topic("orders")
+    produce(cluster, count)
+
+
 def topic_id(cluster: MockCluster) -> str:
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
     return str(admin.describe_topics(TopicCollection(["orders"]))["orders"].result(10).topic_id)
@@ -375,9 +381,7 @@ def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster) -> None:
 def test_a_topic_made_anew_is_data_loss_even_if_its_log_covers_the_plan(cluster: MockCluster, read: Read) -> None:
     planned = {"orders": topic_id(cluster)}
     assert read(0, 5, topic_ids=planned) == [0, 1, 2, 3, 4]
-    cluster.delete_topic("orders")
-    cluster.create_topic("orders")
-    produce(cluster)
+    make_anew(cluster)
     with pytest.raises(DataLoss, match="made anew") as caught:
         read(5, COUNT, topic_ids=planned)
     assert caught.value.fields["expected"] == 5
@@ -388,9 +392,7 @@ def test_a_topic_made_anew_is_skipped_in_full_and_counted(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     planned = {"orders": topic_id(cluster)}
-    cluster.delete_topic("orders")
-    cluster.create_topic("orders")
-    produce(cluster)
+    make_anew(cluster)
     with caplog.at_level(logging.WARNING):
         assert read(5, COUNT, topic_ids=planned, fail_on_data_loss=False) == []
     assert caplog.text.count("data loss") == 1
@@ -409,9 +411,7 @@ def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
         servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, deadline_s=DEADLINE_S
     )
     assert next(found).num_rows == 5
-    cluster.delete_topic("orders")
-    cluster.create_topic("orders")
-    produce(cluster)
+    make_anew(cluster)
     with pytest.raises(DataLoss, match="made anew while it was read"):
         list(found)
 
@@ -447,9 +447,7 @@ def test_B39_a_start_past_the_logs_end_gives_nothing(cluster: MockCluster, read:
 def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(cluster: MockCluster, read: Read) -> None:
     """Also where brokers have no topic ids."""
     assert read() == list(range(COUNT)), "the kept client has seen the longer log"
-    cluster.delete_topic("orders")
-    cluster.create_topic("orders")
-    produce(cluster, 2)
+    make_anew(cluster, 2)
     with pytest.raises(DataLoss) as caught:
         read(5, 10)
     assert caught.value.fields["available"] == (0, 2)
@@ -475,7 +473,7 @@ def test_B33_a_log_that_is_short_is_believed_after_the_grace(
     assert f"orders-0[{COUNT},{COUNT + 5}) (5)" in caplog.text
 
 
-def test_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
+def test_B37_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.delete_records(TP, 4)
@@ -485,6 +483,7 @@ def test_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
     assert "6 planned offsets" in caplog.text
     assert counts.lost == (OffsetRange(TP, 0, 4), OffsetRange(TP, COUNT, COUNT + 2))
     assert counts.brokers == {TP: COUNT - 4}
+    assert read(0, 4, fail_on_data_loss=False) == []
 
 
 # --- what was skipped, by itself

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -101,18 +102,21 @@ def test_a_span_is_used_only_where_numpy_can_count_it(low: int, far: int, size: 
     assert not records.spans(addresses, size) or fits
 
 
-_sizes = st.lists(st.one_of(st.integers(0, 2000), st.integers(0, 3 * records.BATCH_BYTES_MAX)), min_size=1, max_size=60)
+ROWS_MAX = 3
+_sizes = st.lists(st.one_of(st.integers(0, 2000), st.integers(0, 3 * records.BATCH_BYTES_MAX)), max_size=60)
 
 
 @given(sizes=_sizes, borders=st.lists(st.integers(0, 60), max_size=4))
 def test_a_batch_is_within_its_bounds_or_is_one_record(sizes: list[int], borders: list[int]) -> None:
     edges = sorted({0, len(sizes), *(at for at in borders if at < len(sizes))})
     cuts = [Cut(TP._replace(partition=at), a, b) for at, (a, b) in enumerate(itertools.pairwise(edges))]
-    groups = list(bounded(cuts, np.array(sizes, dtype=np.int64)))
+    with patch.object(records, "BATCH_ROWS_MAX", ROWS_MAX):
+        groups = list(bounded(cuts, np.array(sizes, dtype=np.int64)))
     assert [row for group in groups for cut in group for row in range(cut.first, cut.last)] == list(range(len(sizes)))
     for group in groups:
         rows = [row for cut in group for row in range(cut.first, cut.last)]
         assert len(rows) == 1 or sum(sizes[row] for row in rows) <= records.BATCH_BYTES_MAX
+        assert len(rows) <= ROWS_MAX
 
 
 def test_header_bytes_count_for_the_bound_of_a_batch() -> None:
