@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # its stubs hide it
 from kafka_words import ADMIN_S, Offsets, Record, await_served, await_until, committed_of, end_offsets_of, produce_to
 from kit.broker_cluster import BrokerCluster
-from streams import Job, options_of
+from streams import Job, Played, options_of
 from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
@@ -97,6 +98,19 @@ class Scene:
         self.admin.delete_topics([topic])[topic].result(ADMIN_S)
         await_until(lambda: topic not in self.admin.list_topics(timeout=ADMIN_S).topics, what=f"the end of {topic}")
 
+    def delete_before(self, topic: str, partition: int, offset: int) -> None:
+        """Delete the records of a partition that are before this offset."""
+
+        def done() -> bool:
+            try:
+                (deleted,) = self.admin.delete_records([KafkaPartition(topic, partition, offset)]).values()
+                return bool(deleted.result(ADMIN_S).low_watermark == offset)
+            except KafkaException:  # this client has not heard of a new partition's leader yet: let it ask
+                self.admin.list_topics(topic, timeout=ADMIN_S)
+                return False
+
+        await_until(done, what="the deletion of records")
+
     def committed(self, group: str | None = None) -> Offsets:
         """The next offset of each partition that the test's group, or another, has committed."""
         return committed_of(self.admin, group or self.group)
@@ -121,6 +135,10 @@ class Scene:
     def job(self, protocol: str = "classic", checkpoint: str = "c", **more: object) -> Job:
         """A Spark query in the test's group."""
         return Job(self.spark, self.options(protocol, **more), self.folder / checkpoint)
+
+    def played(self, protocol: str = "classic", **more: object) -> Played:
+        """The same without Spark."""
+        return Played(self.options(protocol, **more))
 
     # --- commands --------------------------------------------------------------------------------------------------
 

@@ -249,14 +249,6 @@ class Engine:
             self.log.append(end.to_json())
         return end
 
-    def replay(self, end: StreamOffset) -> list[Seen]:
-        """A restart that finds a planned batch without its commit."""
-        self.coordinator.replay(end)
-        rows = self.read(end)
-        self.rows += rows
-        self.log.append(end.to_json())
-        return rows
-
     def close(self) -> None:
         self.coordinator.close()
 
@@ -265,6 +257,30 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Played:
+    """A query over any number of runs, as :class:`Job` has it, but without Spark: each run is an :class:`Engine`."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = dict(options)
+        self.log: list[str] = []
+        """Its checkpoint: the offset of each batch, all of them durable."""
+        self.rows: list[Seen] = []
+
+    @contextlib.contextmanager
+    def running(self, **more: object) -> Iterator[Engine]:
+        with Engine({**self.options, **named(more)}, self.log) as engine:
+            yield engine
+        self.log = engine.log
+        self.rows += engine.rows
+
+    def run(self, **more: object) -> list[str]:
+        """A run that ends by itself; returns the values that it read."""
+        with self.running(**more) as engine:
+            engine.coordinator.prepare_available_now()
+            engine.run()
+        return values_of(engine.rows)
 
 
 # --- the outside ----------------------------------------------------------------------------------------------------

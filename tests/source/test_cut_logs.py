@@ -2,6 +2,7 @@
 
 import json
 import logging
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]  # the stubs do not say so
 from conftest import await_until, committed_of, create_topic, end_offsets_of, produce_to
-from cut_logs import cut_log
 from kit.broker_cluster import BrokerCluster
 from streams import Engine, Seen, options_of, texts
 
@@ -58,6 +58,26 @@ def rows_of(name: str, offsets: range, first: int) -> list[Seen]:
     return [Seen(name, 0, offset, str(first + offset - offsets.start)) for offset in offsets]
 
 
+def cut_log(broker: BrokerCluster, data: Path, tp: TopicPartition, end: int) -> None:
+    """Stop the node, take the batches of a partition from ``end`` on out of its file, and start it again."""
+    broker.stop_node(1)
+    (log,) = data.rglob(f"{tp}/*.log")
+    log.write_bytes(_below(log.read_bytes(), end))
+    for mark in data.rglob(".kafka_cleanshutdown"):  # with it the node would believe its indexes
+        mark.unlink()
+    broker.start_node(1)
+
+
+def _below(batches: bytes, end: int) -> bytes:
+    at = 0
+    while at < len(batches):
+        first, length = struct.unpack(">qi", batches[at : at + 12])
+        if first >= end:
+            break
+        at += 12 + length
+    return batches[:at]
+
+
 def await_batch(engine: Engine, deadline_s: float = BACK_S) -> None:
     """Triggers until a batch was read: a log that was cut is believed when it was told again."""
     await_until(lambda: engine.step() is not None, deadline_s, what="a batch")
@@ -97,30 +117,6 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
     del former["topics"][name]["leaders"]
     with Engine(options, [json.dumps(former)]) as engine:  # as a release without epochs left it: nothing can be told
         engine.run()
-
-
-def test_a_log_that_shrinks_and_grows_between_a_plan_and_its_reading(
-    alone: BrokerCluster, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)  # a failure is reported with what the library did about the group
-    options = options_of(
-        alone.bootstrap_servers, f"g-{name}", subscribe=name, failOnDataLoss=False, kafka__debug="cgrp"
-    )
-    write(name, 0, 9)
-    with Engine(options) as engine:
-        end = engine.plan()
-        assert end is not None
-        cut_log(alone, data, TopicPartition(name, 0), 6)
-        write(name, 100, 111)
-        assert engine.read(end) == rows_of(name, range(6), 0), "what was planned is left, and nothing else"
-        assert f"4 planned offsets were skipped, failOnDataLoss is false: {name}-0[6,10) (4)" in caplog.text
-        engine.log.append(end.to_json())
-        await_batch(engine)
-        assert engine.rows == rows_of(name, range(6, 18), 100)
-        engine.options = type(engine.options).parse({**options, "failOnDataLoss": "true"})
-        with pytest.raises(DataLoss, match="was cut at 6 or before it") as caught:
-            engine.read(end)
-    assert caught.value.fields["expected"] == 6
 
 
 def test_the_librarys_words_are_those_that_the_answer_is_read_from(

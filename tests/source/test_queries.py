@@ -1,0 +1,406 @@
+"""Queries in real Spark: what Spark alone decides of starts, triggers, replays, scans, progress and errors.
+
+What a run does with Kafka is in the other files, without Spark.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import await_until
+from delta_files import living_rows
+from kafka_words import SASL_PASSWORD, await_progress, sasl
+from scenes import Scene
+from streams import (
+    END_S,
+    PROTOCOLS,
+    Job,
+    Outsider,
+    forget,
+    numbered,
+    options_of,
+    planned,
+    readers_below,
+    rewrite,
+    texts,
+    values_of,
+)
+
+from spark_group_source import DeltaSink, GroupListener, Statistics
+from spark_group_source.group.offsets import parse
+from spark_group_source.host import runs
+from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+pytestmark = pytest.mark.spark
+
+
+# --- starts ---------------------------------------------------------------------------------------------------------
+
+
+def test_B1_B2_latest_gives_what_comes_later_and_a_restart_what_came_meanwhile_nothing_twice(scene: Scene) -> None:
+    name = scene.topic(5)
+    scene.produce(name, numbered(0, 9, 5))
+    one = scene.job(subscribe=name, startingOffsets="latest")
+    with one.running() as query:
+        query.processAllAvailable()
+        scene.produce(name, numbered(10, 19, 5))
+        query.processAllAvailable()
+    scene.produce(name, numbered(20, 29, 5))
+    with one.running() as query:
+        query.processAllAvailable()
+        scene.produce(name, numbered(30, 34, 5))
+        query.processAllAvailable()
+    assert one.values == texts(10, 34)
+
+
+def test_B3_latest_is_resolved_once_whether_the_checkpoint_stays_or_goes(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    first = scene.job(subscribe=name, startingOffsets="latest")
+    assert first.run() == []
+    assert planned(first.checkpoint)[0].positions() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+    assert scene.committed() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+    scene.produce(name, numbered(4, 7, 2))
+    shutil.copytree(first.checkpoint, first.checkpoint.with_name("kept"))
+    assert values_of(scene.job(checkpoint="kept", subscribe=name, startingOffsets="latest").run()) == texts(4, 7)
+    scene.produce(name, numbered(8, 9, 2))
+    assert values_of(scene.job(checkpoint="new", subscribe=name, startingOffsets="latest").run()) == texts(8, 9)
+
+
+# --- triggers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(protocol: str, scene: Scene) -> None:
+    name = scene.topic(3)
+    scene.produce(name, numbered(0, 14, 3))
+    enough: dict[str, Any] = {"minOffsetsPerTrigger": 5, "maxTriggerDelay": "1h"}  # it does not wait for so many
+    one = scene.job(protocol, subscribe=name, maxOffsetsPerTrigger=5, groupMembers=2, **enough)
+
+    def send_more(number: int) -> None:
+        if number == 0:
+            scene.produce(name, numbered(100, 102, 3))
+
+    one.on_batch = send_more
+    one.run()
+    assert [len(rows) for _, rows in one.batches] == [5, 5, 5]
+    assert one.values == texts(0, 14)
+    one.on_batch = lambda number: None
+    assert values_of(one.run()) == texts(100, 102)
+    assert scene.committed() == scene.end_offsets(name)
+
+
+@pytest.mark.proves("G2", level="spark")
+def test_B20_G2_once_takes_all_there_is_and_leaves_nothing_uncommitted_with_a_sink_that_says_what_is_durable(
+    scene: Scene,
+) -> None:
+    name = scene.topic(2)
+    one, table = scene.job(subscribe=name, maxOffsetsPerTrigger=2), scene.folder / "table"
+    for n in range(2):
+        scene.produce(name, numbered(10 * n, 10 * n + 9, 2))
+        one.run_into(DeltaSink(table), once=True)
+        await_until(lambda: not runs.read(scene.group), what="the end of the run")
+        assert scene.committed() == scene.end_offsets(name)
+    assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 19)
+
+
+def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run_has_ended(scene: Scene) -> None:
+    name = scene.topic(4)
+    scene.produce(name, numbered(0, 9, 3))  # nothing in the last partition
+    one = scene.job(subscribe=name, groupMembers=2)
+    with one.running() as query:
+        query.processAllAvailable()
+        await_until(lambda: scene.committed() == scene.end_offsets(name), what="lag 0 while idle")
+        scene.produce(name, numbered(10, 15, 3))
+        query.processAllAvailable()
+    await_until(lambda: scene.committed() == scene.end_offsets(name), what="lag 0 after stop()")
+    scene.produce(name, numbered(16, 20, 3))
+    one.run()
+    assert scene.committed() == scene.end_offsets(name)
+    assert one.values == texts(0, 20)
+
+
+def test_B25_one_partition_is_read_by_several_tasks_when_asked_for(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 7))
+    one = scene.job(subscribe=name, minPartitions=4)
+    tasks: list[int] = []
+
+    def keep(frame: "DataFrame", number: int) -> None:
+        found = frame.selectExpr("spark_partition_id() task", "offset").collect()
+        tasks.extend(row.task for row in sorted(found, key=lambda row: row.offset))
+
+    one.run_into(keep, availableNow=True)
+    assert len(tasks) == 8
+    assert len(set(tasks)) == 4
+    assert all(tasks[n] == tasks[n + 1] for n in (0, 2, 4, 6))
+
+
+# --- replays and scans ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.proves("G1", level="spark")
+def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job(subscribe=name)
+    one.run()
+    forget(one.checkpoint, "commits", 0)
+    scene.produce(name, numbered(4, 5, 2))
+    one.options["startingOffsets"] = "latest"
+    one.run()
+    assert [(number, values_of(rows)) for number, rows in one.batches] == [
+        (0, texts(0, 3)),
+        (0, texts(0, 3)),
+        (1, texts(4, 5)),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["join", "union"])
+def test_B24_G1_a_query_that_scans_its_source_twice_has_one_reader_and_each_scan_sees_every_row(
+    kind: str, scene: Scene
+) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name)
+    # Aliases, because Spark makes a second source of a frame that is joined with itself as it was loaded.
+    frame = one.load().selectExpr("topic t", "partition p", "offset o", "value v")
+    twice = frame.union(frame) if kind == "union" else frame.alias("l").join(frame.alias("r"), on="v")
+    side = "" if kind == "union" else "l."
+    columns = [f"{side}{short} {column}" for short, column in (("t", "topic"), ("p", "partition"), ("o", "offset"))]
+    query = one.start_frame(twice.selectExpr(*columns, "v value"))
+    try:
+        query.processAllAvailable()
+        scene.produce(name, numbered(10, 13, 2))
+        query.processAllAvailable()
+        assert len(readers_below()) == 1
+    finally:
+        query.stop()
+    assert one.values == sorted(texts(0, 13) * (2 if kind == "union" else 1))
+    assert len(set(_lines(one.checkpoint))) == 1  # a line for each scan, all the same
+
+
+def test_B23_a_union_of_two_groups_goes_on_with_one_side_when_the_other_is_drained(scene: Scene) -> None:
+    left, right = scene.topic(2), scene.topic(1)
+    one = scene.job(subscribe=left)
+    other = one.load(kafka__group__id=f"{scene.group}-right", subscribe=right)
+    scene.produce(left, numbered(0, 3, 2))
+    scene.produce(right, numbered(4, 5))
+    query = one.start_frame(one.load().union(other))
+    try:
+        query.processAllAvailable()
+        drained = _lines(one.checkpoint)
+        scene.produce(right, numbered(6, 7))
+        query.processAllAvailable()
+        later = _lines(one.checkpoint)
+        await_until(
+            lambda: scene.committed(f"{scene.group}-right") == scene.end_offsets(right),
+            what="the right group's offsets",
+        )
+    finally:
+        query.stop()
+    assert one.values == texts(0, 7)
+    assert later[0] == drained[0]
+    assert later[1] != drained[1]
+    assert scene.committed() == scene.end_offsets(left)
+
+
+def _lines(checkpoint: Path) -> list[str]:
+    """The sources' lines of the newest entry of ``offsets``."""
+    last = max((checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name))
+    return last.read_text().splitlines()[2:]
+
+
+@pytest.mark.proves("G8", level="spark")
+def test_G8_two_streams_of_one_load_are_refused_with_the_way_out(scene: Scene) -> None:
+    """Spark makes two streams of it: each would hold its partitions for a batch that waits for the other's."""
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 3, 2))
+    one = scene.job("classic", subscribe=name)
+    frame = one.load()
+    frame.createOrReplaceTempView("both_sides")
+    sql = "SELECT l.topic, l.partition, l.offset, l.value FROM both_sides l JOIN both_sides r ON l.value = r.value"
+    query = one.start_frame(frame.sparkSession.sql(sql))
+    try:
+        failure = await_progress(query.exception, lambda: query.status, what="the refusal")
+    finally:
+        query.stop()
+    assert "OptionError" in str(failure)
+    assert "another stream of the same load() runs in process" in str(failure)
+    assert "Each stream needs its own load()" in str(failure)
+
+
+def test_a_frame_is_read_again_when_its_query_has_ended(scene: Scene) -> None:
+    """The same load() has the same name: its former stream is waited for, if it still ends."""
+    name = scene.topic()
+    one = scene.job("classic", subscribe=name)
+    frame = one.load()
+    for first in (0, 4):
+        scene.produce(name, numbered(first, first + 3))
+        query = one.start_frame(frame)
+        await_until(lambda query=query: query.lastProgress or query.exception(), what="a batch")  # type: ignore[misc]
+        assert query.exception() is None
+        query.stop()
+
+
+# --- what Spark shows -----------------------------------------------------------------------------------------------
+
+
+def test_progress_shows_positions_and_how_far_the_topic_is_ahead(scene: Scene) -> None:
+    name = scene.topic(2)
+    scene.produce(name, numbered(0, 9, 2))
+    one = scene.job(subscribe=name, maxOffsetsPerTrigger=4)
+    query = one.start(availableNow=True)
+    assert query.awaitTermination(60)
+    with_rows = [p for p in (json.loads(p.json) for p in query.recentProgress) if p["numInputRows"]]
+    assert [p["numInputRows"] for p in with_rows] == [4, 4, 2]
+    source = with_rows[0]["sources"][0]
+    assert parse(source["endOffset"]).positions() == {TopicPartition(name, 0): 2, TopicPartition(name, 1): 2}
+    assert _object(source["latestOffset"]) == {name: {"0": 5, "1": 5}}
+
+
+def _object(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def test_a_listener_gets_what_the_members_did_after_every_batch(scene: Scene) -> None:
+    name = scene.topic(4)
+    received: list[tuple[str, Statistics]] = []
+    listener = GroupListener(lambda progress, statistics: received.append((str(progress.id), statistics)))
+
+    def a_batch_shows(assigned: tuple[int, ...]) -> bool:
+        scene.produce(name, numbered(0, 3, 4))
+        return bool(received) and received[-1][1].assigned == assigned
+
+    scene.spark.streams.addListener(listener)
+    try:
+        with scene.job(subscribe=name, groupMembers=2).running(processingTime="100 milliseconds") as query:
+            await_until(lambda: a_batch_shows((2, 2)), what="both members' partitions")
+            alone = received[-1][1]
+            with Outsider(scene.servers, scene.group, [name]) as other:
+                await_until(lambda: other.partitions and a_batch_shows((2, 1)), what="what is left to ours")
+            first, last = received[0], received[-1][1]
+            assert (first[0], last.group, last.slots) == (str(query.id), scene.group, ("assigned",) * 2)
+            assert alone.reason.endswith("was given 2 partitions")
+            assert last.rebalances > alone.rebalances and last.generation > alone.generation
+            assert last.seq > alone.seq and last.commits > alone.commits
+    finally:
+        scene.spark.streams.removeListener(listener)
+
+
+@pytest.mark.parametrize("offset", [None, "null", "17", "not JSON", '{"group":{"0":5}}', '{"group":"nobody"}'])
+def test_a_listener_is_silent_about_other_sources(offset: str | None) -> None:
+    received: list[object] = []
+    event = SimpleNamespace(progress=SimpleNamespace(sources=[SimpleNamespace(endOffset=offset)]))
+    GroupListener(lambda *what: received.append(what)).onQueryProgress(event)  # type: ignore[arg-type]  # as much as it uses
+    assert received == []
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def message_of(action: Callable[[], object]) -> str:
+    """What the user reads when ``action`` fails."""
+    with pytest.raises(Exception, match=r"\S") as failure:
+        action()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"startingOffset": "latest"}, "unknown option 'startingoffset'; did you mean 'startingOffsets'"),
+        ({"kafka.fetch.min.bytes": "many"}, 'Invalid value for configuration property "fetch.min.bytes"'),
+    ],
+)
+def test_a_wrong_option_is_refused_by_load_in_one_sentence(change: dict[str, str], says: str, scene: Scene) -> None:
+    one = scene.job(subscribe="t")
+    one.options |= change
+    text = message_of(one.load)
+    assert "OptionError" in text
+    assert says in text
+
+
+def test_a_batch_read_is_refused_with_the_way_to_a_bounded_run(scene: Scene) -> None:
+    options = scene.job(subscribe=scene.topic()).options
+    text = message_of(lambda: scene.spark.read.format("kafka-group").options(**options).load().collect())
+    assert "write spark.readStream, with trigger(availableNow=True)" in text
+
+
+@pytest.mark.proves("G9", level="spark")
+def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in_the_checkpoint(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = scene.topic()
+    scene.produce(name, ["in"])
+    options = options_of(scene.broker.sasl_bootstrap_servers, scene.group, subscribe=name) | sasl(SASL_PASSWORD)
+    one = Job(scene.spark, options, scene.folder / "c")
+    frame = one.load()
+    frame.explain(extended=True)
+    query = one.start_frame(frame, availableNow=True)
+    assert query.awaitTermination(END_S)
+    assert one.values == ["in"]
+    query.explain(extended=True)
+    plans = capsys.readouterr().out
+    assert "kafka-group" in plans
+    shown = [plans, *(p.json for p in query.recentProgress)]
+    shown += [path.read_text(errors="replace") for path in one.checkpoint.rglob("*") if path.is_file()]
+    assert not [text for text in shown if SASL_PASSWORD in text]
+
+
+def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(scene: Scene) -> None:
+    """The offset of a batch that has to be replayed; ``test_source`` has the ways in which one cannot be read."""
+    name = scene.topic()
+    scene.produce(name, numbered(0, 3))
+    one = scene.job(subscribe=name)
+    one.run()
+    before = scene.committed()
+    last, offset = max(planned(one.checkpoint).items())
+    rewrite(one.checkpoint, last, json.dumps({**json.loads(offset.to_json()), "v": 2}))
+    forget(one.checkpoint, "commits", last)
+    scene.produce(name, numbered(4, 5))
+    text = message_of(one.run)
+    assert "CheckpointMismatch" in text
+    assert "has format version 2; this release reads version 1" in text
+    assert one.values == texts(0, 3)
+    assert scene.committed() == before
+
+
+def test_what_tasks_had_to_skip_is_counted_once(scene: Scene) -> None:
+    name = scene.topic()
+    scene.produce(name, numbered(0, 9))
+    found: list[list[str]] = []
+
+    def lose_and_read(frame: "DataFrame", number: int) -> None:
+        """The records go between the plan and its reading, and it is read twice."""
+        scene.delete_before(name, 0, 4)
+        found.extend([row.value.decode() for row in frame.select("value").collect()] for _ in range(2))
+        assert await_until(lost, what="word of tasks") == 4
+
+    def lost() -> int:
+        (run,) = runs.read(scene.group)
+        return int(run["records_lost"])
+
+    scene.job(subscribe=name, failOnDataLoss=False).run_into(lose_and_read, availableNow=True)
+    assert found == [texts(4, 9)] * 2
+
+
+def test_asynchronous_progress_tracking_is_refused_where_rows_could_count_as_durable_too_early(scene: Scene) -> None:
+    one = scene.job(subscribe=scene.topic())
+    writer = one.load().writeStream.foreachBatch(lambda frame, number: None)
+    text = message_of(
+        lambda: (
+            writer.option("checkpointLocation", str(one.checkpoint))
+            .option("asyncProgressTrackingEnabled", "true")
+            .start()
+            .awaitTermination(END_S)
+        )
+    )
+    assert "does not support async progress tracking" in text
