@@ -64,7 +64,7 @@ class Stage:
             "checkpoint": str(self.directory / "checkpoint"),
             "schema": SCHEMA,
             "trigger": "1 second",
-            "members": str(EXECUTORS),
+            "groupMembers": str(EXECUTORS),
             "memberHost": "executor",
             "coordinatorHost": "127.0.0.1",
             "minPartitions": str(EXECUTORS),

@@ -72,7 +72,7 @@ def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_sto
     table = tmp_path / "table"
     asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", group_id, "--topics", name]
     asked += ["--table", str(table), "--checkpoint", str(tmp_path / "checkpoint"), "--option-file", str(options)]
-    asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--members", "2"]
+    asked += ["--schema", "id BIGINT, name STRING", "--partition-by", "partition", "--option", "groupMembers=2"]
     jars = ",".join(map(str, delta_jars()))
     submit = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[2]", "--jars", jars, str(JOB)]
 

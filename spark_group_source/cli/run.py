@@ -83,15 +83,9 @@ def run(
         list[str] | None, typer.Option(help="Column to partition a new table by; may be repeated.")
     ] = None,
     merge_schema: Annotated[bool, typer.Option("--merge-schema", help="Add new columns to the table.")] = False,
-    max_offsets_per_trigger: Annotated[
-        int | None, typer.Option(min=1, help="At most this many records a batch.")
-    ] = None,
-    starting_offsets: Annotated[
-        str | None, typer.Option(help="Where the group has no committed offset: earliest, latest or JSON.")
-    ] = None,
-    members: Annotated[int | None, typer.Option(min=1, help="How many members of the group the job is.")] = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Any option of the source; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the source, such as groupMembers=2; may be repeated."),
     ] = None,
     option_file: Annotated[
         list[Path] | None,
@@ -106,14 +100,11 @@ def run(
     ] = "INFO",
 ) -> None:
     """Read Kafka topics as a member of a consumer group into a Delta table, exactly once."""
-    given: dict[str, object] = {
+    given = {
         "kafka.bootstrap.servers": bootstrap_servers,
         "kafka.group.id": group,
         "subscribe": topics,
         "subscribePattern": pattern,
-        "maxOffsetsPerTrigger": max_offsets_per_trigger,
-        "startingOffsets": starting_offsets,
-        "groupMembers": members,
     }
     if (topics is None) == (pattern is None):
         raise typer.BadParameter("give one of --topics and --pattern")
@@ -133,7 +124,7 @@ def run(
         transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
         columns = tuple(partition_by or ())
         sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)
-        options = {name: str(value) for name, value in source.items() if value is not None}
+        options = {name: value for name, value in source.items() if value is not None}
         rows = spark.readStream.format("kafka-group").options(**options).load()
         writer = rows.writeStream.foreachBatch(sink).option("checkpointLocation", checkpoint)
         _stop_on_signals()

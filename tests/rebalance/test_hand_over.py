@@ -172,7 +172,7 @@ class SparkJob:
         self._table, self._log = home / "table", home / "job.log"
         own = {"kafka.bootstrap.servers": "--bootstrap-servers", "kafka.group.id": "--group", "subscribe": "--topics"}
         command = [sys.executable, str(ROOT / "jobs" / "group_to_delta.py"), "--trigger", "500 milliseconds"]
-        command += ["--table", str(self._table), "--checkpoint", str(home / "checkpoint"), "--members", "2"]
+        command += ["--table", str(self._table), "--checkpoint", str(home / "checkpoint"), "--option", "groupMembers=2"]
         for key, value in options.items():
             command += [own[key], value] if key in own else ["--option", f"{key}={value}"]
         own_env = {"SPARK_CONF_DIR": str(ROOT / "conf"), "SPARK_LOCAL_DIRS": str(home), "PYTHONPATH": str(ROOT)}
