@@ -97,20 +97,6 @@ def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_sto
     assert sorted(r["id"] for r in again if r["name"] == "later") == list(range(100, 130))
 
 
-@pytest.mark.spark
-@pytest.mark.slow
-def test_an_error_of_the_source_is_one_line_without_a_stack_trace(broker: Broker, tmp_path: Path) -> None:
-    asked = ["--bootstrap-servers", broker.bootstrap_servers, "--group", "g", "--topics", "no-such-topic"]
-    asked += ["--table", str(tmp_path / "t"), "--checkpoint", str(tmp_path / "c"), "--option", "groupMember=2"]
-
-    ended = run([*COMMAND, *asked], tmp_path)
-
-    assert ended.returncode == 1
-    assert "unknown option 'groupmember'; did you mean 'groupMembers'?" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "t").exists()
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +199,20 @@ def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession") ->
     ]  # fmt: skip
     row = out.collect()[0]
     assert (row[0], row[1], row[2], row["kafka_offset"]) == (5, "x", None, 7)
+
+
+@pytest.mark.spark
+def test_an_error_of_the_source_is_one_line_without_a_stack_trace(
+    arguments: Any, spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("SPARK_GROUP_LOG_LEVEL", "INFO")
+    monkeypatch.setattr(job, "_session", lambda name: spark)
+    monkeypatch.setattr(job, "_end", lambda _: None)
+    status, _ = arguments(*NEEDED, *TOPICS, "--table", str(tmp_path / "t"), "--option", "groupMember=2")
+    assert status == 1
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert said.getMessage() == "OptionError: unknown option 'groupmember'; did you mean 'groupMembers'?"
+    assert said.exc_info is None and not (tmp_path / "t").exists()
 
 
 def test_the_reason_of_an_error_is_the_line_that_says_what_to_do() -> None:

@@ -6,8 +6,6 @@ Kafka's offsets are read back with its own admin API, the table's rows from its 
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -37,7 +35,6 @@ pytestmark = pytest.mark.spark
 
 
 Run = Callable[..., Shown]
-CLI_S = 120
 
 
 @pytest.fixture
@@ -78,16 +75,12 @@ def offsets_in(table: Path) -> Counter[tuple[int, int]]:
 # --- describe -------------------------------------------------------------------------------------------------------
 
 
-def test_describe_shows_members_offsets_lag_and_what_the_table_holds(scene: Scene) -> None:
+def test_describe_shows_members_offsets_lag_and_what_the_table_holds(scene: Scene, run: Run) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 2))
     into(scene.job(subscribe=name), table)
     scene.produce(name, numbered(10, 12, 2))
-    command = [sys.executable, "-m", "spark_group_source", "describe", "--group", scene.group, "--json"]
-    command += ["--bootstrap-servers", scene.servers, "--table", str(table)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
+    shown = json.loads(run("describe", "--json", "--table", str(table)).stdout)
     assert (shown["state"], shown["members"], shown["lag"]) == ("empty", [], 3)
     found = [(row["partition"], row["committed"], row["end"], row["lag"], row["ledger"]) for row in shown["partitions"]]
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
