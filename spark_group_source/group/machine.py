@@ -66,7 +66,7 @@ class Machine:
         """Whether the members were told to close: what they and Kafka report is ignored from then on."""
         self.static = True
         self.counts = Statistics(group=rules.group)
-        self.positions = Positions()
+        self.positions = Positions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
         self.lookout = Lookout(fail_on_data_loss=rules.fail_on_data_loss)

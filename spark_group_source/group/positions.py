@@ -6,7 +6,8 @@ Kafka; answers come in as values.
 The *position* of a partition is the next offset after all durable batches of ours. Kafka is *owed* a position that it
 may not have as committed: the echo brings it there while the partition is ours, and the next plan writes it down
 when it is not. A batch that became durable while a partition's position was not known (it was away, or just came back)
-is *pending*: it is applied to whatever the answer says, as if the answer had come first.
+is *pending*: it is applied to an answer that nobody else's commit changed, as if the answer had come first. Where
+somebody else committed inside a batch of ours, the partition goes on there (``Positions.take_answer``).
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
@@ -16,6 +17,7 @@ from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.states import PARTITIONS, PartitionState, moved
+from spark_group_source.group.statistics import Statistics
 from spark_group_source.model import TopicPartition
 
 UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
@@ -54,7 +56,6 @@ class Partition:
     lost: int | None = None  # its next records were gone: where it stood before that, until a batch moves it on
     until: int = 0  # end of what the batch in flight reads of it, in PLANNED
     pending: tuple[int, int] | None = None  # range that became durable before the position was known
-    uncounted: int = 0  # offsets of that range, or of the batch in flight, that others read, too, as their commit shows
     began: int = 0  # its first position here: without a commit, the next reader may begin there
     before: int | None = None  # where it began before a reset: nothing else says so if the group never committed it
     questions: int = 0  # lookups on their way, maybe from before it left and came back
@@ -82,6 +83,12 @@ class Partition:
         return at is not None and (self.theirs or self.renew or self.committed != at)
 
     @property
+    def due(self) -> bool:
+        """The same of one that is ours. What others committed inside the batch in flight waits until that is durable:
+        a commit of ours from before the batch would say that the batch comes after it."""
+        return self.owed and not (self.theirs and self.state is PartitionState.PLANNED)
+
+    @property
     def owed_unseen(self) -> bool:
         """The same of one whose committed offset this run does not know now."""
         return self.owed and (self.state is PartitionState.AWAY or self.state in UNKNOWN)
@@ -99,9 +106,9 @@ class Partition:
             if self.start is not None and self.position is not None:
                 start, end = self.start, self.position  # the last batch of the checkpoint
             return end - start
-        end = self.until if self.state is PartitionState.PLANNED else self.position
+        reads_on = self.state is PartitionState.PLANNED and not self.theirs
         base = self.began if self.committed is None else self.committed
-        return end - min(self.position, base) + self.uncounted
+        return (self.until if reads_on else self.position) - min(self.position, base)
 
 
 def is_older(committed: ev.Committed, partition: Partition) -> bool:
@@ -127,9 +134,10 @@ def after_batch(at: int, batch: tuple[int, int]) -> int:
 
 
 class Positions:
-    """All partitions of one run."""
+    """All partitions of one run. ``counts``: what it counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Statistics) -> None:
+        self._counts = counts
         self.seq = -1
         """Number of the last durable batch; -1 before the first."""
         self.epoch = 0
@@ -176,7 +184,7 @@ class Positions:
         self._move(tp, partition, cause)
         self._due.pop(tp, None)
         del self.ours[tp]
-        partition.slot, partition.until, partition.uncounted, partition.theirs, partition.renew = -1, 0, 0, False, False
+        partition.slot, partition.until, partition.theirs, partition.renew = -1, 0, False, False
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -207,14 +215,14 @@ class Positions:
         ready = moved(PARTITIONS, planned, ev.Durable, "a partition")
         for tp, (start, end) in ranges.items():
             partition = everything[tp]
-            if partition.state is planned:
+            if partition.state is planned and partition.theirs:  # it goes on where they committed
+                self._move(tp, partition, ev.TheirCommit)
+                due[tp] = None
+            elif partition.state is planned:
                 partition.position, partition.followed, partition.lost = partition.until, False, None
                 if partition.committed == partition.position:
                     partition.committed = None  # a late answer said so, of a commit that was overtaken
-                if partition.theirs:
-                    self._move(tp, partition, ev.TheirCommit)
-                else:
-                    partition.state = ready
+                partition.state = ready
                 due[tp] = None  # it moved on, and Kafka cannot know yet
             elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
                 partition.pending = (start, end)
@@ -282,7 +290,8 @@ class Positions:
         """The start-position rules, but for ``startingOffsets``: our own position, or the group's committed offset.
 
         Returns:
-            Our own position, where somebody else's commit moved the partition away from it.
+            Where the partition stood, or would stand after the batch that reads it, if somebody else's commit moved it
+            away from there.
         """
         partition, moved_from = self.ours[tp], None
         if committed is None:
@@ -308,15 +317,23 @@ class Positions:
     def _others_committed(
         self, tp: TopicPartition, partition: Partition, committed: ev.Committed
     ) -> tuple[int, int | None]:
-        """Another stream, an operator or an ordinary consumer: it goes on where they say."""
+        """Another stream, an operator or an ordinary consumer: it goes on where they say, also inside a batch of ours.
+
+        Their commit may have covered the last note of a reset, and then the sink left the batch out. A table with a
+        ledger leaves out what it has, so a commit inside the batch is not one that moved it back; with another sink the
+        rest of the batch is read twice.
+        """
         ours, at = partition.position, committed.offset
         partition.committed, partition.theirs, partition.cut = at, True, None
-        # Another stream that followed somebody says so: where that was back, it still is.
-        partition.followed = committed.stream is None or committed.followed
         start, end = partition.pending or self._in_flight.get(tp, (0, 0))
-        inside = start < end and start <= at <= end  # it goes on at the end of the batch all the same
-        partition.uncounted = (at if inside else end) - start  # others read these, too
-        return at, ours if ours is not None and at != ours and not inside else None
+        inside = start < end and start <= at <= end
+        # Another stream that followed somebody says so: where that was back, it still is.
+        partition.followed = (committed.stream is None or committed.followed) and not inside
+        if partition.planned:  # a former run's: who read it meanwhile, or will, was not counted when it was lost
+            self._counts.maybe_twice += end - start
+        stood = end if inside else ours
+        partition.pending = None
+        return at, stood if stood is not None and at != stood else None
 
     def started(self, tp: TopicPartition, at: int) -> None:
         """Where a partition without a committed offset starts."""
@@ -348,7 +365,7 @@ class Positions:
             self._move(tp, partition, ev.ResetSeen)
             self._due.pop(tp, None)
             partition.before, partition.start = partition.without_last, None
-            partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0
+            partition.position, partition.as_of, partition.pending = None, -1, None
             partition.committed, partition.theirs, partition.followed, partition.until = None, False, False, 0
             partition.cut = partition.lost = None
 
@@ -448,7 +465,7 @@ class Positions:
                 continue
             if partition.position is None or partition.pending is not None:
                 return f"{tp} has no position in {partition.state.value}"
-            if partition.owed != (tp in self._due):
+            if partition.due != (tp in self._due):
                 return f"Kafka is owed {tp} and nobody brings it"
             if partition.state is PartitionState.PLANNED and not partition.position < partition.until:
                 return f"the range of {tp} does not start at its position"
@@ -478,7 +495,7 @@ class Positions:
         self.account(tp, partition)
 
     def account(self, tp: TopicPartition, partition: Partition) -> None:
-        if partition.owed:
+        if partition.due:
             self._due[tp] = None
         else:
             self._due.pop(tp, None)

@@ -73,7 +73,8 @@ class Statistics:
     lost: int = 0
     """Partitions taken away without asking."""
     maybe_twice: int = 0
-    """Offsets of lost partitions that were read but not committed: their next reader may read them again."""
+    """Offsets of lost partitions that were read but not committed, which their next reader may read again; and those of
+    a former run's batch whose partition another member has committed since."""
     records_lost: int = 0
     """Offsets that were still to be read and are gone: those that planning met, and those that tasks skipped and could
     tell of (``coordinatorPort``)."""

@@ -1,5 +1,6 @@
 """Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
 
+import pytest
 from kit.harness import STREAM, GroupHarness, only, tps
 
 from spark_group_source.group import events as ev
@@ -58,6 +59,19 @@ def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHa
     fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
     assert fresh.machine.plannable() == {A: 20, B: 30}
     assert not any("was moved" in text for text in fresh.said())
+
+
+@pytest.mark.proves("G5", level="core")
+def test_a_batch_that_a_hidden_reset_made_void_is_not_taken_for_read(fresh: GroupHarness) -> None:
+    """A batch of a former run was pending when an operator reset the group with its table: the table leaves it out.
+    Ordinary consumers had every partition since, so that no note tells of the reset: what they have not read of the
+    batch nobody has."""
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 60)})
+    fresh.replay(replayed)
+    fresh.feed(ev.Durable(offset=replayed))
+    fresh.assigned(A, B)
+    fresh.taken({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
+    assert fresh.machine.plannable() == {A: 149, B: 40}
 
 
 def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:

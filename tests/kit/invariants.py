@@ -85,6 +85,8 @@ class Invariants(Accounts):
                         self._close(tp, name, Cause.DEAD)
             book.away |= book.chain.keys() - {reader.party}
             begin = self._committed(tp)
+            if reader.party in book.chain and book.commits and book.commits[-1][1].stream != reader.party:
+                book.chain[reader.party] = begin  # others committed: it goes on there, also inside a batch of its own
             if reader.party not in book.away:
                 begin = max(begin, book.chain.get(reader.party, begin))
             book.holders[client.name] = Holding(reader, self._world.now_ms, begin)
@@ -255,7 +257,7 @@ class Invariants(Accounts):
                 at = holding.begin if holding.until is None else holding.until
                 chained = start <= max(at, book.nobodys) or start in book.firsts  # what came before is gone
                 if holding.reader is reader and holding.loss is None and chained and known:
-                    holding.until = end
+                    holding.until = self._goes_on(tp, reader, start, end)
             if start < book.rewound:
                 book.took.add(table)
             if table:
@@ -281,12 +283,24 @@ class Invariants(Accounts):
 
     def durable(self, reader: Reader, ranges: Ranges) -> None:
         """A batch that a former run of this reader's stream had written already is not in flight any more."""
-        for tp, (_, end) in self._of(ranges):
+        for tp, (start, end) in self._of(ranges):
             book = self.books[tp]
             book.flight.pop(reader, None)
             for holding in book.holders.values():
                 if holding.reader is reader and holding.loss is None and holding.until is not None:
-                    holding.until = max(holding.until, end)
+                    holding.until = max(holding.until, self._goes_on(tp, reader, start, end))
+
+    def _goes_on(self, tp: TopicPartition, reader: Reader, start: int, end: int) -> int:
+        """Where a partition stands after a batch: at its end, or where somebody else committed inside it. Then the rest
+        of the batch is read again: whether the sink took it, no run can tell."""
+        book = self.books[tp]
+        if not book.commits or book.commits[-1][1].stream == reader.party:
+            return end
+        committed = self._committed(tp)
+        if not start <= committed < end:
+            return end
+        book.losses.append(Loss(reader, committed, Cause.TOLD, end))
+        return committed
 
     def _excuse(self, tp: TopicPartition, offset: int, second: Reader, first: Reader) -> None:
         book = self.books[tp]
@@ -317,6 +331,9 @@ class Invariants(Accounts):
         anew = book.again and (writer not in book.begun or writer in book.back)
         if new.offset > book.whole and not anew:
             self._break(f"{new.by} committed {tp} at {new.offset}, but only what is below {book.whole} was processed")
+        others = old is not None and old.stream != writer.party and writer.counted is not None
+        if old is not None and others and new.offset != old.offset and not anew and new.offset not in book.firsts:
+            self._break(f"{new.by} committed {tp} at {new.offset}, but {old.by} had committed it at {old.offset} since")
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys() - {writer.party}
         if old is None or new.offset >= old.offset:

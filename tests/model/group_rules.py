@@ -38,7 +38,8 @@ class Model:
     start: Offsets = field(default_factory=dict)  # where the batch began that is the last one of the checkpoint
     before: Offsets = field(default_factory=dict)  # where it stood before a reset, without the last batch
     pending: Ranges = field(default_factory=dict)  # became durable before the position was known
-    uncounted: Offsets = field(default_factory=dict)  # how much of that, or of the flight, is somebody else's too
+    adopted: set[TopicPartition] = field(default_factory=set)  # in a former run's batch, and not lost since
+    twice: int = 0  # what is read twice because others committed it although a former run's batch read it
     known: Offsets = field(default_factory=dict)  # what we know that Kafka has
     began: Offsets = field(default_factory=dict)  # position at the first answer
     theirs: set[TopicPartition] = field(default_factory=set)  # committed by others, not yet under our name
@@ -48,7 +49,9 @@ class Model:
     # --- where a partition stands ----------------------------------------------------------------------------------
 
     def resolve(self, tp: TopicPartition) -> None:
-        """An answer counts: what is committed, our memory, or the starting options; then what is pending."""
+        """An answer counts: what is committed, our memory, or the starting options; then what is pending, but not if
+        others committed: whether the sink took the batch is not known, as their commit may hide a reset that made it
+        void."""
         found = self.kafka.get(tp)
         ours, as_of = self.memory.pop(tp, (None, -1))
         pending = self.pending.pop(tp, None)
@@ -60,14 +63,15 @@ class Model:
             self.known[tp] = at = found.offset
             if found.stream != STREAM:
                 self.theirs.add(tp)
-                start, end = pending or self.flight.get(tp, (0, 0))
-                self.uncounted[tp] = (at if start <= at < end else end) - start
+                start, end = batch = pending or self.flight.get(tp, (0, 0))
+                inside = at != after(at, batch) or at == end > start
+                self.twice += end - start if tp in self.adopted else 0
             elif ours is not None and found.seq < as_of and not self.followed_back(found, tp, as_of):
                 at = max(at, ours)  # else the commit is as new as our memory, and may have followed somebody back
             own = found.stream == STREAM
-            self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None)
+            self.mark(tp, (found.followed and at == found.offset) if own else found.stream is None and not inside)
         self.began[tp] = at
-        if pending and after(at, pending) != at:
+        if pending and tp not in self.theirs and after(at, pending) != at:
             self.mark(tp, False)
             at = after(at, pending)
         self.position[tp] = at
@@ -84,15 +88,17 @@ class Model:
         slot = self.held.pop(tp)
         self.leaving.get(slot, set()).discard(tp)
         self.theirs.discard(tp)
-        self.uncounted.pop(tp, None)
         if tp in self.position:
+            self.adopted.discard(tp)
             self.memory[tp] = self.position.pop(tp), self.seq
             self.start.pop(tp, None)
 
     def finish(self) -> None:
         """The batch in flight is durable."""
         for tp, (start, end) in self.flight.items():
-            if self.busy(tp):
+            if self.busy(tp) and tp in self.theirs:
+                pass  # it goes on where they committed
+            elif self.busy(tp):
                 self.position[tp] = end
                 self.mark(tp, False)
             elif tp not in self.position:
@@ -107,7 +113,7 @@ class Model:
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}
         self.followed, self.theirs = set(), set()
-        self.flight, self.position, self.memory, self.pending, self.uncounted, self.known = {}, {}, {}, {}, {}, {}
+        self.flight, self.position, self.memory, self.pending, self.known = {}, {}, {}, {}, {}
 
     # --- what follows from it --------------------------------------------------------------------------------------
 
@@ -125,7 +131,11 @@ class Model:
         return after(ours, pending)
 
     def dirty(self) -> Offsets:
-        return {tp: at for tp, at in self.position.items() if self.known.get(tp) != at or tp in self.theirs}
+        """What is to be committed. Where others committed inside the batch in flight, that waits for the batch: a note
+        from before it would look as if the batch came after it."""
+        known, theirs = self.known, self.theirs
+        late = {tp for tp in theirs if self.busy(tp)}
+        return {tp: at for tp, at in self.position.items() if (known.get(tp) != at or tp in theirs) and tp not in late}
 
     def owed(self) -> Offsets:
         """What Kafka may not have, ours or not."""
@@ -150,6 +160,6 @@ class Model:
             if (at := self.position.get(tp)) is None:
                 total += self.memory[tp][0] - self.start[tp] if tp in self.start else end - start
             else:
-                total += self.uncounted.get(tp, 0)
-                total += (end if self.busy(tp) else at) - min(at, self.known.get(tp, self.began[tp]))
+                reads_on = self.busy(tp) and tp not in self.theirs
+                total += (end if reads_on else at) - min(at, self.known.get(tp, self.began[tp]))
         return total

@@ -247,6 +247,7 @@ class GroupRun:
             self.send(ev.Asked(start=offset, name=STREAM))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
+            model.adopted = set(model.flight)
             self.send(ev.Reading(offset=offset))
         self.send(ev.TopicsListed(topics=KNOWN))
         places = {client_id(STREAM, slot): frozenset[TopicPartition]() for slot in range(SLOTS)}
@@ -281,6 +282,7 @@ class GroupRun:
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
+            twice = self.machine.statistics().maybe_twice - self.model.twice
             notes = [found.epoch for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
             epoch = max(notes, default=0)
             self.knows |= bool(lookup.beside) and stay == self.stay
@@ -292,6 +294,7 @@ class GroupRun:
                     if read[tp] is not None or self.model.reached(tp) is not None or tp in self.model.before:
                         self.model.resolve(tp)
             self.send(ev.CommittedRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
+            assert self.machine.statistics().maybe_twice - self.model.twice == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
         """Whether an answer counts: what left and came back since the question is asked for again."""

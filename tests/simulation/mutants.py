@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "keeps-memories-over-a-reset",
         P,
-        "partition.position, partition.as_of, partition.pending, partition.uncounted = None, -1, None, 0",
+        "partition.position, partition.as_of, partition.pending = None, -1, None",
         "pass",
         "what we remember of before a reset is void",
     ),
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         "counts-nothing",
         P,
-        "return end - min(self.position, base)",
+        "return (self.until if reads_on else self.position) - min(self.position, base)",
         "return 0",
         "what may be read twice is counted",
     ),
@@ -178,6 +178,20 @@ MUTANTS = [
         "put_back = committed.seq == partition.as_of - 1 and start is not None and at < start",
         "put_back = False",
         "a commit of ours that lies before the batch in flight was moved there by somebody else, and counts",
+    ),
+    Mutant(
+        "believes-what-is-pending",
+        P,
+        "partition.pending = None\n        return at, stood",
+        "return at, stood",
+        "what others committed inside a batch that is pending counts, as its sink may have left it out",
+    ),
+    Mutant(
+        "believes-what-is-in-flight",
+        P,
+        "                self._move(tp, partition, ev.TheirCommit)\n",
+        "                partition.position = end\n                self._move(tp, partition, ev.TheirCommit)\n",
+        "and so does what they committed inside a batch that is in flight",
     ),
     # --- plan
     Mutant(
@@ -491,6 +505,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "outlives-its-lease": ("consumer", 9),
     "knows-nobody": ("calm-consumer", 0),
     "undoes-a-commit-behind-its-batch": ("consumer", 155),
+    "believes-what-is-pending": ("cooperative", 20707),
+    "believes-what-is-in-flight": ("eager", 75),
 }
 """A history that is known to find each of them, by protocol and seed."""
 
