@@ -146,28 +146,6 @@ def test_triggers(trigger: str, timing: dict[str, Any]) -> None:
     assert job._timing(trigger) == timing
 
 
-def test_option_files_take_secrets_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KAFKA_SECRET", "a=b c")
-    path = tmp_path / "options"
-    path.write_text("# comment\n\nkafka.sasl.password = ${KAFKA_SECRET}\nkafka.x=1\n")
-    assert job._from_files([path]) == {"kafka.sasl.password": "a=b c", "kafka.x": "1"}
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("kafka.x=${NOT_SET_ANYWHERE}", "kafka.x needs the variable NOT_SET_ANYWHERE"),
-        ("hunter2", "line 2: write key=value"),
-    ],
-)
-def test_a_broken_option_file_is_named_with_its_line_and_not_shown(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "options"
-    path.write_text(f"# first line\n{text}\n")
-    with pytest.raises(typer.BadParameter) as met:
-        job._from_files([path])
-    assert said in str(met.value) and str(path) in str(met.value) and "hunter2" not in str(met.value)
-
-
 # --- schema ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,9 @@ sure, and that only where a member has a partition of the topic.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -68,9 +68,9 @@ LEFT = frozenset({Outcome.REFUSED, Outcome.NOT_ANSWERED, Outcome.AGAIN})
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """One partition of a deletion. ``offset``: what was committed before; None: nothing."""
+    """One partition of a deletion. ``committed``: the offset before; None: nothing."""
 
-    offset: int | None
+    committed: int | None
     outcome: Outcome
     reason: str = ""
 
@@ -220,18 +220,11 @@ def delete_group(
 
 def _show(group: str, fates: Fates, *, executed: bool, as_json: bool) -> None:
     if as_json:
-        rows: list[dict[str, Any]] = [
-            {
-                "topic": tp.topic,
-                "partition": tp.partition,
-                "committed": fate.offset,
-                "outcome": fate.outcome.value,
-                "reason": fate.reason,
-            }
-            for tp, fate in fates.items()
-        ]
+        rows = [{**tp._asdict(), **asdict(fate), "outcome": fate.outcome.value} for tp, fate in fates.items()]
         typer.echo(json.dumps({"group": group, "executed": executed, "partitions": rows}, indent=2))
         return
-    shown = [(tp.topic, str(tp.partition), fate.offset, fate.outcome.value, fate.reason) for tp, fate in fates.items()]
+    shown = [
+        (tp.topic, str(tp.partition), fate.committed, fate.outcome.value, fate.reason) for tp, fate in fates.items()
+    ]
     console.print(table_of("topic", "partition", "committed", "outcome", "why", rows=shown))
     console.print(STAYS if executed else DRY)

@@ -61,8 +61,8 @@ class GroupReport(JupyterMixin):
     """One moment of a group; notebooks show it as tables. ``runs``: the statistics of this host's queries in it, and of
     one whose checkpoint was named.
 
-    ``retention_ms``: how long its coordinator keeps offsets that nobody needs; None where it may not be asked.
-    ``expiring``: partitions whose offset may go in the last quarter of that.
+    ``offsets_retention_ms``: how long its coordinator keeps offsets that nobody needs; None where it may not be asked.
+    ``offsets_expiring``: partitions whose offset may go in the last quarter of that.
     """
 
     group: str
@@ -73,8 +73,8 @@ class GroupReport(JupyterMixin):
     members: tuple[GroupMember, ...]
     partitions: tuple[PartitionRow, ...]
     runs: tuple[dict[str, Any], ...]
-    retention_ms: int | None = None
-    expiring: tuple[str, ...] = ()
+    offsets_retention_ms: int | None = None
+    offsets_expiring: tuple[str, ...] = ()
 
     @property
     def lag(self) -> int:
@@ -86,19 +86,7 @@ class GroupReport(JupyterMixin):
 
     def as_dict(self) -> dict[str, Any]:
         members = [{**asdict(m), "partitions": sorted(map(str, m.partitions))} for m in self.members]
-        return {
-            "group": self.group,
-            "state": self.state,
-            "protocol": self.protocol,
-            "assignor": self.assignor,
-            "coordinator": self.coordinator,
-            "lag": self.lag,
-            "members": members,
-            "partitions": [asdict(row) for row in self.partitions],
-            "runs": list(self.runs),
-            "offsets_retention_ms": self.retention_ms,
-            "offsets_expiring": list(self.expiring),
-        }
+        return {**asdict(self), "lag": self.lag, "members": members}
 
 
 def not_there(group: str, then: str = "spark-group list shows those that are there") -> GroupError:
@@ -185,8 +173,8 @@ def look(
         members=described.members,
         partitions=tuple(rows),
         runs=running,
-        retention_ms=retention_ms,
-        expiring=tuple(map(str, near(expiry, now_ms=int(time.time() * 1000), retention_ms=retention_ms))),
+        offsets_retention_ms=retention_ms,
+        offsets_expiring=tuple(map(str, near(expiry, now_ms=int(time.time() * 1000), retention_ms=retention_ms))),
     )
 
 
@@ -363,14 +351,15 @@ def expiry_text(report: GroupReport) -> list[str]:
             counted.setdefault(row.expires, []).append(row)
     if not counted:
         return []
-    kept = "a time that is not told" if report.retention_ms is None else f"{report.retention_ms / 3_600_000:g} h"
+    retention_ms = report.offsets_retention_ms
+    kept = "a time that is not told" if retention_ms is None else f"{retention_ms / 3_600_000:g} h"
     lines = []
     for clock, rows in counted.items():
         known = [row.expires_after_ms for row in rows if row.expires_after_ms is not None]
         first = f", the first not before {_moment(min(known))}" if known else ", since when is not known"
         lines.append(f"{len(rows)} offsets are kept for {kept}, counted from {clock}{first}")
-    if report.expiring:
-        lines.append(f"about to expire: {', '.join(report.expiring)}")
+    if report.offsets_expiring:
+        lines.append(f"about to expire: {', '.join(report.offsets_expiring)}")
     return lines
 
 

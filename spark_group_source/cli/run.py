@@ -33,7 +33,7 @@ import typer
 from spark_group_source import fits
 from spark_group_source.cli.shared import settings_in
 from spark_group_source.delta import names
-from spark_group_source.errors import GroupError, OptionError
+from spark_group_source.errors import GroupError
 from spark_group_source.host.runs import drain
 from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
 
@@ -111,7 +111,8 @@ def run(
     if kafka_prefix and schema is None:
         raise typer.BadParameter("--kafka-prefix is for the columns beside parsed fields: give --schema too")
     names.require_apart(names.canonical(table), checkpoint)
-    source = given | _from_files(option_file or []) | _from_command_line(option or [])
+    files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
+    source = given | files | _from_command_line(option or [])
     timing = _timing(trigger)
     _log_to_stderr(log_level)
     fits.check()
@@ -166,13 +167,6 @@ def _from_command_line(pairs: Iterable[str]) -> dict[str, str]:
             )
         found[name] = value
     return found
-
-
-def _from_files(paths: Iterable[Path]) -> dict[str, str]:
-    try:
-        return {name: value for path in paths for name, value in settings_in(path).items()}
-    except OptionError as exc:
-        raise typer.BadParameter(f"--option-file {exc}") from None
 
 
 def _log_to_stderr(level: str) -> None:

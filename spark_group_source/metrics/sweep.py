@@ -80,8 +80,11 @@ class Seen:
 
 @dataclass(slots=True)
 class _Watched:
-    """What is remembered of a group from one sweep to the next."""
+    """What is remembered of a group from one sweep to the next, and what it answered in this one."""
 
+    described: GroupDescription | None = None
+    """None: it was not answered."""
+    committed: Mapping[TopicPartition, int] = field(default_factory=dict)
     answered_ms: int = -1
     silent_since_ms: int | None = None
     tps: Collection[TopicPartition] = ()
@@ -89,12 +92,6 @@ class _Watched:
     owned: Mapping[str, frozenset[TopicPartition]] | None = None
     rebalances: int = 0
     offsets: GroupOffsets | None = None
-
-
-@dataclass(slots=True)
-class _Answer:
-    described: GroupDescription
-    committed: dict[TopicPartition, int]
 
 
 class Sweeps:
@@ -135,26 +132,26 @@ class Sweeps:
         """Look once. Never raises for what brokers say, or do not."""
         began_ms = self._runtime.now_ms()
         until_ms = began_ms + self._bound_ms
-        answers: dict[str, _Answer] = {}
         self._failures = {}
-        reached = self._tried("the cluster", self._list)
-        if reached:
+        for watched in self._watched.values():
+            watched.described, watched.committed = None, {}
+        if reached := self._tried("the cluster", self._list):
             for name in sorted(self._watched, key=lambda name: self._watched[name].answered_ms):
                 if self._runtime.now_ms() >= until_ms:
                     break
-                self._tried(f"group {name}", partial(self._ask, name, answers))
+                self._tried(f"group {name}", partial(self._ask, name))
         wall_ms = round(self._wall_s() * 1000)
-        tps = {tp for answer in answers.values() for tp in answer.committed}
+        tps = {tp for watched in self._watched.values() for tp in watched.committed}
         ends: dict[TopicPartition, int] = {}
         if tps:
             self._tried(
                 "ends of partitions",
                 lambda: ends.update(self._admin.latest(tps, committed=self._committed_only, whole=False)),
             )
-        self._read_ages(answers, ends, until_ms)
-        self._note_silence(reached, answers, began_ms)
+        self._read_ages(ends, until_ms)
+        self._note_silence(reached, began_ms)
         return Seen(
-            groups=tuple(self._seen(name, answers.get(name), ends, wall_ms) for name in sorted(self._watched)),
+            groups=tuple(self._seen(name, ends, wall_ms) for name in sorted(self._watched)),
             unreachable_since_ms=self._silent_since_ms,
             took_s=(self._runtime.now_ms() - began_ms) / 1000,
             ended_s=self._wall_s(),
@@ -196,7 +193,7 @@ class Sweeps:
         if (offsets := self._watched.pop(name).offsets) is not None:
             offsets.close()
 
-    def _ask(self, name: str, answers: dict[str, _Answer]) -> None:
+    def _ask(self, name: str) -> None:
         watched = self._watched[name]
         described = self._admin.group(name)
         owned = {tp for member in described.members for tp in member.partitions}
@@ -214,13 +211,13 @@ class Sweeps:
         committed = {tp: at.offset for tp, at in read.items() if at is not None}
         if tps <= read.keys():
             watched.searched_ms, watched.tps = self._listed_ms, committed.keys()
-        answers[name] = _Answer(described, committed)
+        watched.described, watched.committed = described, committed
 
-    def _read_ages(self, answers: Mapping[str, _Answer], ends: Mapping[TopicPartition, int], until_ms: int) -> None:
+    def _read_ages(self, ends: Mapping[TopicPartition, int], until_ms: int) -> None:
         behind: dict[Key, int] = {
             (tp, at): ends[tp]
-            for answer in answers.values()
-            for tp, at in answer.committed.items()
+            for watched in self._watched.values()
+            for tp, at in watched.committed.items()
             if at < ends.get(tp, at)
         }
         now_ms = self._runtime.now_ms()
@@ -241,9 +238,10 @@ class Sweeps:
 
     # --- what is told -----------------------------------------------------------------------------------------------
 
-    def _note_silence(self, reached: bool, answers: Mapping[str, _Answer], began_ms: int) -> None:
+    def _note_silence(self, reached: bool, began_ms: int) -> None:
         """Since when the cluster, and each group, has not answered; said when it begins and when it ends."""
-        silent = not reached or (bool(self._watched) and not answers)
+        answered = any(watched.described is not None for watched in self._watched.values())
+        silent = not reached or (bool(self._watched) and not answered)
         if silent and self._silent_since_ms is None:
             self._silent_since_ms = began_ms
             log.warning("nothing was answered, and of lag nothing is told until it is: %s", self._failed())
@@ -251,9 +249,9 @@ class Sweeps:
             log.warning("there are answers again, after %d s", (self._runtime.now_ms() - self._silent_since_ms) // 1000)
             self._silent_since_ms = None
         for name, watched in self._watched.items():
-            if name in answers:
+            if watched.described is not None:
                 watched.answered_ms, watched.silent_since_ms = self._runtime.now_ms(), None
-                self._count(watched, answers[name].described)
+                self._count(watched, watched.described)
             elif watched.silent_since_ms is None:
                 watched.silent_since_ms = began_ms
                 if not silent:
@@ -271,19 +269,19 @@ class Sweeps:
         watched.rebalances += watched.owned is not None and owned != watched.owned
         watched.owned = owned
 
-    def _seen(self, name: str, answer: _Answer | None, ends: Mapping[TopicPartition, int], wall_ms: int) -> GroupSeen:
+    def _seen(self, name: str, ends: Mapping[TopicPartition, int], wall_ms: int) -> GroupSeen:
         watched = self._watched[name]
-        if answer is None:
+        if watched.described is None:
             since_ms = watched.silent_since_ms
             return GroupSeen(group=name, unreachable_since_ms=since_ms, rebalances=watched.rebalances)
         return GroupSeen(
             group=name,
-            state=answer.described.state,
-            members=answer.described.members,
+            state=watched.described.state,
+            members=watched.described.members,
             rebalances=watched.rebalances,
             partitions={
                 tp: PartitionSeen(committed=at, end=ends.get(tp), age_s=self._age_s(tp, at, ends.get(tp), wall_ms))
-                for tp, at in answer.committed.items()
+                for tp, at in watched.committed.items()
             },
         )
 

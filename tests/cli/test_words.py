@@ -82,7 +82,11 @@ def test_a_file_of_settings_takes_values_from_the_environment_and_shows_none(
     path.write_text("# comment\n\nsasl.username=me\nsasl.password = ${KAFKA_SECRET}\n")
     settings = dict(shared.options_of("b:1", "etl", path).settings)
     assert (settings["sasl.username"], settings["sasl.password"]) == ("me", "a=b c")
-    for text, why in (("a=1\na=hunter2", "line 2: 'a' is there twice"), ("hunter2", "line 1: write key=value")):
+    for text, why in (
+        ("a=1\na=hunter2", "line 2: 'a' is there twice"),
+        ("# one\nhunter2", "line 2: write key=value"),
+        ("a=hunter2${NOT_SET_ANYWHERE}", "a needs the variable NOT_SET_ANYWHERE"),
+    ):
         path.write_text(text)
         with pytest.raises(OptionError, match=why) as caught:
             shared.settings_in(path)

@@ -189,8 +189,8 @@ def test_G5_a_query_goes_on_at_its_checkpoint_when_its_offsets_expired(minute: M
 
 def test_describe_says_what_may_expire(minute: Minute) -> None:
     brief, classic = minute.described["brief"], minute.described["classic"]
-    assert brief.retention_ms == RETENTION_S * 1000
-    assert brief.expiring == ("read-0",)
+    assert brief.offsets_retention_ms == RETENTION_S * 1000
+    assert brief.offsets_expiring == ("read-0",)
     assert any("about to expire: read-0" in line for line in report.expiry_text(brief))
     by_topic = {row.topic: row for row in classic.partitions}
     assert (by_topic["read"].expires, by_topic["former"].expires) == ("kept", "its last commit")
