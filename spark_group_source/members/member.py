@@ -16,7 +16,7 @@ from typing import Any
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread, take_place
-from spark_group_source.members.shares import OfSlot, Share
+from spark_group_source.members.shares import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
 
@@ -40,13 +40,13 @@ class _PlaceInDoubt(Fenced):
 class _Commit:
     share: Share
     notes: Mapping[TopicPartition, str]
-    done: Callable[[GroupError | None], None]
+    done: "Future[None]"
 
 
 _Order = ev.Release | ev.Subscribe | ev.Leave | _Commit
 
 
-class Member(OfSlot):
+class Member(SlotMember):
     """The member of one slot, from :meth:`start` until its thread ends.
 
     Args:
@@ -83,8 +83,6 @@ class Member(OfSlot):
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
         self._assigned = False
-        self.held: tuple[TopicPartition, ...] = ()
-        """Its partitions: from when it was given them to when it gave them back."""
         self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._ran_ms = 0
         self._thread: Thread | None = None
@@ -109,18 +107,8 @@ class Member(OfSlot):
             Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
         """
         done: Future[None] = self._runtime.future()
-        self.commit_then(
-            share,
-            notes,
-            lambda failure: done.set_result(None) if failure is None else done.set_exception(failure),
-        )
-        return done
-
-    def commit_then(
-        self, share: Share, notes: Mapping[TopicPartition, str], done: Callable[[GroupError | None], None]
-    ) -> None:
-        """The same; ``done`` is given what it ended with, on the member's thread."""
         self._orders.put_nowait(_Commit(share, notes, done))
+        return done
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Wait for the thread to end; False when it did not in time."""
@@ -226,9 +214,9 @@ class Member(OfSlot):
                 raise MemberStale(f"slot {self.slot}: {why}")
             self._consumer.commit(order.share.offsets, order.notes)
         except GroupError as exc:
-            order.done(exc)
+            order.done.set_exception(exc)
         else:
-            order.done(None)
+            order.done.set_result(None)
 
     def _end(self) -> None:
         leave = self._leaving is not None and self._leaving.leave
@@ -240,7 +228,7 @@ class Member(OfSlot):
             while not self._orders.empty():
                 order = self._orders.get_nowait()
                 if isinstance(order, _Commit):
-                    order.done(GroupError("the member has ended"))
+                    order.done.set_exception(GroupError("the member has ended"))
 
     # --- callbacks, on the thread, inside poll ----------------------------------------------------------------------
 
@@ -297,10 +285,6 @@ class Member(OfSlot):
         self._gave_back(self.held if eager else partitions)  # of a cooperative one's, maybe a deleted topic's alone
         self._report(ev.Lost(**self._me(), partitions=partitions))
         return None if self.held else self._why_not_again("lost its membership")
-
-    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
-        gone = set(partitions)
-        self.held = tuple(tp for tp in self.held if tp not in gone)
 
     # --- whose place it is ------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, Runtime
 from spark_group_source.members.messages import Known, Order, Report
-from spark_group_source.members.shares import OfSlot
+from spark_group_source.members.shares import SlotMember
 from spark_group_source.model import TopicPartition
 
 
-class RemoteMember(OfSlot):
+class RemoteMember(SlotMember):
     """The member of one slot, from :meth:`start` until it is heard, or sure, that it has ended.
 
     Args:
@@ -46,10 +46,12 @@ class RemoteMember(OfSlot):
         self._lock = runtime.condition()
         self._ended: Future[None] = runtime.future()
         self._revoking: tuple[TopicPartition, ...] = ()
-        self.identity: Identity | None = None
+        self._identity: Identity | None = None
+
+    @property
+    def identity(self) -> Identity | None:
         """Who it is in the group, as far as it has told."""
-        self.held: tuple[TopicPartition, ...] = ()
-        """Its partitions: from when it was given them to when it was told to give them back."""
+        return self._identity
 
     def start(self) -> None:
         self._tell(self.client, self._join)
@@ -86,11 +88,11 @@ class RemoteMember(OfSlot):
 
     def _known(self, who: Known) -> None:
         if not who.member:
-            self.identity = None
+            self._identity = None
             return
         if who.member not in self._known_as:
             self._known_as.append(who.member)
-        self.identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))
+        self._identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))
 
     def _note(self, event: ev.MemberReport | ev.MemberEnded) -> None:
         with self._lock:
@@ -102,17 +104,13 @@ class RemoteMember(OfSlot):
                 case ev.Lost():
                     self._gave_back(event.partitions if self._incremental else self.held)
                 case ev.MemberFailed() | ev.MemberFenced():
-                    self.identity, self.held = None, ()
+                    self._identity, self.held = None, ()
         if isinstance(event, ev.MemberEnded):
             self._end()
-
-    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
-        gone = set(partitions)
-        self.held = tuple(tp for tp in self.held if tp not in gone)
 
     def _end(self) -> None:
         with self._lock:
             if self._ended.done():
                 return
-            self.identity, self.held = None, ()
+            self._identity, self.held = None, ()
             self._ended.set_result(None)

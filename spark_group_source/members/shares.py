@@ -1,71 +1,53 @@
-"""A member's share of a commit, and whether it may still be committed.
+"""What a member is wherever it lives, its share of a commit, and whether that may still be committed.
 
 Runs in: the stream reader and agents, any of their threads. Deliberately absent: committing (``driver``, ``member``).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity
 from spark_group_source.model import TopicPartition
 
 
-class SlotMember(Protocol):
-    """The member of a slot, wherever it lives."""
+class SlotMember(ABC):
+    """The member of a slot, wherever it lives.
 
-    @property
-    def identity(self) -> Identity | None:
-        """Who it is in the group now; None while it is no member."""
-
-    @property
-    def held(self) -> tuple[TopicPartition, ...]:
-        """Its partitions: from when it was given them to when it gave them back."""
-
-    @property
-    def static(self) -> bool:
-        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
-
-    @property
-    def host(self) -> str:
-        """The agent where it lives; empty for the stream reader itself."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def client(self) -> int: ...
-
-    def start(self) -> None: ...
-
-    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
-        """Give it something to do; never waits."""
-
-    def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for it to end; False when it did not in time."""
-
-
-class OfSlot:
-    """What a member is by the order to join, wherever it lives."""
+    Args:
+        join: which slot, the number of its consumer, its names in the group, and where it lives.
+    """
 
     def __init__(self, join: ev.Join) -> None:
         self._join = join
+        self.slot, self.client = join.slot, join.client
+        self.host = join.host
+        """The agent where it lives; empty for the stream reader itself."""
+        self.static = join.instance_id is not None
+        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
+        self.held: tuple[TopicPartition, ...] = ()
+        """Its partitions: from when it was given them to when it gave them back, or was told to."""
 
     @property
-    def static(self) -> bool:
-        return self._join.instance_id is not None
+    @abstractmethod
+    def identity(self) -> Identity | None:
+        """Who it is in the group now; None while it is no member."""
 
-    @property
-    def host(self) -> str:
-        return self._join.host
+    @abstractmethod
+    def start(self) -> None: ...
 
-    @property
-    def slot(self) -> int:
-        return self._join.slot
+    @abstractmethod
+    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
+        """Give it something to do; never waits."""
 
-    @property
-    def client(self) -> int:
-        return self._join.client
+    @abstractmethod
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait for it to end; False when it did not in time."""
+
+    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
+        gone = set(partitions)
+        self.held = tuple(tp for tp in self.held if tp not in gone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,15 @@ class Scene:
 
         return give
 
+    def order_after(self, ms: int, order: Any) -> Callable[[], None]:
+        """The same, when so much time has passed."""
+
+        def give() -> None:
+            self.runtime.clock_ms += ms
+            self.worker.order(self.ordered(order))
+
+        return give
+
     def shows(self, offsets: Mapping[TopicPartition, int]) -> None:
         self.runtime.will("committed", [KafkaPartition(tp.topic, tp.partition, at, "") for tp, at in offsets.items()])
 
@@ -214,44 +223,35 @@ def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_tim
 def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
     scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
     scene.topics = [{"a": 1, "b": 2}] * 3
-
-    def ask_late() -> None:
-        scene.runtime.clock_ms += 500
-        scene.worker.order(ev.AskReplaced(slot=1))
-
-    scene.run(ask_late)
+    scene.run(scene.order_after(500, ev.AskReplaced(slot=1)))
     assert ev.TopicsSeen(topics=("a", "b")) in scene.handled
 
 
 # --- who is in charge -----------------------------------------------------------------------------------------------
 
 
-def ask(scene: Scene) -> ev.Event:
+NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "told"),
+    [
+        (None, None, ev.NotReplaced),
+        ("send_offsets", FENCED, ev.Replaced),
+        ("send_offsets", NO_ANSWER, ev.ReplacedUnknown),
+        ("init_transactions", TIMED_OUT, ev.ReplacedUnknown),
+    ],
+    ids=["it has its id", "its id is another's", "no answer", "it has no id, and does not take it by asking"],
+)
+def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
+    if call is not None:
+        scene.runtime.will(call, answer)
     scene.run(scene.order(ev.AskReplaced(slot=1)))
-    return scene.handled[-1]
-
-
-def test_a_run_that_has_its_id_was_not_replaced(scene: Scene) -> None:
-    assert ask(scene) == ev.NotReplaced(slot=1)
-    assert scene.runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
-
-
-def test_a_run_whose_id_is_anothers_was_replaced(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", FENCED)
-    assert isinstance(ask(scene), ev.Replaced)
-
-
-def test_a_question_without_an_answer_is_not_the_last(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
-    answer = ask(scene)
-    assert isinstance(answer, ev.ReplacedUnknown) and (answer.slot, answer.final) == (1, False)
-
-
-def test_a_run_without_its_id_cannot_tell_yet_and_does_not_take_it_by_asking(scene: Scene) -> None:
-    scene.runtime.will("init_transactions", TIMED_OUT)
-    answer = ask(scene)
-    assert isinstance(answer, ev.ReplacedUnknown) and not answer.final
+    (event,) = scene.handled
+    assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
     assert len(scene.runtime.called("init_transactions")) == 1
+    if call is None:
+        assert scene.runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
 
 
 def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
@@ -272,6 +272,27 @@ def member_at(instance: str, member: str) -> Any:
     return SimpleNamespace(member_id=member, client_id="c", group_instance_id=instance, host="/h", assignment=nothing)
 
 
+def group_of(*members: Any) -> dict[str, Any]:
+    """The group as a broker describes it."""
+    found = SimpleNamespace(
+        state=SimpleNamespace(name="STABLE"),
+        type=SimpleNamespace(name="CLASSIC"),
+        partition_assignor="range",
+        is_simple_consumer_group=False,
+        coordinator=SimpleNamespace(id=1, host="b", port=9092),
+        members=list(members),
+    )
+    return {"g": found}
+
+
+@pytest.fixture
+def broken(scene: Scene) -> Scene:
+    """The first commit breaks the producer for good."""
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.topics_there(a=2)
+    return scene
+
+
 @pytest.mark.parametrize(
     ("instance", "member", "answer"),
     [
@@ -281,26 +302,15 @@ def member_at(instance: str, member: str) -> Any:
         ("", "another", ev.NotReplaced),
     ],
 )
-def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member: str, answer: type) -> None:
-    scene = Scene()
+def test_G6_without_its_id_a_run_looks_who_has_its_places(
+    broken: Scene, instance: str, member: str, answer: type
+) -> None:
+    scene = broken
     scene.worker.known_as.append("mine")
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
-    found = SimpleNamespace(
-        state=SimpleNamespace(name="STABLE"),
-        type=SimpleNamespace(name="CLASSIC"),
-        partition_assignor="range",
-        is_simple_consumer_group=False,
-        coordinator=SimpleNamespace(id=1, host="b", port=9092),
-        members=[member_at(instance, member)],
-    )
-    scene.runtime.will("describe_consumer_groups", {"g": found}, {"g": found})
-    scene.topics_there(a=2)
-
-    def later() -> None:
-        scene.runtime.clock_ms += 2 * scene.options.session_timeout_ms
-        scene.worker.order(ev.AskReplaced(slot=0))
-
-    scene.run(scene.order(echo()), scene.order(ev.AskReplaced(slot=0)), later)
+    scene.runtime.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
+    question = ev.AskReplaced(slot=0)
+    later = scene.order_after(2 * scene.options.session_timeout_ms, question)
+    scene.run(scene.order(echo()), scene.order(question), later)
     failed, first, second = (type(event) for event in scene.handled)
     assert failed is ev.EchoFailed
     assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnknown)
@@ -308,51 +318,35 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(instance: str, member:
     assert len(scene.runtime.producers) == 1
 
 
-def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_the_members(scene: Scene) -> None:
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
-    scene.topics_there(a=2)
+@pytest.mark.parametrize("static", [True, False])
+def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(broken: Scene, static: bool) -> None:
+    """Members without places of their own prove nothing: a newer run has members beside those of a process that was
+    frozen, and both may commit what they hold."""
+    for member in broken.members.values():
+        member.static = static
     for _ in range(2):
-        scene.shows({A0: 5, A1: 6})
-    scene.run(*[scene.order(echo())] * 3)
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
-    assert [len(member.committed) for member in scene.members.values()] == [1, 1, 0]
-    assert len(scene.runtime.producers) == 2
+        broken.shows({A0: 5, A1: 6})
+    broken.run(*[broken.order(echo())] * 3)
+    assert [type(event) for event in broken.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
+    if static:
+        assert [len(member.committed) for member in broken.members.values()] == [1, 1, 0]
+    assert len(broken.runtime.producers) == 1 + static
 
 
-def test_G6_members_without_places_of_their_own_prove_nothing(scene: Scene) -> None:
-    """A newer run has members beside those of a process that was frozen: both may commit what they hold."""
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
-    scene.topics_there(a=2)
-    for member in scene.members.values():
-        member.static = False
-    for _ in range(2):
-        scene.shows({A0: 5, A1: 6})
-    scene.run(*[scene.order(echo())] * 3)
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
-    assert len(scene.runtime.producers) == 1
-
-
-def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(scene: Scene) -> None:
+def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene) -> None:
     """A newer driver with fewer members has the place of the first one only."""
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
-    scene.topics_there(a=2)
-    scene.members[0].refusal = MemberStale("fenced", thrown_out=True)
-    scene.shows({A1: 6})
-    scene.shows({A1: 6})
-    scene.run(*[scene.order(echo())] * 3)
-    assert len(scene.runtime.producers) == 1
+    broken.members[0].refusal = MemberStale("fenced", thrown_out=True)
+    for _ in range(2):
+        broken.shows({A1: 6})
+    broken.run(*[broken.order(echo())] * 3)
+    assert len(broken.runtime.producers) == 1
 
 
 def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> None:
     scene.runtime.will("init_transactions", DENIED, DENIED)
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
-
-    def later() -> None:
-        scene.runtime.clock_ms += DENIED_AGAIN_MS
-        scene.worker.order(scene.ordered(echo()))
-
-    scene.run(scene.order(echo()), scene.order(echo()), later)
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(DENIED_AGAIN_MS, echo()))
     assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.runtime.called("commit_transaction")) == 1
@@ -363,12 +357,7 @@ def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactio
     scene.runtime.will("send_offsets", barred, barred, barred)
     scene.topics_there(a=2)
     scene.topics_there(a=2)
-
-    def later() -> None:
-        scene.runtime.clock_ms += BARRED_MS
-        scene.worker.order(scene.ordered(echo()))
-
-    scene.run(scene.order(echo()), scene.order(echo()), later)
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(BARRED_MS, echo()))
     assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoFailed, ev.Broken]
     ended = scene.handled[-1]
     assert isinstance(ended, ev.Broken) and isinstance(ended.error, AccessDenied) and "on the group" in str(ended.error)
@@ -436,28 +425,22 @@ def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: 
     assert scene.runtime.called("commit_transaction") == []
 
 
-def test_D13_an_echo_is_committed_for_the_members_of_when_it_was_ordered(scene: Scene) -> None:
-    """Later a slot may have another member of the same name, which must not be taken for the one that held them."""
+@pytest.mark.parametrize("since", ["joined again", "gave it back"])
+def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_was_ordered(
+    scene: Scene, since: str
+) -> None:
+    """Later a slot may have another member of the same name, which must not be taken for the one that held them. And
+    the broker would take what was given back of a KIP-848 member that keeps its epoch, and move back who has it now."""
     scene.shows({A1: 6})
 
-    def ordered_then_joined_again() -> None:
+    def ordered_then_changed() -> None:
         scene.worker.order(scene.ordered(echo()))
-        scene.members[0].identity = Identity(9, "m", metadata(9))
+        if since == "joined again":
+            scene.members[0].identity = Identity(9, "m", metadata(9))
+        else:
+            scene.members[0].held = (B0,)
 
-    scene.run(ordered_then_joined_again)
-    (done,) = scene.handled
-    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
-
-
-def test_G3_what_was_given_back_since_the_order_is_not_committed(scene: Scene) -> None:
-    """The broker would take it of a KIP-848 member that keeps its epoch, and move back who has the partition now."""
-    scene.shows({A1: 6})
-
-    def ordered_then_given_back() -> None:
-        scene.worker.order(scene.ordered(echo()))
-        scene.members[0].held = (B0,)
-
-    scene.run(ordered_then_given_back)
+    scene.run(ordered_then_changed)
     (done,) = scene.handled
     assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
     assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
@@ -570,21 +553,15 @@ def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refus
 
 @pytest.mark.parametrize("others", [(), ("m",)], ids=["places are another's", "places are ours"])
 @pytest.mark.parametrize("out", [False, True], ids=["all", "one is out"])
-def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(others: tuple[str, ...], out: bool) -> None:
+def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
+    broken: Scene, others: tuple[str, ...], out: bool
+) -> None:
     """A newer driver of the stream would have their places."""
-    scene = Scene()
+    scene = broken
     scene.members[0].host = scene.members[1].host = "h1"
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
-    found = SimpleNamespace(
-        state=SimpleNamespace(name="STABLE"),
-        type=SimpleNamespace(name="CLASSIC"),
-        partition_assignor="range",
-        is_simple_consumer_group=False,
-        coordinator=SimpleNamespace(id=1, host="b", port=9092),
-        members=[member_at("g.s.0", member) for member in others],
-    )
-    scene.runtime.will("describe_consumer_groups", *[{"g": found}] * 3)
-    for _ in range(3):
+    found = group_of(*(member_at("g.s.0", member) for member in others))
+    scene.runtime.will("describe_consumer_groups", *[found] * 3)
+    for _ in range(2):
         scene.topics_there(a=2)
     scene.shows({A0: 5, A1: 6})
 
