@@ -48,19 +48,6 @@ def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_th
         assert group.machine.plannable() == ({A: 150} if goes else {})
 
 
-def test_a_revocation_after_the_batch_waits_for_the_commit_alone(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.durable()
-    assert group.revoking(A) == []
-    assert group.echoed() == RELEASE
-
-
-def test_a_partition_without_a_position_yet_leaves_at_once(group: GroupHarness) -> None:
-    group.assigned(A)
-    assert group.revoking(A) == RELEASE
-    assert group.committed({A: 100}) == []
-
-
 def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150), B: (40, 40)})
     fresh.assigned(A)
@@ -68,29 +55,6 @@ def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fr
     fresh.committed({A: 100})
     assert fresh.feed(ev.Durable(offset=replayed)) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
     assert fresh.echoed() == RELEASE
-
-
-def test_rows_of_a_former_run_are_committed_before_their_partition_leaves(fresh: GroupHarness) -> None:
-    fresh.durable({A: (100, 150)})
-    fresh.assigned(A)
-    assert fresh.revoking(A) == []
-    assert fresh.committed({A: 100}) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
-    assert fresh.echoed() == RELEASE
-
-
-def test_what_is_leaving_is_not_planned_again(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)}, B)
-    group.revoking(A)
-    group.durable()
-    assert group.machine.plannable() == {B: 100}
-
-
-def test_each_slot_is_released_on_its_own(pair: GroupHarness) -> None:
-    pair.settled(A, slot=0)
-    pair.settled(B, slot=1)
-    pair.plan({A: (100, 150)})
-    assert pair.revoking(A, slot=0) == []
-    assert pair.revoking(B, slot=1) == [ev.Release(slot=1, client=1)]
 
 
 def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -> None:
@@ -126,15 +90,6 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
     assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
     assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
     assert group.machine.positions.ours.keys() == set()
-
-
-def test_a_hold_that_waits_for_a_commit_only_has_the_same_budget(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.durable()
-    group.revoking(A)
-    assert group.tick(ms=HOLD_BUDGET_MS) == RELEASE
-    assert group.machine.statistics().maybe_twice == 50
-    assert group.feed(ev.EchoDone(offsets={A: 150})) == []
 
 
 def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
@@ -249,20 +204,6 @@ def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> N
     assert not group.gathered()
 
 
-def test_losing_the_last_partition_of_a_hold_ends_it(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)}, B)
-    group.revoking(A)
-    assert group.lost(A) == RELEASE
-    assert group.machine.positions.ours.keys() == {B}
-
-
-def test_losing_everything_during_a_hold_leaves_nothing_to_release(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.revoking(A)
-    assert group.lost(A) == []
-    assert group.tick(ms=HOLD_BUDGET_MS) == []
-
-
 def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.lost(A)
@@ -284,24 +225,6 @@ def test_a_partition_that_returns_half_read_by_another_leaves_there_when_the_bat
     assert group.revoking(A) == []
     assert group.durable() == [ev.Echo(offsets={A: 120}, stream=STREAM, seq=0)]
     assert group.echoed() == RELEASE
-
-
-def test_a_partition_that_returns_read_beyond_the_batch_stays_there(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.lost(A)
-    group.assigned(A)
-    group.taken({A: ev.Committed(offset=180)})
-    assert group.durable() == []
-    assert group.machine.plannable() == {A: 180}
-
-
-def test_a_partition_that_returns_without_an_answer_yet_remembers_the_durable_batch(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.lost(A)
-    group.assigned(A)
-    group.durable()
-    group.committed({A: 100})
-    assert group.machine.plannable() == {A: 150}
 
 
 def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: GroupHarness) -> None:

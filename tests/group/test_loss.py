@@ -127,24 +127,16 @@ def test_a_missing_topic_is_a_suspicion_first_and_believed_when_it_is_still_miss
     assert "topic orders does not exist any more. Take it out of the subscription" in str(error)
 
 
-def test_a_topic_whose_partitions_the_group_gives_up_meanwhile_is_missed_all_the_same() -> None:
+@pytest.mark.parametrize("seen_missing", [True, False])
+def test_a_topic_whose_partitions_the_group_gives_up_meanwhile_is_missed_all_the_same(seen_missing: bool) -> None:
     brokers = Brokers()
     brokers.look({A: 100, OTHER: 100})
     del brokers.ids["orders"], brokers.ends[A]
-    brokers.look({A: 100, OTHER: 100})
+    if seen_missing:
+        brokers.look({A: 100, OTHER: 100})
     brokers.look({OTHER: 100}, after_ms=GRACE_MS - 1)
     assert brokers.error() is None and brokers.lookout.suspects
-    brokers.look({}, after_ms=1)
-    assert isinstance(brokers.error(), TopicMissing)
-
-
-def test_a_topic_whose_partitions_were_given_up_before_anybody_looked_is_missed_too() -> None:
-    brokers = Brokers()
-    brokers.look({A: 100, OTHER: 100})
-    del brokers.ids["orders"], brokers.ends[A]
-    brokers.look({OTHER: 100})
-    assert brokers.error() is None and brokers.lookout.suspects
-    brokers.look({OTHER: 100}, after_ms=GRACE_MS)
+    brokers.look({}, after_ms=1 if seen_missing else GRACE_MS)
     assert isinstance(brokers.error(), TopicMissing)
 
 
@@ -436,33 +428,22 @@ def test_a_log_that_shrank_and_grew_again_is_lost_data_when_it_was_told_twice() 
     assert "the log of orders-0 was cut at 60, below the position 100" in str(error)
 
 
-def test_without_failing_it_goes_on_where_the_log_was_cut() -> None:
+@pytest.mark.parametrize(
+    ("end", "first", "goes_on"),
+    [(200, 0, 60), (70, 0, 60), (200, 80, 80)],
+    ids=["it grew again", "it is still shorter", "its beginning aged out"],
+)
+def test_without_failing_it_goes_on_where_the_log_was_cut(end: int, first: int, goes_on: int) -> None:
     brokers = read_up_to_100(fail=False)
-    brokers.elect(A, 5, has=60, end=200)
+    brokers.elect(A, 5, has=60, end=end)
+    brokers.firsts[A] = first
     brokers.look({A: 100})
     (said,) = brokers.look({A: 100}, after_ms=GRACE_MS)
-    assert "cut at 60" in said and "It ends at 200 now" in said
+    assert f"cut at {goes_on}" in said and f"It ends at {end} now" in said
     found = brokers.lookout.gone
-    assert found is not None and found.offsets == {A: 60} and found.cut == {A}
-    brokers.plan({A: (60, 200)})
-    assert brokers.look({A: 200}) == [] and brokers.lookout.gone is None
-
-
-def test_a_cut_log_that_is_still_shorter_goes_on_where_it_was_cut_too() -> None:
-    brokers = read_up_to_100(fail=False)
-    brokers.elect(A, 5, has=60, end=70)
-    brokers.look({A: 100})
-    brokers.look({A: 100}, after_ms=GRACE_MS)
-    assert gone(brokers.lookout) == {A: 60}
-
-
-def test_a_cut_log_whose_beginning_aged_out_goes_on_at_its_first_record() -> None:
-    brokers = read_up_to_100(fail=False)
-    brokers.elect(A, 5, has=60, end=200)
-    brokers.firsts[A] = 80
-    brokers.look({A: 100})
-    brokers.look({A: 100}, after_ms=GRACE_MS)
-    assert gone(brokers.lookout) == {A: 80}
+    assert found is not None and found.offsets == {A: goes_on} and found.cut == {A}
+    brokers.plan({A: (goes_on, end)})
+    assert brokers.look({A: end}) == [] and brokers.lookout.gone is None
 
 
 def test_offsets_that_were_seen_and_never_read_count_as_lost_when_their_log_is_cut() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
 
 from spark_group_source.errors import InvariantBroken, OptionError
-from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.group.plan import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, TASKS_MAX, Planner, enough, pack
 from spark_group_source.group.plan import cut as cut_fairly
@@ -89,13 +88,6 @@ def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(gro
     assert following.ranges == {A: (102, 103), B: (101, 103), C: (101, 102)}
 
 
-def test_trigger_once_has_no_limits(group: GroupHarness) -> None:
-    group.settled(A)
-    planner = Planner(rules_with(max_offsets=4, min_offsets=1_000))
-    offset = cut(group, {A: 200}, planner, unlimited=True)
-    assert offset is not None and offset.ranges == {A: (100, 200)}
-
-
 def test_too_few_records_wait_until_the_delay_since_the_last_batch_is_over(group: GroupHarness) -> None:
     group.settled(A)
     planner = Planner(rules_with(min_offsets=10, max_delay_ms=1_000))
@@ -121,52 +113,12 @@ def test_it_carries_the_positions_that_kafka_may_not_have_and_that_it_does_not_r
     assert planned(fresh, {A: 170}).owed == {C: 9}
 
 
-def test_it_carries_the_end_of_a_batch_that_was_durable_after_its_partition_was_lost(group: GroupHarness) -> None:
-    group.settled(A, B)
-    planned(group, {A: 150, B: 110})
-    group.lost(A)
-    group.durable()
-    group.echoed()
-    assert planned(group, {B: 120}).owed == {A: 150}
-
-
-def test_it_carries_a_partition_that_is_leaving_and_not_committed(group: GroupHarness) -> None:
-    group.settled(A, B)
-    planned(group, {A: 150})
-    group.durable()
-    group.revoking(A)
-    assert planned(group, {A: 160, B: 110}).owed == {A: 150}
-
-
 def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), OTHER: (5, 9)})
     fresh.assigned(A)
     fresh.committed({A: 150})
     offset = planned(fresh, {A: 160})
     assert offset.owed == parse(offset.to_json()).owed == {B: 40, OTHER: 9}
-
-
-def test_what_is_at_kafka_is_not_owed(group: GroupHarness) -> None:
-    group.settled(A, B)
-    group.revoking(B)  # goes at once: Kafka has its position
-    assert planned(group, {A: 150}).owed == {}
-
-
-def test_it_marks_what_it_reads_and_no_stream_committed(group: GroupHarness) -> None:
-    group.assigned(A, B, C)
-    group.taken({A: ev.Committed(offset=70), B: ev.Committed(offset=80, stream="another"), C: ev.Committed(offset=90)})
-    assert planned(group, {A: 75}).followed == {A, C}
-    group.durable()
-    assert planned(group, {A: 76}).followed == {C}  # until a batch has moved it on
-
-
-def test_it_says_which_reset_it_knows(group: GroupHarness) -> None:
-    group.assigned(A)
-    assert "epoch" not in StreamOffset.initial(GROUP).to_json_dict()
-    group.committed({A: ev.Committed(offset=70, epoch=3)})
-    group.taken({A: ev.Committed(offset=70, epoch=3)})
-    offset = planned(group, {A: 75})
-    assert offset.epoch == 3 and parse(offset.to_json()).epoch == 3
 
 
 def test_it_keeps_what_was_known_when_the_stream_began_and_the_ids_of_what_it_reads() -> None:
@@ -176,19 +128,6 @@ def test_it_keeps_what_was_known_when_the_stream_began_and_the_ids_of_what_it_re
     offset = planned(group, {A: 150})
     assert offset.known == {"orders": 3}
     assert offset.topic_ids == {"orders": "id-orders", "payments": "id-payments"}
-
-
-def test_a_plan_follows_the_one_before_it(group: GroupHarness) -> None:
-    group.settled(A, B)
-    ends = {A: 150, B: 120}
-    before = planned(group, ends)
-    for _ in range(3):
-        group.durable()
-        ends = {tp: end + 10 for tp, end in ends.items()}
-        following = planned(group, ends)
-        assert following.seq == before.seq + 1
-        assert {tp: start for tp, (start, _) in following.ranges.items()} == before.positions()
-        before = following
 
 
 LONG_MAX = 2**63 - 1

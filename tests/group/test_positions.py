@@ -30,16 +30,6 @@ def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(gro
     assert group.machine.plannable() == {A: 150}
 
 
-def test_an_assignment_that_names_held_partitions_again_changes_nothing_for_them(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    assert group.assigned(A) == []
-    assert only(ev.Echo, group.durable())[0].offsets == {A: 150}
-    group.assigned(A, generation=2)
-    group.assigned(generation=3)
-    assert group.machine.plannable() == {A: 150}
-    assert group.machine.statistics().generation == 3
-
-
 def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.taken({A: by_no_stream(70), B: ev.Committed(offset=80, stream="another")})
@@ -64,31 +54,6 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
     assert group.machine.plannable() == {A: 70, B: 80}
 
 
-def test_what_somebody_else_committed_may_go_again_before_it_was_committed_under_our_name(group: GroupHarness) -> None:
-    group.reads({B: (100, 110)})
-    group.durable()
-    group.assigned(A)
-    group.committed({A: by_no_stream(70)})
-    assert group.revoking(A) == [ev.Release(slot=0, client=1)]
-
-
-def test_a_commit_on_its_way_is_waited_for_even_if_it_changes_nothing(group: GroupHarness) -> None:
-    group.assigned(A)
-    commands = group.committed({A: by_no_stream(70)})
-    assert group.revoking(A) == []  # it could arrive after the next member's commit
-    assert group.echoed(commands) == [ev.Release(slot=0, client=1)]
-
-
-def test_our_own_position_wins_over_our_own_commit_that_is_behind_it(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.durable()
-    group.feed(ev.EchoFailed(reason="coordinator moved"))
-    group.lost(A)
-    group.assigned(A)
-    group.committed({A: 100})
-    assert group.machine.plannable() == {A: 150}
-
-
 def test_our_own_commit_that_is_further_wins_over_our_position(fresh: GroupHarness) -> None:
     # An old checkpoint was put back: the group knows better.
     fresh.durable({A: (100, 150)})
@@ -106,15 +71,6 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     assert group.machine.plannable() == {A: offset}
     assert group.machine.positions.followed() == {A}
     assert any(f"from 100 to {offset}" in text for text in group.said())
-
-
-def test_a_batch_makes_a_followed_position_our_own(group: GroupHarness) -> None:
-    group.assigned(A, B)
-    group.taken({A: by_no_stream(70), B: by_no_stream(80)})
-    group.plan({A: (70, 75)})
-    assert group.machine.positions.followed() == {A, B}
-    group.durable()
-    assert group.machine.positions.followed() == {B}
 
 
 def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
@@ -155,29 +111,6 @@ def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() ->
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
 
 
-def test_expired_commits_do_not_send_a_known_partition_back_to_its_start(fresh: GroupHarness) -> None:
-    fresh.durable({A: (100, 150)})
-    fresh.assigned(A)
-    assert fresh.committed({A: None}) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
-    assert fresh.machine.plannable() == {A: 150}
-
-
-def test_several_topics_are_partitions_like_any_other(group: GroupHarness) -> None:
-    group.assigned(A, OTHER)
-    group.committed({A: 5, OTHER: 9})
-    group.plan({A: (5, 6), OTHER: (9, 12)})
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 6, OTHER: 12}, stream=STREAM, seq=0)]
-
-
-def test_nothing_is_committed_or_planned_for_what_has_no_position(group: GroupHarness) -> None:
-    group.settled(A)
-    group.assigned(B)
-    group.plan({A: (100, 150)})
-    assert only(ev.Echo, group.durable())[0].offsets == {A: 150}
-    assert B not in group.machine.plannable()
-    assert group.machine.statistics().uncommitted == 1
-
-
 def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
     group.assigned(A)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
@@ -206,31 +139,12 @@ def test_starts_that_cannot_be_resolved_are_asked_for_with_a_growing_pause_too(g
     assert group.machine.next_deadline_ms() == group.clock() + 100
 
 
-def test_an_answer_for_a_partition_that_has_left_is_dropped(group: GroupHarness) -> None:
-    group.assigned(A, B)
-    group.lost(A)
-    group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker")))
-    group.committed({A: 100, B: 5})
-    group.resolved({A: 1})
-    assert group.machine.plannable() == {B: 5}
-
-
 def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
     assert only(ev.FetchCommitted, group.assigned(A)) == [ev.FetchCommitted(partitions=(A,))]
     group.revoking(A)  # it leaves, another member reads and commits, and it comes back
     assert only(ev.FetchCommitted, group.assigned(A)) == []
     assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
     assert group.machine.plannable() == {}
-    group.taken({A: by_no_stream(300)})
-    assert group.machine.plannable() == {A: 300}
-
-
-def test_a_start_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
-    group.assigned(A)
-    group.committed({A: None})
-    group.revoking(A)
-    group.assigned(A)
-    assert group.resolved({A: 0}) == [ev.FetchCommitted(partitions=(A,))]
     group.taken({A: by_no_stream(300)})
     assert group.machine.plannable() == {A: 300}
 
@@ -243,39 +157,6 @@ def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(f
     assert fresh.machine.positions.owed() == {A: 150, C: 9}
     fresh.echoed(commands)
     assert fresh.machine.positions.owed() == {C: 9}
-
-
-def test_a_checkpoint_that_owes_is_believed_like_its_ranges(fresh: GroupHarness) -> None:
-    """A batch was planned while a partition was late after a restart, then came the next crash."""
-    offset = StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 2}, ranges={A: (5, 9)}, owed={B: 150})
-    fresh.replay(offset)
-    fresh.assigned(A, B)
-    fresh.committed({A: 5, B: 100})
-    assert fresh.machine.plannable() == {B: 150}  # A is being read
-
-
-def test_what_is_lost_before_its_commit_is_owed_until_it_returns(group: GroupHarness) -> None:
-    group.reads({A: (100, 150), B: (100, 110)})
-    group.lost(A)
-    assert group.machine.positions.owed() == {}
-    commands = group.durable()
-    assert group.machine.positions.owed() == {A: 150, B: 110}
-    group.echoed(commands)
-    group.lost(B)
-    assert group.machine.positions.owed() == {A: 150}
-    group.reads({D: (100, 120)})
-    group.durable()
-    group.lost(D)
-    assert group.machine.positions.owed() == {A: 150, D: 120}
-    group.echoed()
-    group.settled(C)
-    group.plan({})
-    group.lost(C)
-    group.durable()
-    assert group.machine.positions.owed() == {A: 150, D: 120}
-    group.assigned(A)
-    group.echoed(group.committed({A: 100}))
-    assert group.machine.positions.owed() == {D: 120}
 
 
 def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
@@ -421,18 +302,6 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
     assert group.machine.plannable() == {A: offset}
     assert group.machine.positions.followed() == {A}
     assert any(f"was moved from 100 to {offset}" in text for text in group.said())
-
-
-def test_a_batch_that_is_durable_while_its_partition_is_away_is_owed_until_the_answer(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.lost(A)
-    group.durable()
-    assert group.machine.positions.owed() == {A: 150}
-    group.assigned(A)
-    assert group.machine.positions.owed() == {A: 150}
-    assert group.revoking(A) == []  # Kafka is to have it before it goes
-    assert only(ev.Echo, group.committed({A: 100}))[0].offsets == {A: 150}
-    assert group.echoed() == [ev.Release(slot=0, client=1)]
 
 
 # --- logs that were cut ----------------------------------------------------------------------------------------------

@@ -64,14 +64,6 @@ def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: 
     assert group.machine.statistics().maybe_twice == 0
 
 
-def test_one_that_was_lost_meanwhile_is_not_owed_when_it_comes_back(group: GroupHarness) -> None:
-    group.settled(A)
-    aged(group)
-    group.lost(A)
-    assert group.machine.statistics().maybe_twice == 0
-    assert group.machine.positions.owed() == {}
-
-
 def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40)})
     fresh.assigned(A, B, C)

@@ -94,38 +94,6 @@ def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fre
     assert fresh.machine.positions.epoch == 1
 
 
-def test_a_reset_that_is_known_is_no_news(fresh: GroupHarness) -> None:
-    past = StreamOffset(group="etl", stream=STREAM, seq=7, known={"orders": 1}, ranges={A: (5, 9)}, epoch=2)
-    fresh.goes_on(past)
-    fresh.assigned(A, B)
-    fresh.taken({A: ev.Committed(offset=9, stream=STREAM, seq=7, epoch=2), B: reset(30, epoch=2)})
-    assert fresh.machine.plannable() == {A: 9, B: 30}
-    assert not any("was reset" in text for text in fresh.said())
-
-
-def test_an_answer_from_before_a_reset_showed_is_asked_for_again(group: GroupHarness) -> None:
-    group.assigned(A)
-    group.assigned(B)  # two questions are on their way
-    assert group.committed({B: reset(30)}) == [ev.FetchCommitted(partitions=(B,))]
-    assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
-    group.taken({A: reset(20), B: reset(30)})
-    assert group.machine.plannable() == {A: 20, B: 30}
-
-
-def test_a_partition_that_left_before_the_reset_remembers_nothing(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)}, B)
-    group.durable()
-    group.lost(A)
-    group.settled(C)
-    group.lost(B)
-    group.assigned(B)
-    group.committed({B: reset(30)})
-    assert group.machine.positions.owed() == {}
-    group.assigned(A)
-    group.committed({A: ev.Committed(offset=100, stream=STREAM)})
-    assert group.machine.plannable().get(A) == 100
-
-
 def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
     pair: GroupHarness,
 ) -> None:
@@ -138,27 +106,6 @@ def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered
     assert answered[0].beside == ()  # type: ignore[union-attr]
 
 
-def test_an_answer_from_before_everything_was_lost_says_nothing_of_resets_since(group: GroupHarness) -> None:
-    group.settled(A)
-    group.lost(A)
-    group.assigned(B)
-    group.lost(B)
-    group.assigned(A)
-    group.committed({B: 7})
-    asked = only(ev.FetchCommitted, group.history)[-1]
-    assert asked.partitions == (A,) and B in asked.beside
-
-
-def test_a_partition_that_was_moved_back_during_the_last_batch_goes_on_there_after_a_restart(
-    fresh: GroupHarness,
-) -> None:
-    fresh.durable({A: (100, 150)})  # batch 7: it was planned before the move, or it would begin at 20
-    fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)})
-    assert fresh.machine.plannable() == {A: 20}
-    assert fresh.machine.positions.followed() == {A}
-
-
 def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
     """The reset says nothing of it, and startingOffsets=latest would leave out what came since. A table may have left
     the batch out, because it was planned before the reset."""
@@ -167,18 +114,6 @@ def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_afte
     fresh.committed({A: reset(20), B: None})
     assert only(ev.ResolveStarts, fresh.committed({A: reset(20), B: None})) == []
     fresh.echoed()
-    assert fresh.machine.plannable() == {A: 20, B: 40}
-
-
-def test_a_partition_that_was_away_and_never_committed_goes_on_where_it_stood_after_a_reset(
-    fresh: GroupHarness,
-) -> None:
-    fresh.durable({A: (100, 150), B: (40, 50)})
-    fresh.assigned(A)
-    fresh.committed({A: reset(20)})
-    fresh.taken({A: reset(20)})
-    fresh.assigned(B)
-    fresh.committed({B: None})
     assert fresh.machine.plannable() == {A: 20, B: 40}
 
 

@@ -59,19 +59,6 @@ def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bo
     assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_what_is_owed_stays_written_down_through_any_number_of_runs_without_the_partition(durable: bool) -> None:
-    run = RunHarness.returning(PAST)
-    run.gives = {0: (A,)}
-    run.committed[B] = ev.Committed(offset=15, stream=STREAM, seq=5)
-    for end in range(151, 156):
-        run.ends = {A: end, B: 60}
-        offset = run.batch()
-        assert offset.owed == {B: 40}
-        run = after_a_crash(run, offset, durable=durable, given=(A,) if end < 155 else (A, B))
-    assert run.batch().ranges == {A: (155, 155), B: (40, 60)}
-
-
 def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
@@ -81,25 +68,6 @@ def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_pla
     planned = again.batch()
     assert planned.ranges == {A: (20, 150), B: (40, 40)}
     assert planned.followed == {A}
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_an_operators_rewind_that_was_taken_in_a_batch_survives_runs_without_the_partition(durable: bool) -> None:
-    """They plan without it, or before it is known where it stands: what they write down of it must not undo this."""
-    past = RunHarness.returning(PAST)
-    past.committed[A] = ev.Committed(offset=20)
-    run = after_a_crash(past, PAST, durable=False)
-    run.pass_time(1_000)
-    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=6, followed=True)
-    offset = PAST
-    for end in (41, 42):
-        run = after_a_crash(run, offset, durable=durable or offset is PAST, given=(B,))
-        run.ends = {A: 150, B: end}
-        offset = run.batch()
-        assert offset.owed == {A: 150}
-    again = after_a_crash(run, offset, durable=durable)
-    again.ends = {A: 150, B: 42}
-    assert again.batch().ranges[A] == (20, 150)
 
 
 def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
@@ -114,14 +82,6 @@ def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
     assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
 
 
-def test_a_second_rewind_is_followed_like_the_first() -> None:
-    run = RunHarness.returning(PAST)
-    run.committed[A] = ev.Committed(offset=20)
-    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
-    run.committed[A] = ev.Committed(offset=60)
-    assert after_a_crash(run, run.start, durable=True).batch().ranges[A] == (60, 150)
-
-
 def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     past = RunHarness.returning(PAST)
     past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
@@ -132,17 +92,6 @@ def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     run.latest()
     run.pass_time(ANSWER_MS)
     assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, epoch=1)
-
-
-def test_a_reset_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
-    past = RunHarness.returning(PAST)
-    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
-    run = after_a_crash(past, PAST, durable=False)
-    run.pass_time(1_000)
-    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
-    again = after_a_crash(run, PAST, durable=True)
-    planned = again.batch()
-    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
 
 
 def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:

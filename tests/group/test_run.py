@@ -49,14 +49,6 @@ def waited_ms(run: RunHarness) -> int:
 # --- the first batch -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_batch_reads_every_partition_of_every_slot() -> None:
-    run = RunHarness(slots=2)
-    run.gives = {0: (A,), 1: (B,)}
-    run.ends = {A: 5, B: 7}
-    assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
-    assert run.state() is RunState.PLANNED
-
-
 def test_the_first_batch_waits_for_the_slowest_slot() -> None:
     run = RunHarness(slots=2)
     run.gives = {0: (A,)}
@@ -126,14 +118,6 @@ def test_a_group_that_gives_nothing_is_told_of_and_then_given_up() -> None:
     assert "has not given an assignment to all 1 members after 10 s; waiting up to 75 s" in warning
 
 
-def test_topics_that_cannot_be_listed_fail_the_call() -> None:
-    run = RunHarness()
-    run.feed(ev.Asked(start=run.start, name=STREAM))
-    assert run.step() == ev.ListTopics()
-    with pytest.raises(BrokerUnavailable):
-        run.call(ev.Broken(error=BrokerUnavailable("nobody answered")))
-
-
 def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone_joins() -> None:
     run = RunHarness(starting=StartingPosition(each=((C, LATEST),)))
     with pytest.raises(OptionError):
@@ -190,12 +174,6 @@ def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
 # --- nothing to read -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_read_is_answered_with_the_start_itself() -> None:
-    run = idle()
-    assert run.latest() is run.start
-    assert run.state() is RunState.OPEN
-
-
 @pytest.mark.parametrize(
     ("look_ms", "pause_ms"),
     [(0, IDLE_PAUSES_MS[0]), (12, int(12 / IDLE_LOAD_MAX)), (500, IDLE_PAUSES_MS[1])],
@@ -239,28 +217,6 @@ def test_what_leaves_while_the_brokers_are_asked_is_not_planned() -> None:
     assert isinstance(step, ev.Look) and set(step.ends) == {A, B}
     run.lost(B)
     assert run.call(ev.Looked(ends={A: 20, B: 5})).ranges == {A: (10, 20)}
-
-
-# --- limits ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_takes_no_more_than_it_may() -> None:
-    run = RunHarness(max_offsets=6)
-    run.ends = {A: 10, B: 10}
-    assert run.batch().ranges == {A: (0, 3), B: (0, 3)}
-    assert run.batch().ranges == {A: (3, 6), B: (3, 6)}
-
-
-def test_a_batch_waits_for_enough_records_but_not_for_ever() -> None:
-    run = RunHarness(min_offsets=100, max_delay_ms=30_000)
-    assert run.batch().seq == 0  # the first batch of a run waits for nothing
-    planned_at_ms = run.clock()
-    run.ends = {A: 60, B: 0}
-    while run.batch().seq == 0:
-        assert run.clock() <= planned_at_ms + 30_000 + IDLE_PAUSES_MS[1]
-    assert run.clock() >= planned_at_ms + 30_000
-    run.ends = {A: 160, B: 0}
-    assert run.batch().ranges[A] == (60, 160)  # enough
 
 
 # --- AvailableNow and Once -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""Members that fail, come back or are replaced; and subscriptions that change."""
+"""Members that join, fail, come back or are replaced; subscriptions that change; and how a run closes."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
@@ -10,10 +9,89 @@ from spark_group_source.errors import Fenced, RebalanceTimeout
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.group.rules import Rules
-from spark_group_source.model import EARLIEST
 from spark_group_source.options.starting import StartingPosition
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
+
+
+# --- how a run begins -------------------------------------------------------------------------------------------------
+
+
+def test_a_new_stream_joins_with_every_slot() -> None:
+    group = GroupHarness(slots=3)
+    commands = group.born()
+    assert commands == [group.join(slot) for slot in range(3)]
+    assert group.machine.stream == STREAM and group.machine.seq == -1
+
+
+def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
+    assert fresh.assigned(A) == []
+    assert fresh.feed(ev.Tick(), ev.TopicsSeen(topics=("other",))) == []
+    assert fresh.machine.next_deadline_ms() is None
+
+
+def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
+    assert only(ev.FetchCommitted, pair.assigned(A, B, slot=0)) == [ev.FetchCommitted(partitions=(A, B))]
+    pair.assigned(C, slot=1)
+    assert not pair.gathered() and not pair.machine.positions.resolved
+    pair.committed({A: 5, B: 6})
+    assert not pair.gathered()
+    pair.committed({C: 7})
+    assert pair.gathered()
+    assert pair.machine.plannable() == {A: 5, B: 6, C: 7}
+
+
+def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
+    group = GroupHarness(slots=3)
+    group.born({"orders": 1})
+    group.settled(A, slot=0)
+    group.assigned(slot=1)
+    assert not group.gathered()  # slot 2 has not heard from Kafka yet
+    group.assigned(slot=2)
+    assert group.gathered()
+    assert group.plan({A: (100, 110)}) == []
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 110}, stream=STREAM, seq=0)]
+    assert group.machine.statistics().assigned == (1, 0, 0)
+
+
+def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarness) -> None:
+    commands = fresh.durable({A: (100, 150), B: (40, 40)})
+    assert commands == [fresh.join()]
+    fresh.assigned(A, B)
+    commands = fresh.committed({A: 100, B: 40})
+    # The crash came between the sink's commit and the echo: Kafka is behind, and is brought forward.
+    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
+    assert fresh.machine.seq == 7
+
+
+def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh: GroupHarness) -> None:
+    replayed = fresh.replays({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.feed(ev.Durable(offset=replayed))
+    commands = fresh.committed({A: 100})
+    assert fresh.machine.plannable() == {A: 150}
+    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+
+
+def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
+    pair.settled(A)
+    assert pair.close(leave=True) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
+    assert pair.machine.closed
+    after: Commands = []
+    for event in (
+        ev.Tick(),
+        ev.TopicsSeen(topics=("other",)),
+        ev.Durable(offset=pair.offset({A: (100, 150)}, 9)),
+        ev.EchoDone(offsets={A: 1}),
+    ):
+        after += pair.feed(event)
+    after += pair.assigned(B) + pair.revoking(A) + pair.failed() + pair.fenced()
+    assert after == []
+    assert pair.machine.next_deadline_ms() is None
+
+
+# --- members that fail and come back ----------------------------------------------------------------------------------
 
 
 def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
@@ -25,24 +103,6 @@ def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) 
         assert group.tick(ms=1) == [group.join(client=client)]
         assert group.tick(ms=0) == []
     assert len(group.warned()) == 6  # the first failure is said, not warned of
-
-
-def test_what_a_failed_member_had_counts_as_lost(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)}, B)
-    group.failed()
-    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (2, 50)
-    assert group.durable() == []
-    assert group.machine.positions.ours.keys() == set()
-
-
-def test_the_other_slots_go_on_while_one_comes_back(pair: GroupHarness) -> None:
-    pair.settled(A, slot=0)
-    pair.settled(B, slot=1)
-    pair.failed(slot=0)
-    assert pair.machine.plannable() == {B: 100}
-    assert pair.machine.positions.resolved and not pair.gathered()
-    pair.plan({B: (100, 120)})
-    assert only(ev.Echo, pair.durable()) == [ev.Echo(offsets={B: 120}, stream=STREAM, seq=0)]
 
 
 def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupHarness) -> None:
@@ -193,27 +253,6 @@ def test_a_slot_whose_last_partition_is_lost_while_idle_is_asked_about_like_othe
     assert not pair.gathered()
 
 
-def test_late_words_of_a_replaced_consumer_are_ignored(group: GroupHarness) -> None:
-    old: dict[str, Any] = {"slot": 0, "client": 1}
-    group.settled(A)
-    group.failed()
-    late: list[ev.Event] = [
-        ev.Assigned(**old, partitions=(A,)),
-        ev.Revoking(**old, partitions=(A,), eager=False),
-        ev.Lost(**old, partitions=(A,)),
-        ev.MemberFailed(**old, reason="again"),
-        ev.MemberFenced(**old, reason="its successor took the place"),
-    ]
-    assert group.feed(*late) == []  # no consumer at all
-    group.tick(ms=100)
-    assert group.feed(*late) == []  # its successor is joining
-    group.settled(B)
-    assert group.feed(*late) == []  # its successor is at work
-    assert group.machine.positions.ours.keys() == {B}
-    assert not group.machine.closed and group.machine.plan is None
-    assert group.machine.statistics().slots == ("assigned",)
-
-
 def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
     commands = pair.feed(ev.TopicsSeen(topics=("orders", "payments")))
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
@@ -268,25 +307,6 @@ def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_form
     assert group.feed(ev.TopicsSeen(topics=("payments", "refunds"))) == []
     assert group.tick(ms=100) == [group.join(client=2, topics=("orders",))]
     assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
-
-
-def test_a_topic_that_left_the_subscription_is_finished_first(group: GroupHarness) -> None:
-    group.reads({A: (100, 150)})
-    group.feed(ev.TopicsSeen(topics=("payments",)))
-    assert group.revoking(A) == []
-    group.durable()
-    assert group.echoed() == [ev.Release(slot=0, client=1)]
-
-
-def test_partitions_added_to_a_topic_come_like_others(group: GroupHarness) -> None:
-    group.settled(A, B)
-    new = tps("orders", 4)[0]
-    group.plan({A: (100, 150)})
-    assert group.assigned(new) == [ev.FetchCommitted(partitions=(new,))]
-    assert group.committed({new: None}) == [ev.ResolveStarts(starts={new: EARLIEST})]
-    assert only(ev.Echo, group.resolved({new: 0})) == [ev.Echo(offsets={new: 0}, stream=STREAM, seq=-1)]
-    group.durable()
-    assert group.machine.plannable() == {A: 150, B: 100, new: 0}
 
 
 def test_an_assignment_that_is_heard_late_does_not_take_a_partition_from_the_slot_that_has_it_since(

@@ -9,7 +9,7 @@ from hand_made import A0, A1, HandRuntime, refusal
 
 from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
-from spark_group_source.kafka import Admin, GroupOffsets
+from spark_group_source.kafka import Admin
 from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
 from spark_group_source.kafka.asking import CONFIRM_S, Retry
 from spark_group_source.kafka.translation import Asker
@@ -218,16 +218,6 @@ def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(runti
     runtime.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
     runtime.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
     assert admin.latest([A0]) == {A0: 5}
-
-
-def test_committed_offsets_are_refused_when_they_were_refused_twice(runtime: HandRuntime) -> None:
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
-    refused = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)
-    runtime.will("committed", refused, [])
-    assert offsets.read([A0]) == {}
-    runtime.will("committed", refused, refused)
-    with pytest.raises(AccessDenied, match="Describe on the group"):
-        offsets.read([A0])
 
 
 class _Slow:

@@ -50,18 +50,6 @@ def test_a_process_knows_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
     assert Runtime().orphaned() is False and runtime.orphaned()
 
 
-def test_the_lock_of_a_condition_may_be_taken_twice() -> None:
-    condition = Runtime().condition()
-    with condition, condition:
-        condition.notify_all()
-
-
-def test_ids_are_short_and_differ() -> None:
-    runtime = Runtime()
-    assert len(runtime.new_id()) == 12
-    assert runtime.new_id() != runtime.new_id()
-
-
 @pytest.mark.parametrize("tripped", [False, True])
 def test_a_function_that_gives_no_token_is_silence_also_when_the_package_trips_over_its_own_log(tripped: bool) -> None:
     """It raises SystemError where a line of the log comes while it raises, with the reason as its cause."""

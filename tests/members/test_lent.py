@@ -128,39 +128,24 @@ def assigned(*tps: Any) -> ev.Assigned:
 # --- changes that arrive once and in order --------------------------------------------------------------------------
 
 
-def linked() -> tuple[Link[str], list[tuple[int, str]]]:
+def test_a_change_is_sent_once_over_one_connection_and_again_over_the_next_if_it_was_not_taken() -> None:
     link, sent = Link[str](HandRuntime()), list[tuple[int, str]]()
     link.connect(lambda number, change: sent.append((number, change)))
-    return link, sent
-
-
-def test_a_change_is_sent_once_over_one_connection() -> None:
-    link, sent = linked()
-    link.tell("a")
-    link.other_took(0)
-    link.tell("b")
-    assert sent == [(1, "a"), (2, "b")]
-
-
-def test_a_new_connection_brings_what_was_not_taken_and_nothing_else() -> None:
-    link, _ = linked()
-    link.connect(None)
-    for change in "abc":
+    for change in "ab":
         link.tell(change)
+    link.other_took(0)
+    link.tell("c")
+    assert sent == [(1, "a"), (2, "b"), (3, "c")]
+    link.connect(None)
     link.other_took(2)
-    sent: list[tuple[int, str]] = []
     link.connect(lambda number, change: sent.append((number, change)))
-    assert sent == [(3, "c")]
-
-
-def test_what_came_before_the_reconnect_is_not_taken_again() -> None:
-    link, _ = linked()
+    assert sent[3:] == [(3, "c")]
     assert [link.take(number) for number in (1, 2, 1, 2, 3)] == [True, True, False, False, True]
     assert link.taken == 3
 
 
 def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
-    link, _ = linked()
+    link = Link[str](HandRuntime())
     for _ in range(KEPT_MAX + 1):
         link.tell("x")
     assert link.broken
