@@ -4,9 +4,9 @@ Runs in: the user's driver, started by ``spark-submit jobs/group_to_delta.py …
 Deliberately absent: everything; ``spark_group_source.cli.run`` says what it takes and does.
 """
 
-import typer
+import sys
 
-from spark_group_source.cli.run import run
+from spark_group_source.cli.app import app
 
 if __name__ == "__main__":
-    typer.run(run)
+    app(["run", *sys.argv[1:]])

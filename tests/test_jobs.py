@@ -97,6 +97,14 @@ def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_sto
     assert sorted(r["id"] for r in again if r["name"] == "later") == list(range(100, 130))
 
 
+def test_the_script_refuses_in_one_line_too_and_shows_no_secret(tmp_path: Path) -> None:
+    options = tmp_path / "options"
+    options.write_text("kafka.sasl.password=hunter2\nhunter2\n")
+    ended = run([sys.executable, str(JOB), *NEEDED, "--topics", "t", "--option-file", str(options)], tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"error: OptionError: {options}, line 2: write key=value\n"
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
