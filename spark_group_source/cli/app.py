@@ -84,6 +84,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # older releases of typer show the values of variables, secrets among them
     epilog="Exit codes: " + "; ".join(f"{code}: {means}" for code, means in EXIT_CODES.items()) + ".",
 )
 broker_app = typer.Typer(no_args_is_help=True, help="A real local Kafka, for development.")
