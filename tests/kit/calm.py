@@ -15,7 +15,7 @@ from kit.invariants import Invariants, Violation
 from kit.kafka_group import SESSION_MS
 from kit.misfortune import Misfortune
 from kit.scene import Scene
-from kit.simulation import CALM_MS_MAX, PROTOCOLS, Failed, quietly
+from kit.simulation import CALM_MS_MAX, PROTOCOLS, telling
 from kit.world import World
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
@@ -79,13 +79,8 @@ def lend(seed: int, protocol: str) -> Lent:
         Failed: a rule did not hold.
     """
     world = World(seed)
-    with quietly():
-        try:
-            return _play(world, protocol)
-        except Violation as exc:
-            raise Failed(f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}") from exc
-        finally:
-            world.close()
+    with telling(world, f"{seed} ({protocol})"):
+        return _play(world, protocol)
 
 
 def _play(world: World, protocol: str) -> Lent:
@@ -105,7 +100,7 @@ def _play(world: World, protocol: str) -> Lent:
     scene.calm()
     scene.producing = False
     world.run_until(world.now_ms + CALM_MS_MAX, stop=scene.at_rest)
-    scene.finish()
+    truth.finish()
     if scene.ends:
         raise Violation(f"the query ended: {dict(scene.ends)}")
     watched = scene.queries[0].runs[0].watched

@@ -82,9 +82,7 @@ class FakeConsumer:
             group = self._library.cluster.group(self._library.settings["group.id"])
             takes = self._instance is not None and group.protocol == "consumer" and not self._new_protocol
             fits = (group.incremental, group.protocol == "consumer") == (self._incremental, self._new_protocol)
-            if not (fits or takes):
-                self._say(refusal(KafkaError.INCONSISTENT_GROUP_PROTOCOL, "JoinGroup failed"))
-                return
+            assert fits or takes, "members of another protocol are not simulated"
             self._client = make_client(
                 self._library.process,
                 self._library.thread,

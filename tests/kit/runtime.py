@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit
 
-from kit.world import Process, Thread, World, the_thread, to_ms
+from kit.world import Process, Thread, World, the_thread, to_ms, wait_until
 from spark_group_source.kafka import Runtime
 
 if TYPE_CHECKING:
@@ -185,20 +185,11 @@ class Queue:
         me.may_be_preempted()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        me = self._reader = the_thread(self._world)
+        self._reader = the_thread(self._world)
         if not block:
             return self.get_nowait()
-        deadline_ms = None if timeout is None else self._world.now_ms + to_ms(timeout)
-        while not self._items:
-            left_ms = None if deadline_ms is None else deadline_ms - self._world.now_ms
-            if left_ms is not None and left_ms <= 0:
-                raise queue.Empty
-            self._getting.append(me)
-            try:
-                me.block(left_ms)
-            finally:
-                if me in self._getting:
-                    self._getting.remove(me)
+        if not wait_until(self._world, self._getting, lambda: bool(self._items), timeout):
+            raise queue.Empty
         return self._items.popleft()
 
     def get_nowait(self) -> Any:
@@ -231,26 +222,11 @@ class Future:
         self._settle(None, error)
 
     def result(self, timeout: float | None = None) -> Any:
-        self._wait(timeout)
+        if not self._done and not wait_until(self._world, self._waiting, self.done, timeout):
+            raise TimeoutError
         if self._error is not None:
             raise self._error
         return self._result
-
-    def _wait(self, timeout: float | None) -> None:
-        if self._done:
-            return
-        me = the_thread(self._world)
-        deadline_ms = None if timeout is None else self._world.now_ms + to_ms(timeout)
-        while not self._done:
-            left_ms = None if deadline_ms is None else deadline_ms - self._world.now_ms
-            if left_ms is not None and left_ms <= 0:
-                raise TimeoutError
-            self._waiting.append(me)
-            try:
-                me.block(left_ms)
-            finally:
-                if me in self._waiting:
-                    self._waiting.remove(me)
 
     def _settle(self, result: Any, error: BaseException | None) -> None:
         if self._world.inert:

@@ -346,8 +346,5 @@ class Scene:
     def at_rest(self) -> bool:
         return self.truth.finished() and not self.operator.busy
 
-    def finish(self) -> None:
-        self.truth.finish()
-
     def partitions(self) -> list[TopicPartition]:
         return self.cluster.partitions()

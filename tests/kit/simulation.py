@@ -48,10 +48,7 @@ class Outcome:
     rebalances: int
     faults: dict[str, int]
     ends: dict[str, int]
-    overruns: int
     holds: int
-    runs: int
-    longest_call_ms: int
     steps: int
     moves: int = 0
     recalls: int = 0
@@ -70,26 +67,26 @@ def run(seed: int, *, protocol: str | None = None, agents: bool = False) -> Outc
     names = sorted(PROTOCOLS)
     drawn = world.draws("protocol").choice(names)
     protocol = protocol or drawn
-    with quietly():
-        try:
-            return _play(world, seed, protocol, agents=agents)
-        except Violation as exc:
-            raise Failed(
-                f"{exc}\n\nthe story of seed {seed} ({protocol}):\n{world.story()}\n\n{exc}\n"
-                f"again: python -m tests.simulation {seed} {protocol}{' agents' if agents else ''}"
-            ) from exc
-        finally:
-            world.close()
+    again = f"again: python -m tests.simulation {seed} {protocol}{' agents' if agents else ''}"
+    with telling(world, f"{seed} ({protocol})", again):
+        return _play(world, seed, protocol, agents=agents)
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Without the product's log: a story tells more."""
+def telling(world: World, name: str, again: str = "") -> Iterator[None]:
+    """Play a history without the product's log, as a story tells more, and end its world.
+
+    Raises:
+        Failed: with the story, where a rule does not hold.
+    """
     silent = logging.root.manager.disable
     logging.disable()
     try:
         yield
+    except Violation as exc:
+        raise Failed(f"{exc}\n\nthe story of seed {name}:\n{world.story()}\n\n{exc}\n{again}") from exc
     finally:
+        world.close()
         logging.disable(silent)
 
 
@@ -106,9 +103,8 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     world.run_until(world.now_ms + 10_000)
     scene.producing = False
     world.run_until(world.now_ms + CALM_MS_MAX, stop=_every(scene.at_rest))
-    scene.finish()
-    runs = [run for query in scene.queries for run in query.runs]
-    watched = [run.watched for run in runs if run.watched is not None]
+    truth.finish()
+    watched = [run.watched for query in scene.queries for run in query.runs if run.watched is not None]
     return Outcome(
         seed=seed,
         protocol=protocol,
@@ -118,10 +114,7 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
         rebalances=scene.group.rebalances,
         faults=dict(faults.happened),
         ends=dict(scene.ends),
-        overruns=sum(run.overruns for run in watched),
-        holds=sum(run.holds for run in watched),
-        runs=len(runs),
-        longest_call_ms=max((run.longest_call_ms for run in runs), default=0),
+        holds=sum(run.counts.holds for run in watched),
         steps=world.steps,
         moves=sum(run.counts.moves for run in watched),
         recalls=sum(run.counts.recalls for run in watched),

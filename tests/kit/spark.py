@@ -149,7 +149,6 @@ class SparkRun:
         self.reader = Reader(self.process.name, self.process.name, self.number, self._counted)
         self.calling_since_ms: int | None = None  # inside a call of Spark's
         self.calling = ""
-        self.longest_call_ms = 0
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
         self._draws = self.process.draws("spark")
@@ -216,7 +215,7 @@ class SparkRun:
         return self.process.alive and not self.process.frozen
 
     def _counted(self) -> int:
-        return 0 if self.watched is None else self.watched.maybe_twice
+        return 0 if self.watched is None else self.watched.counts.maybe_twice
 
     # --- Spark's thread ---------------------------------------------------------------------------------------------
 
@@ -334,7 +333,6 @@ class SparkRun:
             return call()
         finally:
             if not self._world.inert:
-                self.longest_call_ms = max(self.longest_call_ms, self._world.now_ms - self.calling_since_ms)
                 self.calling_since_ms = None
 
     def _step(self, low_ms: int, high_ms: int) -> None:

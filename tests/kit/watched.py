@@ -30,18 +30,6 @@ class WatchedRun(Machine):
         self._process, self._reader, self._truth = process, reader, truth
         self._planned_seq = -1
 
-    @property
-    def maybe_twice(self) -> int:
-        return self.counts.maybe_twice
-
-    @property
-    def holds(self) -> int:
-        return self.counts.holds
-
-    @property
-    def overruns(self) -> int:
-        return self.counts.overruns
-
     def longest_hold_ms(self, now_ms: int) -> int:
         """How long a revocation is held by now."""
         return max((now_ms - slot.hold_since_ms for slot in self.slots._holds()), default=0)
@@ -52,14 +40,14 @@ class WatchedRun(Machine):
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
         lending = self.lending
-        before, overruns = (set(self.positions.ours), self.overruns) if tick or lending.any else (set(), 0)
+        before, overruns = (set(self.positions.ours), self.counts.overruns) if tick or lending.any else (set(), 0)
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
         if self.counts.recalls > recalls:
             self._truth.host_lost(self._reader, sorted(before - self.positions.ours.keys()))
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_told(event, commands)}")
-        if tick and self.overruns > overruns:
+        if tick and self.counts.overruns > overruns:
             for tp in sorted(before - self.positions.ours.keys()):
                 self._truth.overran(tp, self._reader)
         self._inspect(commands)

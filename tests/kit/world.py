@@ -329,11 +329,7 @@ class Thread:
                 self.block(delay_ms)
 
     def join(self, timeout_s: float | None = None) -> None:
-        me = the_thread(self._world)
-        deadline_ms = None if timeout_s is None else self._world.now_ms + to_ms(timeout_s)
-        while not self.ended and (deadline_ms is None or self._world.now_ms < deadline_ms):
-            self._joiners.append(me)
-            me.block(None if deadline_ms is None else deadline_ms - self._world.now_ms)
+        wait_until(self._world, self._joiners, lambda: self.ended, timeout_s)
 
     def is_alive(self) -> bool:
         return not self.ended
@@ -383,6 +379,23 @@ def the_thread(world: World) -> Thread:
     if not me.process.alive:
         raise GreenletExit
     return me
+
+
+def wait_until(world: World, waiting: list[Thread], holds: Callable[[], bool], timeout_s: float | None = None) -> bool:
+    """Let the thread that runs wait among others, whom a change wakes, until something holds; False: not in time."""
+    me = the_thread(world)
+    deadline_ms = None if timeout_s is None else world.now_ms + to_ms(timeout_s)
+    while not holds():
+        left_ms = None if deadline_ms is None else deadline_ms - world.now_ms
+        if left_ms is not None and left_ms <= 0:
+            return False
+        waiting.append(me)
+        try:
+            me.block(left_ms)
+        finally:
+            if me in waiting:
+                waiting.remove(me)
+    return True
 
 
 def to_ms(seconds: float) -> int:

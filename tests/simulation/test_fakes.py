@@ -325,32 +325,6 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Sta
     assert move()[0] is None
 
 
-@played("range")
-def test_a_group_is_described_with_its_members(play: Stage) -> None:
-    topic = play.topic(2)
-    admin = play.runtime.admin({"bootstrap.servers": play.servers})
-    missing = refused(lambda: admin.describe_consumer_groups(["none"])["none"].result(timeout=20))
-    assert missing.code() == KafkaError.GROUP_ID_NOT_FOUND
-    one = Watched(play, topic, "one", instance="i")
-    play.until(lambda: one.owned == {0, 1}, "assignment")
-    found = admin.describe_consumer_groups([play.group])[play.group].result(timeout=20)
-    assert (found.state.name, found.type.name) == ("STABLE", "CLASSIC")
-    (member,) = found.members
-    assert (member.client_id, member.group_instance_id, member.member_id) == ("one", "i", one.identity[0])
-    assert {p.partition for p in member.assignment.topic_partitions} == {0, 1}
-    one.stop()
-
-
-@played("range")
-def test_a_consumer_of_another_protocol_is_refused(play: Stage) -> None:
-    topic = play.topic(1)
-    settings = play.settings() | {"partition.assignment.strategy": "cooperative-sticky"}
-    consumer = play.runtime.consumer(settings)
-    consumer.subscribe([topic])
-    message = consumer.poll(1)
-    assert message.error().code() == KafkaError.INCONSISTENT_GROUP_PROTOCOL
-
-
 @pytest.mark.parametrize("play", [("range", False)], indirect=True)
 def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_errors(play: Stage) -> None:
     class Strict(NoBooks):

@@ -61,17 +61,10 @@ def test_g7_lending_and_lost_agents_alone_make_no_group_rebalance(protocol: str)
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, SOAK_SEEDS, SOAK_CHUNK))
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_thousands_of_histories(protocol: str, first: int) -> None:
+@pytest.mark.parametrize("agents", [False, True])
+def test_thousands_of_histories(protocol: str, first: int, agents: bool) -> None:
     for seed in range(first, first + SOAK_CHUNK):
-        run(seed, protocol=protocol)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("first", range(0, SOAK_SEEDS, SOAK_CHUNK))
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_thousands_of_histories_with_agents(protocol: str, first: int) -> None:
-    for seed in range(first, first + SOAK_CHUNK):
-        run(seed, protocol=protocol, agents=True)
+        run(seed, protocol=protocol, agents=agents)
 
 
 def _worth_running(outcomes: list[Outcome]) -> None:
