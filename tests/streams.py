@@ -7,7 +7,6 @@ Kafka's admin API, plain consumers and the checkpoint's files.
 import contextlib
 import json
 import os
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 from confluent_kafka import Consumer
-from confluent_kafka.admin import AdminClient
-from kafka_words import ADMIN_S, Record, await_progress
+from kafka_words import Record, await_progress
 from reading import read as read_batches
 
 from spark_group_source.driver.coordinator import Coordinator
@@ -336,39 +335,12 @@ class Outsider:
         self.close()
 
 
-class GroupSeen(NamedTuple):
-    """A group as Kafka's admin API describes it: instance id (or client id) of each member -> its partitions."""
-
-    state: str
-    members: dict[str, set[tuple[str, int]]]
-
-
-def describe(admin: AdminClient, group: str) -> GroupSeen:
-    found = admin.describe_consumer_groups([group])[group].result(ADMIN_S)
-    return GroupSeen(
-        found.state.name.lower(),
-        {
-            m.group_instance_id or m.client_id: {(tp.topic, tp.partition) for tp in m.assignment.topic_partitions}
-            for m in found.members
-        },
-    )
-
-
-def processes() -> dict[int, tuple[int, str]]:
-    """Every process of this machine: pid -> (pid of its parent, command line)."""
-    text = subprocess.run(["ps", "-ww", "-axo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    rows = (line.split(None, 2) for line in text.splitlines())
-    return {int(row[0]): (int(row[1]), row[2] if len(row) > 2 else "") for row in rows}
-
-
 def descendants(pid: int) -> dict[int, str]:
     """Processes below ``pid``, with their command lines."""
-    every = processes()
-    found: dict[int, str] = {}
-    level = {pid}
-    while level:
-        level = {child for child, (parent, _) in every.items() if parent in level} - found.keys()
-        found |= {child: every[child][1] for child in level}
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # one that has ended meanwhile
+            found[child.pid] = " ".join(child.cmdline())
     return found
 
 
@@ -381,8 +353,10 @@ def readers_below(pid: int | None = None) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Whether the process runs; one that only waits for its parent to collect it does not."""
-    text = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
-    return bool(text.strip()) and not text.strip().startswith("Z")
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def last_progress(query: "StreamingQuery") -> dict[str, Any]:

@@ -16,8 +16,9 @@ import pytest
 from conftest import await_until
 from delta_files import living_rows
 from kafka_words import noted_of, set_committed
+from rebalance.accounts import describe
 from scenes import Scene, Shown
-from streams import Job, Outsider, describe, forget, numbered, planned, readers_below
+from streams import Job, Outsider, forget, numbered, planned, readers_below
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import kept

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from conftest import await_until
 from delta_files import living_rows
+from rebalance.accounts import describe
 from scenes import Scene
-from streams import END_S, describe, forget, numbered
+from streams import END_S, forget, numbered
 from typer.testing import CliRunner
 
 from spark_group_source.cli import migrate

@@ -10,8 +10,9 @@ import pytest
 from conftest import await_until
 from delta_files import living_rows
 from kafka_words import SASL_PASSWORD, SASL_USER, set_committed
+from rebalance.accounts import describe
 from scenes import Scene, Shown
-from streams import PROTOCOLS, Outsider, describe, numbered
+from streams import PROTOCOLS, Outsider, numbered
 
 from spark_group_source import DeltaSink
 from spark_group_source.answers import CODES

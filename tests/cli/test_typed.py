@@ -14,8 +14,9 @@ import pytest
 from conftest import await_until
 from kafka_words import set_committed
 from metrics.scrapes import scrape, values
+from rebalance.accounts import describe
 from scenes import Scene
-from streams import describe, numbered
+from streams import numbered
 from test_docs import commands
 
 from spark_group_source import DeltaSink

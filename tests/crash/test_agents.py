@@ -22,8 +22,8 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, TopicFactory, committed_of, create_topic
 from kafka_words import ADMIN_S, SASL_PASSWORD, Record, await_progress, sasl
 from kit.broker_cluster import BrokerCluster
+from rebalance.accounts import describe
 from rich.console import Console
-from streams import describe
 from typer.testing import CliRunner
 
 from crash.lent import Watched, Where, arguments, by_executor, descendants, environment, living

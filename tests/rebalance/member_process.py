@@ -4,9 +4,7 @@ Runs in: a child process of the tests (:class:`rebalance.ordinary.OrdinaryConsum
 of this package. One JSON object a line: commands come in on stdin, what happened goes out on stdout, with the monotonic
 time.
 
-Commands: ``{"do": "close"}`` leave and end; ``stall`` / ``go`` stop and go on polling; ``keep`` / ``give`` stop and go
-on committing; ``commit`` commit now what is kept; ``pause`` with ``ms`` after each record; ``subscribe`` with
-``topics``.
+Commands: ``{"do": "close"}`` leave and end; ``stall`` stop polling; ``subscribe`` with ``topics``.
 """
 
 import json
@@ -27,11 +25,10 @@ POLL_S = 0.1
 
 
 class Application:
-    def __init__(self, topics: list[str], file: str, settings: dict[str, Any], pause_ms: float, keep: bool) -> None:
+    def __init__(self, topics: list[str], file: str, settings: dict[str, Any], keep: bool) -> None:
         self.consumer = Consumer(settings)
         self.topics = topics
         self.out = open(file, "a", encoding="ascii")  # noqa: SIM115 - as long as the process
-        self.pause_s = pause_ms / 1000
         self.keep = keep
         self.stalled = self.ending = False
         self.next: dict[tuple[str, int], int] = {}
@@ -67,14 +64,8 @@ class Application:
             match command["do"]:
                 case "close":
                     self.ending = True
-                case "stall" | "go" as word:
-                    self.stalled = word == "stall"
-                case "keep" | "give" as word:
-                    self.keep = word == "keep"
-                case "commit":
-                    self.commit(kept=True)
-                case "pause":
-                    self.pause_s = command["ms"] / 1000
+                case "stall":
+                    self.stalled = True
                 case "subscribe":
                     self.topics = command["topics"]
                     self.subscribe()
@@ -101,14 +92,12 @@ class Application:
             self.out.flush()
             self.next[tp] = message.offset() + 1
             count += 1
-            if self.pause_s:
-                time.sleep(self.pause_s)
             if not self.commands.empty():
                 break
         self.commit()
 
-    def commit(self, kept: bool = False) -> None:
-        if not self.next or (self.keep and not kept):
+    def commit(self) -> None:
+        if not self.next or self.keep:
             return
         try:
             done = self.consumer.commit(
@@ -122,8 +111,6 @@ class Application:
             self.next.clear()
         except KafkaException as exc:
             say("commit_failed", code=exc.args[0].name(), text=exc.args[0].str())
-            if kept:
-                self.next.clear()
 
     def on_assign(self, consumer: Any, partitions: list[Any]) -> None:
         tps = [(tp.topic, tp.partition) for tp in partitions]

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from kafka_words import STALLED_S, await_progress, size_of
 
 from rebalance.child import Child
@@ -21,18 +20,16 @@ from spark_group_source.model import TopicPartition
 PROGRAM = Path(__file__).with_name("member_process.py")
 END_S = 30
 
-STRATEGIES = ("range", "roundrobin", "cooperative-sticky", "consumer")
-"""The ways in which a group shares its partitions: three assignors of the classic protocol, and KIP-848."""
-
-KINDS = ("range", "cooperative-sticky", "consumer", pytest.param("roundrobin", marks=pytest.mark.soak))
-"""What differs: eager, incremental, and the broker's own assignment. The other eager assignor has its turn in soaks."""
+KINDS = ("range", "cooperative-sticky", "consumer")
+"""In which ways a group shares its partitions: an eager and the incremental assignor of the classic protocol, and the
+broker's own assignment (KIP-848)."""
 
 Record = tuple[str, int, int]
 """topic, partition, offset"""
 
 
 def settings_of(strategy: str, *, session_ms: int = 6000) -> dict[str, object]:
-    """Settings of librdkafka for one of :data:`STRATEGIES` (or a list of assignors)."""
+    """Settings of librdkafka for one of :data:`KINDS`, another assignor, or a list of assignors."""
     if strategy == "consumer":  # the broker has the rest
         return {"group.protocol": "consumer"}
     return {
@@ -48,7 +45,6 @@ class OrdinaryConsumer(Child):
 
     Args:
         settings: librdkafka's, above the usual ones; see :func:`settings_of`.
-        pause_ms: time that each record takes.
         keep: process without committing.
     """
 
@@ -60,7 +56,6 @@ class OrdinaryConsumer(Child):
         file: Path,
         *,
         strategy: str = "range",
-        pause_ms: float = 0,
         keep: bool = False,
         session_ms: int = 6000,
         **settings: object,
@@ -83,7 +78,6 @@ class OrdinaryConsumer(Child):
             "topics": topics,
             "file": str(file),
             "settings": everything,
-            "pause_ms": pause_ms,
             "keep": keep,
         }
         self._log = file.with_suffix(".log").open("ab")

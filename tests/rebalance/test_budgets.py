@@ -70,24 +70,9 @@ def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strate
             scene.assert_once([name], [run], [other], twice=read_again)
             scene.await_committed(name)
             # Every partition went in an eager rebalance, and only those that another got were read there.
-            went = in_flight if strategy in ("range", "roundrobin") else {tp: in_flight[tp] for tp in gained}
+            went = in_flight if strategy == "range" else {tp: in_flight[tp] for tp in gained}
             assert run.statistics["maybe_twice"] == sum(end - start for start, end in went.values())
             await_until(lambda: len(run.partitions) == 2, what="two partitions for each")
             scene.fill(name, 10)
             scene.assert_once([name], [run], [other], twice=read_again)
             scene.await_committed(name)
-
-
-def test_G8_a_start_that_waits_for_another_streams_batch_says_why_and_goes_on(
-    scene: GroupScene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("spark_group_source.group.machine.PATIENCE_MS", 500)
-    name = scene.topic(PARTITIONS)
-    scene.fill(name, 1)
-    with Run(scene.run_options(name)) as first:
-        first.hold()
-        with Run(scene.run_options(name)) as second:
-            await_until(lambda: "waiting up to" in caplog.text, what="the warning")
-            assert "by two loads" in caplog.text and "a group of its own" in caplog.text
-            first.let_go()
-            second.await_partitions(2)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaException
@@ -18,59 +17,53 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from conftest import ADMIN_S, await_until, create_topic
 from kit.broker_cluster import BrokerCluster
 
-from rebalance.accounts import Flow, Seen, asking, assert_once, await_committed, describe, described, measured, stays
-from rebalance.conftest import make_options
+from rebalance.accounts import Flow, Seen, asking, described, measured, stays
+from rebalance.conftest import GroupScene
 from rebalance.ordinary import OrdinaryConsumer
 from rebalance.runs import Run
 
-pytestmark = [pytest.mark.broker, pytest.mark.crash, pytest.mark.slow]
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
 soak = partial(pytest.param, marks=pytest.mark.soak)
 
 PARTITIONS = 6
-NODES = 3
 SESSION_MS = 10_000
 CLIENTS_MAX = 40
 
 
-@pytest.fixture(scope="module")
-def cluster_admin(cluster: BrokerCluster) -> AdminClient:
-    return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 2})
-
-
-class ClusterScene:
+class ClusterScene(GroupScene):
     """One group on the cluster: a run of ours, ordinary consumers, and records that flow."""
 
-    def __init__(self, cluster: BrokerCluster, admin: AdminClient, group: str, folder: Path, strategy: str) -> None:
-        self.cluster, self.admin, self.group, self.folder, self.strategy = cluster, admin, group, folder, strategy
-        self.topic = create_topic(admin, f"t-{group}", PARTITIONS)
-        self.options = make_options(
-            cluster.bootstrap_servers, group, self.topic, strategy, session_ms=SESSION_MS, fetchOffset__numRetries=20
-        )
-        self.members: list[OrdinaryConsumer] = []
+    def __init__(self, request: pytest.FixtureRequest, group: str, strategy: str) -> None:
+        super().__init__(request, group)
+        self.strategy = strategy
+        self.cluster: BrokerCluster = request.getfixturevalue("cluster")
+        self.broker = self.cluster
+        self.admin = self.client()
+        self.name = f"t-{group}"
+        self.others: list[OrdinaryConsumer] = []
         self.clients: list[AdminClient] = []
         self.killed: int | None = None
         self.killed_at_s = 0.0
 
+    def client(self) -> AdminClient:
+        """A new one, which knows no old coordinator."""
+        return AdminClient({"bootstrap.servers": self.cluster.bootstrap_servers, "log_level": 0})
+
+    def run_of(self, topic: str, session_ms: int = SESSION_MS) -> Run:
+        return Run(self.run_options(topic, self.strategy, session_ms=session_ms, fetchOffset__numRetries=20))
+
     def member(self, stack: ExitStack) -> OrdinaryConsumer:
-        file = self.folder / f"member-{len(self.members)}"
-        found = OrdinaryConsumer(
-            self.cluster.bootstrap_servers,
-            self.group,
-            [self.topic],
-            file,
-            strategy=self.strategy,
-            session_ms=SESSION_MS,
-            log_level=2,
-            client__id=f"ordinary-{len(self.members)}",
-        )
-        self.members.append(stack.enter_context(found))
-        return found
+        name = f"ordinary-{len(self.others)}"
+        more = {"strategy": self.strategy, "session_ms": SESSION_MS, "log_level": 2, "client__id": name}
+        self.others.append(stack.enter_context(self.ordinary(self.name, **more)))
+        return self.others[-1]
 
     def shared(self, stack: ExitStack) -> tuple[Run, Flow]:
         """An ordinary consumer had all partitions, and our run has half of them now."""
+        create_topic(self.admin, self.name, PARTITIONS)
         self.member(stack).await_partitions(PARTITIONS)
-        run = stack.enter_context(Run(self.options))
-        flow = stack.enter_context(Flow(self.cluster.bootstrap_servers, self.topic, PARTITIONS))
+        run = stack.enter_context(self.run_of(self.name))
+        flow = stack.enter_context(Flow(self.servers, self.name, PARTITIONS))
         run.await_partitions(PARTITIONS // 2)
         return run, flow
 
@@ -82,7 +75,7 @@ class ClusterScene:
             except (KafkaException, TimeoutError):
                 self.clients.append(self.admin)  # kept: one that is collected drops what it waits for
                 assert len(self.clients) < CLIENTS_MAX, "nobody coordinates the group"
-                self.admin = AdminClient({"bootstrap.servers": self.cluster.bootstrap_servers, "log_level": 0})
+                self.admin = self.client()
                 self.admin.poll(0.5)
 
     @property
@@ -97,9 +90,14 @@ class ClusterScene:
         self.cluster.kill(self.killed)
         self.killed_at_s = time.monotonic()
 
+    def revive(self) -> None:
+        if self.killed is not None:
+            self.cluster.start_node(self.killed)
+            self.killed = None
+
     def settle(self, phase: str, run: Run, flow: Flow) -> None:
         """Everybody is a member again, shares the partitions and goes on; everything was processed once."""
-        count = len(self.members) + 1
+        count = len(self.others) + 1
 
         def whole() -> bool:
             run.check()
@@ -118,26 +116,20 @@ class ClusterScene:
         run.await_(lambda: len(run.planned) > seen + 1, "batches afterwards")
         measured(f"{self.strategy}, killed while {phase}: the group was whole after {whole_s:.1f} s")
         flow.stop()
-        twice = {record for member in self.members for record in member.unconfirmed()}
+        twice = {record for member in self.others for record in member.unconfirmed()}
         # A member that was thrown out loses what it has in flight; how much of it may be read twice is counted.
-        assert_once(self.admin, [self.topic], [run], self.members, twice=twice, counted=run.statistics["maybe_twice"])
-        await_committed(self.admin, self.group, [self.topic])
+        self.assert_once([self.name], [run], self.others, twice=twice, counted=run.statistics["maybe_twice"])
+        self.await_committed(self.name)
         assert run.statistics["overruns"] == 0
 
 
 @pytest.fixture
-def scene(
-    cluster: BrokerCluster,
-    cluster_admin: AdminClient,
-    group_id: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> Iterator[ClusterScene]:
-    made = ClusterScene(cluster, cluster_admin, group_id, tmp_path, getattr(request, "param", "range"))
+def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> Iterator[ClusterScene]:
+    made = ClusterScene(request, group_id, getattr(request, "param", "range"))
     yield made
-    if made.killed is not None:
-        cluster.start_node(made.killed)
-        await_until(lambda: _in_sync(cluster_admin), what="all replicas in sync")
+    made.revive()
+    admin = made.client()
+    await_until(lambda: _in_sync(admin), what="all replicas in sync")
 
 
 def _in_sync(admin: AdminClient) -> bool:
@@ -164,7 +156,7 @@ def test_the_coordinator_dies_while_the_assignment_is_computed(scene: ClusterSce
     the join ends, and nobody computes."""
     with ExitStack() as stack:
         run, flow = scene.shared(stack)
-        leader = scene.members[0]
+        leader = scene.others[0]
         run.hold()
         scene.member(stack)
         scene.await_state("preparing_rebalancing")
@@ -218,8 +210,9 @@ def test_the_coordinator_of_a_stable_group_dies_in_the_middle_of_a_batch(scene: 
 def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: ClusterScene) -> None:
     """Our run holds what the broker has given to the newcomer."""
     with ExitStack() as stack:
-        run = stack.enter_context(Run(scene.options))
-        flow = stack.enter_context(Flow(scene.cluster.bootstrap_servers, scene.topic, PARTITIONS))
+        create_topic(scene.admin, scene.name, PARTITIONS)
+        run = stack.enter_context(scene.run_of(scene.name))
+        flow = stack.enter_context(Flow(scene.servers, scene.name, PARTITIONS))
         run.await_partitions(PARTITIONS)
         run.hold()
         newcomer = scene.member(stack)
@@ -230,44 +223,27 @@ def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Cluster
         scene.settle("partitions moved", run, flow)
 
 
-@pytest.mark.parametrize("strategy", ["range", soak("consumer")])
-def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(
-    strategy: str, cluster: BrokerCluster, cluster_admin: AdminClient, group_id: str
-) -> None:
-    name = f"t-{group_id}"
-    first = create_topic(cluster_admin, f"{name}-probe", 1)
-    probe = make_options(cluster.bootstrap_servers, group_id, first, strategy, session_ms=SESSION_MS)
-    with Run(probe) as run:
+@pytest.mark.parametrize("scene", ["range", soak("consumer")], indirect=True)
+def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(scene: ClusterScene) -> None:
+    name = create_topic(scene.admin, f"{scene.name}-probe", 1)
+    with scene.run_of(name) as run:
         run.await_partitions(1)
-        killed = describe(cluster_admin, group_id).coordinator
-    others = [node for node in range(1, NODES + 1) if node != killed]
-    new = NewTopic(name, num_partitions=2, replica_assignment=[others, others[::-1]])  # its records are elsewhere
-    cluster_admin.create_topics([new])[name].result(ADMIN_S)
-    options = make_options(  # a session that outlasts the coordinator's absence on a slow machine, too
-        cluster.bootstrap_servers, group_id, name, strategy, session_ms=6 * SESSION_MS, fetchOffset__numRetries=20
-    )
-    with Run(options) as run, Flow(cluster.bootstrap_servers, name, 2) as flow:
+        coordinator = scene.describe().coordinator
+    others = [node for node in scene.cluster.nodes if node != coordinator]
+    new = NewTopic(scene.name, num_partitions=2, replica_assignment=[others, others[::-1]])  # its records are elsewhere
+    scene.admin.create_topics([new])[scene.name].result(ADMIN_S)
+    # A session that outlasts the coordinator's absence on a slow machine, too.
+    with scene.run_of(scene.name, 6 * SESSION_MS) as run, Flow(scene.servers, scene.name, 2) as flow:
         run.await_partitions(2)
         run.await_(lambda: len(run.planned) > 3, "batches")
-        assert describe(cluster_admin, group_id).coordinator == killed
-        cluster.kill(killed)
-        try:
-            at_s, seen, commits = time.monotonic(), len(run.records), run.statistics["commits"]
-            run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
-            run.await_(lambda: len(run.records) > seen + 200, "records while the coordinator is away")
-            measured(f"{strategy}: 200 records took {time.monotonic() - at_s:.1f} s without the coordinator")
-            assert run.statistics["commits"] >= commits
-        finally:
-            cluster.start_node(killed)
+        assert scene.describe().coordinator == coordinator
+        scene.kill_coordinator()
+        seen = len(run.records)
+        run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
+        run.await_(lambda: len(run.records) > seen + 200, "records while the coordinator is away")
+        scene.revive()
         flow.stop()
-        assert_once(cluster_admin, [name], [run])
-        fresh = AdminClient(
-            {"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0}
-        )  # knows no old coordinator
-        await_committed(fresh, group_id, [name])
-        measured(
-            f"{strategy}: {run.statistics['commits_failed']} commits failed, the longest echo took "
-            f"{run.statistics['echo_max_ms']} ms"
-        )
+        scene.admin = scene.client()
+        scene.assert_once([scene.name], [run])
+        scene.await_committed(scene.name)
         assert run.statistics["maybe_twice"] == 0
-    await_until(lambda: _in_sync(cluster_admin), what="all replicas in sync")

@@ -5,7 +5,7 @@ from conftest import await_until
 
 from rebalance.accounts import Flow, measured, stays
 from rebalance.conftest import GroupScene
-from rebalance.ordinary import STRATEGIES
+from rebalance.ordinary import KINDS
 from rebalance.runs import Run
 
 PARTITIONS = 4
@@ -13,7 +13,7 @@ QUIET_S = 1.0
 
 
 @pytest.mark.proves("G3", level="kafka")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", KINDS)
 def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind_it(
     strategy: str, scene: GroupScene
 ) -> None:
@@ -56,18 +56,3 @@ def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind
         scene.assert_once([name], [run], [other])
         scene.await_committed(name)
         assert run.statistics["maybe_twice"] == run.statistics["overruns"] == run.statistics["lost"] == 0
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_B57_a_member_that_joins_an_idle_query_gets_its_partitions_without_a_batch(
-    strategy: str, scene: GroupScene
-) -> None:
-    name = scene.topic(PARTITIONS)
-    with Run(scene.run_options(name, strategy)) as run:
-        run.await_partitions(PARTITIONS)
-        run.await_idle()
-        batches = len(run.planned)
-        with scene.ordinary(name, strategy=strategy) as other:
-            other.await_partitions(2)
-            assert len(run.planned) == batches, "no batch had to come first"
-            assert run.statistics["overruns"] == 0, "the budget released them, not the idle run"

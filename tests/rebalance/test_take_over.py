@@ -15,7 +15,6 @@ from spark_group_source.model import TopicPartition
 
 
 @pytest.mark.proves("G6", level="kafka")
-@pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "cooperative-sticky", "consumer"])
 def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(strategy: str, scene: GroupScene) -> None:
     """Two slots and one partition: the library tells the idle one nothing of its lost session, or with an empty list,
@@ -62,7 +61,6 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
             assert new.process.returncode == 0, new.output
 
 
-@pytest.mark.crash
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
 def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_next_batch(
     strategy: str, scene: GroupScene

@@ -1,11 +1,7 @@
-"""B14, B41, B42, B61, G5, G7: partitions and topics that come and go, members that do, and runs that come back."""
-
-import random
-import time
-from collections import Counter
+"""B14, B41, B61, G5, G7: partitions and topics that come and go, members that do, and runs that come back."""
 
 import pytest
-from conftest import ADMIN_S, await_until
+from conftest import await_until
 
 from rebalance.accounts import Flow, stays
 from rebalance.conftest import GroupScene
@@ -13,10 +9,7 @@ from rebalance.ordinary import KINDS
 from rebalance.runs import Run, RunProcess
 from spark_group_source.model import TopicPartition
 
-CHURN_S = 20
-STEPS_MAX = 60
-"""Of a busy machine, on which no kind of step is taken twice in that time."""
-"""How long topics come and go."""
+PROTOCOLS = ("range", "consumer")
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -45,7 +38,7 @@ def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginni
         scene.await_committed(name)
 
 
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(6)
     with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, 6) as flow:
@@ -73,7 +66,7 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: st
                 at[tp] = end
 
 
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
     strategy: str, scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,91 +103,6 @@ def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
         await_until(lambda: "the subscription now stands for 2 topics" in caplog.text, what="the word of it")
 
 
-class Churn:
-    """Topics that are made, deleted, made again and grown, one step after the other, with records in all of them.
-
-    ``living``: topic -> the values that it holds, of those that are there now.
-    """
-
-    def __init__(self, scene: GroupScene, kept: str) -> None:
-        self.scene, self.kept = scene, kept
-        self.names = [f"{kept}.{n}" for n in range(3)]
-        self.living: dict[str, list[str]] = {kept: []}
-        self.partitions: dict[str, int] = {kept: 2}
-        self.steps: dict[str, int] = {}
-        self._count = 0
-
-    @property
-    def rarest(self) -> int:
-        return min(self.steps.get(what, 0) for what in ("make", "delete", "grow"))
-
-    def step(self, chance: random.Random) -> None:
-        name = chance.choice(self.names)
-        what = chance.choice(("delete", "grow")) if name in self.living else "make"
-        self.steps[what] = self.steps.get(what, 0) + 1
-        match what:
-            case "make":
-                self.partitions[name] = chance.randint(1, 3)
-                self.scene.topic(self.partitions[name], name=name)
-                self.living[name] = []
-            case "grow":
-                self.partitions[name] += 1
-                self.scene.grow(name, self.partitions[name])
-            case "delete":
-                self.scene.delete(name)
-                del self.living[name]
-        for each in {self.kept, name} & self.living.keys():
-            self.send(each)
-
-    def send(self, name: str) -> None:
-        """Two records to every partition, as soon as the producer knows them all."""
-        known = self.scene.producer.list_topics
-        await_until(
-            lambda: len(known(name, timeout=ADMIN_S).topics[name].partitions) == self.partitions[name],
-            what=f"the producer's word of {name}",
-        )
-        for p in range(self.partitions[name]):
-            values = [f"{self._count + n}" for n in range(2)]
-            self._count += 2
-            self.scene.produce(name, values, partition=p)
-            self.living[name] += values
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_B42_a_query_lives_through_topics_that_come_and_go_and_come_again_and_grow(
-    strategy: str, scene: GroupScene
-) -> None:
-    """The topic that stays is read once and in full. Of those that are made again it is asked for no more than that the
-    query reads on: a range, or an offset, of a topic may reach Kafka when the name is another topic's already."""
-    kept = scene.topic(2)
-    churn, chance = Churn(scene, kept), random.Random(42)
-    patient = {"failOnDataLoss": False, "fetchOffset__numRetries": 20}  # a busy broker may have no leaders for a moment
-    with Run(scene.run_options(None, strategy, subscribePattern=f"{kept}([.].)?", **patient)) as run:
-        run.await_partitions(2)
-
-        def seen() -> set[str]:
-            return {str(row.value) for row in list(run.engine.rows)}
-
-        end_s = time.monotonic() + CHURN_S
-        while (time.monotonic() < end_s or churn.rarest < 2) and sum(churn.steps.values()) < STEPS_MAX:
-            churn.step(chance)
-            last = set(churn.living[kept][-2:])
-            run.await_(lambda last=last: last <= seen(), "the query to read on")
-        later: dict[str, int] = {name: len(values) for name, values in churn.living.items()}
-
-        def read_on() -> bool:
-            for name in churn.living:
-                churn.send(name)
-            return all(seen() & set(churn.living[name][at:]) for name, at in later.items())
-
-        run.await_(read_on, f"records of every topic that is there, after {churn.steps}")
-        run.await_(lambda: seen() >= set(churn.living[kept]), "every record of the topic that stayed")
-        read = Counter(row for row in run.engine.rows if row.topic == kept)
-        assert not [row for row, count in read.items() if count > 1]
-        assert churn.rarest >= 2, churn.steps
-
-
 def _of(topic: str, partitions: int) -> set[TopicPartition]:
     return {TopicPartition(topic, p) for p in range(partitions)}
 
@@ -211,8 +119,7 @@ class _Without:
         return [r for r in self.run.records if r[0] != self.topic]
 
 
-@pytest.mark.crash
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
+@pytest.mark.parametrize("strategy", PROTOCOLS)
 def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
     strategy: str, scene: GroupScene
 ) -> None:

@@ -14,9 +14,10 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # re-exported
 )
 from conftest import ADMIN_S, await_until
 from kafka_words import await_markers
+from rebalance.accounts import describe
 from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
-from streams import PROTOCOLS, Engine, Outsider, describe, numbered, texts, values_of
+from streams import PROTOCOLS, Engine, Outsider, numbered, texts, values_of
 
 from spark_group_source.driver import coordinator
 from spark_group_source.driver.coordinator import rules_of

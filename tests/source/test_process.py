@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import await_until
+from rebalance.accounts import describe
 from scenes import Scene
-from streams import (
-    alive,
-    descendants,
-    describe,
-    numbered,
-    readers_below,
-    texts,
-    values_of,
-)
+from streams import alive, descendants, numbered, readers_below, texts, values_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
