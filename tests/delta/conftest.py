@@ -55,6 +55,19 @@ def table(created: Path, new_table: Path) -> Path:
     return Path(shutil.copytree(created, new_table))
 
 
+@pytest.fixture
+def few_tasks(spark: "SparkSession") -> Iterator[None]:
+    """Delta's own commands on tables of a few rows: without the tasks that are for large ones."""
+    names = ("shuffle.partitions", "sources.parallelPartitionDiscovery.parallelism")
+    settings = dict.fromkeys((*(f"spark.sql.{n}" for n in names), "spark.databricks.delta.snapshotPartitions"), "1")
+    former = {key: spark.conf.get(key, None) for key in settings}
+    for key, few in settings.items():
+        spark.conf.set(key, few)
+    yield
+    for key, value in former.items():
+        spark.conf.unset(key) if value is None else spark.conf.set(key, value)
+
+
 DISK_KIB = 2048
 
 

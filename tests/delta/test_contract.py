@@ -2,16 +2,13 @@
 plain read. Deliberately absent: the decisions about a batch (``test_sink.py`` has them all, without a JVM)."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +22,6 @@ from sink_words import (
     commits,
     next_offsets,
     one,
-    parquet_files,
     records,
     rows,
     run,
@@ -34,7 +30,7 @@ from sink_words import (
 
 from spark_group_source.delta import access, names, options_writer
 from spark_group_source.delta.access import Writer
-from spark_group_source.delta.checkpoint import ONLY_RUN, read_planned
+from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned
 from spark_group_source.delta.kept import read_ledger, set_ledger
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import LedgerConflict, OptionError
@@ -43,7 +39,7 @@ from spark_group_source.model import TopicPartition
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 BOTH = pytest.mark.parametrize("writer", ["native", "options"])
 """What holds whichever way a commit takes."""
@@ -53,44 +49,39 @@ CHILD_S = 180
 
 
 @BOTH
-def test_each_batch_is_one_commit_and_the_ledger_goes_on(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    for n in range(3):
-        query.run(sink, n, offset(n, one(n * 5, n * 5 + 5)))
-    assert len(commits(table)) == 1 + 3, "the table's creation and three batches"
-    assert next_offsets(table) == {("orders", 0): 15}
-    assert rows(table) == records(0, 15)
+def test_a_commit_has_rows_number_offsets_and_ledger_and_needs_no_feature(query: Query, new_table: Path) -> None:
+    sink, batch = query.sink(new_table, partition_by="partition"), offset(0, one(0, 5))
+    query.run(sink, 0, batch)
+    commit = commits(new_table)[-1]
+    assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
+    (txn,) = actions(commit, "txn")
+    assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
+    note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
+    assert note[0] == json.loads(batch.to_json())
+    assert note[1]["ledger"]["topics"] == {"orders": {"id": "id-1", "offsets": {"0": 5}}}
+    query.run(sink, 1, offset(1, one(5, 7)))
+    assert rows(new_table) == records(0, 7)
+    assert len(commits(new_table)) == 1 + 2, "the table's creation and two batches"
+    (protocol,) = (action for commit in commits(new_table) for action in actions(commit, "protocol"))
+    assert "domainMetadata" not in protocol.get("writerFeatures", [])
 
 
-def test_rows_are_left_out_before_the_transform(new_query: Callable[[str], Query], new_table: Path) -> None:
-    a, b = new_query("a"), new_query("b")
-    a.run(a.sink(new_table, transform=lambda df: df.select("value")), 0, offset(0, one(0, 10)))
-    b.run(b.sink(new_table, transform=lambda df: df.select("value")), 0, offset(0, one(5, 15), stream="s2"))
-    assert rows(new_table) == sorted((r[3],) for r in records(0, 15))
-
-
-def test_rows_without_the_kafka_columns_cannot_be_left_out_and_are_refused(
+def test_rows_are_left_out_before_the_transform_and_need_the_kafka_columns_then(
     new_query: Callable[[str], Query], new_table: Path
 ) -> None:
     a, b = new_query("a"), new_query("b")
-    a.run(a.sink(new_table, transform=lambda df: df.select("value")), 0, offset(0, one(0, 10)))
+    narrow: Callable[[DataFrame], DataFrame] = lambda df: df.select("value")  # noqa: E731
+    a.plan(0, offset(0, one(0, 10)))
+    a.sink(new_table)(narrow(a.rows(offset(0, one(0, 10)))), 0)
     b.plan(0, offset(0, one(5, 15), stream="s2"))
     for wrong in (("value",), ("topic", "partition", "cast(offset as string) offset", "value")):
         with pytest.raises(LedgerConflict, match="transform="):
             b.sink(new_table)(b.rows(offset(0, one(5, 15))).selectExpr(*wrong), 0)
     assert len(commits(new_table)) == 2
+    b.run(b.sink(new_table, transform=narrow), 0, offset(0, one(5, 15), stream="s2"))
+    assert rows(new_table) == sorted((r[3],) for r in records(0, 15))
 
 
-def test_a_batch_without_the_kafka_columns_is_written_where_nothing_has_to_be_left_out(
-    query: Query, new_table: Path
-) -> None:
-    batch = offset(0, one(0, 3))
-    query.plan(0, batch)
-    query.sink(new_table)(query.rows(batch).select("value"), 0)
-    assert [r[0] for r in rows(new_table)] == [r[3] for r in records(0, 3)]
-
-
-@BOTH
 def test_rows_of_other_sources_are_never_left_out(new_query: Callable[[str], Query], table: Path) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
@@ -101,35 +92,22 @@ def test_rows_of_other_sources_are_never_left_out(new_query: Callable[[str], Que
     assert sorted(r[3] for r in rows(table)) == sorted([r[3] for r in records(0, 15)] + ["w", "x", "y", "z"])
 
 
-@BOTH
-@pytest.mark.parametrize("end", [3, 30])
-def test_a_rewind_by_someone_else_is_refused_and_the_table_stays(query: Query, table: Path, end: int) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    with pytest.raises(LedgerConflict, match=r"orders-0: Kafka says 3, the table holds up to 10.*--to-ledger"):
-        query.run(sink, 1, offset(1, one(3, end), followed=[("orders", 0)]))
-    assert len(commits(table)) == 2
-    assert rows(table) == records(0, 10)
-
-
-@BOTH
-def test_a_batch_without_rows_that_moves_a_position_is_committed_without_files(query: Query, table: Path) -> None:
-    sink = query.sink(table)
+def test_writer_options_commit_a_batch_without_rows_that_moves_a_position(query: Query, table: Path) -> None:
+    sink = query.sink(table, writer="options")
     query.run(sink, 0, offset(0, one(0, 5)))
     query.run(sink, 1, offset(1, {("orders", 0): (5, 5), ("orders", 1): (9, 9)}))
-    commit = commits(table)[-1]
-    assert actions(commit, "add") == []
+    assert actions(commits(table)[-1], "add") == []
     assert next_offsets(table) == {("orders", 0): 5, ("orders", 1): 9}
 
 
-@BOTH
 def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record_once(
     new_query: Callable[[str], Query], new_table: Path
 ) -> None:
+    writers: list[Writer] = ["native", "options", "options"]
     queries = [new_query(f"q{n}") for n in range(3)]
 
     def work(n: int) -> None:
-        sink = queries[n].sink(new_table)
+        sink = queries[n].sink(new_table, writer=writers[n])
         for b in range(1, 5):
             # Each has a partition of its own, and all of them write one that they share, again and again.
             spans = {("orders", n): (b, b + 1), ("shared", 0): (0, b * 2)}
@@ -138,50 +116,52 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(work, n) for n in range(3)]:
             done.result(QUERY_S)
-    expected = [
-        *records(1, 5),
-        *records(1, 5, partition=1),
-        *records(1, 5, partition=2),
-        *records(0, 8, topic="shared"),
-    ]
+    expected = [r for n in range(3) for r in records(1, 5, partition=n)] + records(0, 8, topic="shared")
     assert rows(new_table) == sorted(expected)
 
 
-@BOTH
-def test_a_lost_race_to_the_same_records_leaves_them_out(
-    new_query: Callable[[str], Query], table: Path, intruder: Callable[[Callable[[], object]], None]
+@pytest.mark.parametrize(("mine", "theirs"), [("options", "options"), ("native", "options"), ("options", "native")])
+def test_of_two_queries_that_race_one_is_judged_anew(
+    query: Query,
+    new_query: Callable[[str], Query],
+    table: Path,
+    intruder: Callable[[Callable[[], object]], None],
+    mine: Writer,
+    theirs: Writer,
 ) -> None:
-    a, b = new_query("a"), new_query("b")
-    a.run(a.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: b.run(b.sink(table), 0, offset(0, one(2, 5), stream="s2")))
-    a.run(a.sink(table), 1, offset(1, one(2, 9)))
+    other = new_query("other")
+    query.run(query.sink(table), 0, offset(0, one(0, 2)))
+    intruder(lambda: other.run(other.sink(table, writer=theirs), 0, offset(0, one(2, 5), stream="s2")))
+    query.run(query.sink(table, writer=mine), 1, offset(1, one(2, 9)))
     assert rows(table) == records(0, 9)
+    assert next_offsets(table) == {("orders", 0): 9}
 
 
-@BOTH
-def test_a_lost_race_against_the_same_query_ends_in_a_skip(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None], writer: str
+def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
+    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: query.run(query.sink(table, writer=writer), 1, offset(1, one(2, 5))))
-    query.run(query.sink(table), 1, offset(1, one(2, 5)))
+    intruder(lambda: query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5))))
+    query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5)))
     assert rows(table) == records(0, 5)
     assert len(commits(table)) == 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["ADD COLUMNS (more string)", "ADD CONSTRAINT more CHECK (offset < 1000)", "SET TBLPROPERTIES ('more' = 'b')"],
-)
 @pytest.mark.parametrize("writer", ["auto", "options"])
-def test_a_table_that_is_altered_meanwhile_gets_the_batch_once_and_stays_altered(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None], change: str
+def test_a_table_that_is_altered_meanwhile_gets_each_batch_once_and_stays_altered(
+    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
 ) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: query.spark.sql(f"ALTER TABLE delta.`{table}` {change}"))
-    query.run(query.sink(table), 1, offset(1, one(2, 5)))
-    assert [r[:4] for r in rows(table)] == records(0, 5)
-    assert "more" in str([m for commit in commits(table) for m in actions(commit, "metaData")][-1])
+    changes = (
+        "SET TBLPROPERTIES ('more1' = 'b')",
+        "ADD COLUMNS (more2 string)",
+        "ADD CONSTRAINT more3 CHECK (offset < 99)",
+    )
+    for n, change in enumerate(changes):
+        intruder(partial(query.spark.sql, f"ALTER TABLE delta.`{table}` {change}"))
+        query.run(query.sink(table), n, offset(n, one(n * 5, n * 5 + 5)))
+    assert [r[:4] for r in rows(table)] == records(0, 15)
+    last = str([m for commit in commits(table) for m in actions(commit, "metaData")][-1])
+    assert all(f"more{n}" in last for n in (1, 2, 3))
 
 
 def test_a_table_that_another_writer_is_creating_is_waited_for(query: Query, new_table: Path, created: Path) -> None:
@@ -205,20 +185,21 @@ def test_a_directory_of_something_else_is_never_made_a_table(
     assert [f.name for f in new_table.iterdir()] == ["part-0.parquet"]
 
 
-def test_a_table_by_name_is_created_in_the_catalog(query: Query) -> None:
+def test_a_table_by_name_is_created_in_the_catalog_and_written_by_either_writer(query: Query) -> None:
     spark = query.spark
     spark.sql("CREATE DATABASE IF NOT EXISTS sink_test")
     try:
         sink = query.sink("sink_test.orders", partition_by="topic")
-        for n in range(2):
-            query.run(sink, n, offset(n, one(n, n + 1)))
+        query.run(sink, 0, offset(0, one(0, 1)))
         assert spark.catalog.getTable("sink_test.orders").tableType == "MANAGED"
-        assert sorted(tuple(r) for r in spark.table("sink_test.orders").collect()) == records(0, 2)
-        found = read_ledger(spark, "sink_test.orders", "etl")
-        assert found is not None and found.offsets == {TopicPartition("orders", 0): 2}
         spark.sql("USE sink_test")
-        query.run(query.sink("orders"), 2, offset(2, one(2, 3)))
-        assert spark.table("sink_test.orders").count() == 3
+        for _ in range(2):
+            query.run(query.sink("orders", writer="options"), 1, offset(1, one(1, 2)))
+        query.run(sink, 2, offset(2, one(2, 3)))
+        assert sorted(tuple(r) for r in spark.table("sink_test.orders").collect()) == records(0, 3)
+        for name in ("sink_test.orders", "spark_catalog.sink_test.orders"):
+            found = read_ledger(spark, name, "etl")
+            assert found is not None and found.offsets == {TopicPartition("orders", 0): 3}
     finally:
         spark.sql("USE default")
         spark.sql("DROP DATABASE sink_test CASCADE")
@@ -236,7 +217,7 @@ def test_partition_columns_are_created_and_compared(query: Query, new_table: Pat
     assert len(commits(new_table)) == 3
 
 
-def test_new_columns_are_an_error_unless_they_are_merged(query: Query, table: Path) -> None:
+def test_new_columns_are_an_error_unless_they_are_merged_and_wrong_types_always(query: Query, table: Path) -> None:
     from pyspark.errors import AnalysisException
 
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
@@ -247,19 +228,14 @@ def test_new_columns_are_an_error_unless_they_are_merged(query: Query, table: Pa
     assert next_offsets(table) == {("orders", 0): 1}
     query.run(query.sink(table, transform=wider, merge_schema=True), 1, offset(1, one(1, 2)))
     assert rows(table) == [(*records(0, 1)[0], None), (*records(1, 2)[0], "m")]
-
-
-def test_a_wrong_type_is_delta_s_own_error_and_the_table_stays(query: Query, table: Path) -> None:
-    from pyspark.errors import AnalysisException
-
-    query.run(query.sink(table), 0, offset(0, one(0, 1)))
     wrong: Callable[[DataFrame], DataFrame] = lambda df: df.withColumn("offset", F.array(F.lit("x")))  # noqa: E731
+    before = len(commits(table))
     with pytest.raises(AnalysisException, match="Failed to merge fields"):
-        query.run(query.sink(table, transform=wrong, merge_schema=True), 1, offset(1, one(1, 2)))
-    assert len(commits(table)) == 2
+        query.run(query.sink(table, transform=wrong, merge_schema=True), 2, offset(2, one(2, 3)))
+    assert len(commits(table)) == before
 
 
-def test_constraints_and_generated_columns_of_an_existing_table_hold(query: Query, new_table: Path) -> None:
+def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(query: Query, new_table: Path) -> None:
     spark = query.spark
     spark.sql(
         f"CREATE TABLE delta.`{new_table}` (topic string, partition int, offset long, value string, "
@@ -277,6 +253,9 @@ def test_constraints_and_generated_columns_of_an_existing_table_hold(query: Quer
         query.run(sink, 2, offset(2, one(99, 101)))
     assert len(commits(new_table)) == before
     assert next_offsets(new_table) == {("orders", 0): 22}
+    spark.sql(f"ALTER TABLE delta.`{new_table}` DROP CONSTRAINT small")
+    query.run(sink, 2, offset(2, one(99, 101)))
+    assert next_offsets(new_table) == {("orders", 0): 101}
 
 
 def test_identity_values_stay_unique_after_a_lost_race(
@@ -294,24 +273,6 @@ def test_identity_values_stay_unique_after_a_lost_race(
     assert len({r[4] for r in rows(new_table)}) == len(rows(new_table)) == 6
 
 
-def test_writer_options_put_rows_number_offsets_and_ledger_in_one_commit_without_a_feature(
-    query: Query, new_table: Path
-) -> None:
-    sink, batch = query.sink(new_table, writer="options", partition_by="partition"), offset(0, one(0, 5))
-    query.run(sink, 0, batch)
-    commit = commits(new_table)[-1]
-    assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
-    (txn,) = actions(commit, "txn")
-    assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
-    note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
-    assert note[0] == json.loads(batch.to_json())
-    assert note[1]["ledger"]["topics"] == {"orders": {"id": "id-1", "offsets": {"0": 5}}}
-    query.run(sink, 1, offset(1, one(5, 7)))
-    assert sorted(rows(new_table)) == sorted(records(0, 7))
-    (protocol,) = (action for commit in commits(new_table) for action in actions(commit, "protocol"))
-    assert "domainMetadata" not in protocol.get("writerFeatures", [])
-
-
 def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Query, table: Path) -> None:
     query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
     for _ in range(3):
@@ -320,23 +281,6 @@ def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Qu
         )
     query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
     assert sum(r[0] == "orders" for r in rows(table)) == 5
-
-
-def test_writer_options_write_the_sources_of_one_group(query: Query, table: Path) -> None:
-    a, b = offset(0, one(0, 5), group="a"), offset(0, one(3, 4, topic="other"), group="b", stream="s2")
-    with pytest.raises(OptionError, match=r"of the groups a, b.*Give each group a query of its own"):
-        query.run(query.sink(table, writer="options"), 0, a, b)
-    assert rows(table) == []
-
-
-def test_writer_options_write_a_table_by_name(query: Query) -> None:
-    try:
-        for n in range(2):
-            query.run(query.sink("by_options", writer="options"), n, offset(n, one(n, n + 1)))
-            query.run(query.sink("by_options", writer="options"), n, offset(n, one(n, n + 1)))
-        assert sorted(tuple(r) for r in query.spark.table("by_options").collect()) == records(0, 2)
-    finally:
-        query.spark.sql("DROP TABLE IF EXISTS by_options")
 
 
 def test_auto_falls_back_to_writer_options_and_says_so_once(
@@ -362,22 +306,6 @@ def test_either_writer_takes_over_where_the_other_one_stopped(query: Query, tabl
     assert next_offsets(table) == {("orders", 0): 8}
     with pytest.raises(LedgerConflict, match="was moved back by someone else"):
         query.run(query.sink(table, writer="native"), 4, offset(4, one(5, 9), followed=[("orders", 0)]))
-
-
-@pytest.mark.parametrize("mine", ["native", "options"])
-def test_of_two_writers_that_race_one_is_judged_anew(
-    query: Query,
-    new_query: Callable[[str], Query],
-    table: Path,
-    intruder: Callable[[Callable[[], object]], None],
-    mine: Writer,
-) -> None:
-    theirs: Writer = "options" if mine == "native" else "native"
-    other = new_query("other")
-    intruder(lambda: other.run(other.sink(table, writer=theirs), 0, offset(0, one(0, 5), stream="s2")))
-    query.run(query.sink(table, writer=mine), 0, offset(0, one(0, 9)))
-    assert rows(table) == records(0, 9)
-    assert next_offsets(table) == {("orders", 0): 9}
 
 
 def test_the_checkpoint_is_readable_without_java(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,99 +363,57 @@ def test_B44_a_batch_that_failed_before_the_commit_comes_again_with_the_same_row
     assert len(commits(table)) == 4
 
 
-def test_B54_after_a_deleted_checkpoint_the_table_goes_on_where_it_stands(
+def test_one_stream_used_twice_is_recorded_once_also_in_the_second_format_of_offsets(
     scripted: "SparkSession", tmp_path: Path, table: Path
 ) -> None:
-    run(stream(scripted, tmp_path, [offset(0, one(0, 10)), offset(1, one(10, 25))]), DeltaSink(table), tmp_path / "c1")
-    # Kafka's committed offset was behind: it is where the lost checkpoint's first batch ended.
-    again = [offset(0, one(10, 20), stream="s2"), offset(1, one(20, 40), stream="s2")]
-    run(stream(scripted, tmp_path, again, "again"), DeltaSink(table), tmp_path / "c2")
-    assert rows(table) == records(0, 40)
-    assert next_offsets(table) == {("orders", 0): 40}
-
-
-@pytest.mark.parametrize("log_format", ["1", "2"])
-def test_one_stream_used_twice_is_recorded_once(
-    scripted: "SparkSession", tmp_path: Path, table: Path, log_format: str
-) -> None:
     key = "spark.sql.streaming.offsetLog.formatVersion"
-    scripted.conf.set(key, log_format)
+    scripted.conf.set(key, "2")
     try:
         df = stream(scripted, tmp_path, [offset(n, one(n * 2, n * 2 + 2)) for n in range(2)])
         run(df.union(df), DeltaSink(table), tmp_path / "c")
     finally:
         scripted.conf.unset(key)
-    assert (tmp_path / "c" / "offsets" / "0").read_text().startswith(f"v{log_format}\n")
+    assert (tmp_path / "c" / "offsets" / "0").read_text().startswith("v2\n")
     assert Counter(rows(table)) == Counter(records(0, 4) * 2)
     assert next_offsets(table) == {("orders", 0): 4}
 
 
-CHILD = """
-import sys, threading
-sys.path[:0] = [{tests!r}, {root!r}]
-from pyspark import cloudpickle
-from pyspark.sql import SparkSession
-import sink_source
-from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.delta.access import Writer
-from spark_group_source.delta.sink import DeltaSink
-
-table, script, checkpoint, scratch = sys.argv[1:]
-real = NativeWriter._files
-
-def files(self, rows):
-    found = real(self, rows)
-    if any('"offset":10,' in action.stats for action in found):
-        print("FILES WRITTEN", flush=True)
-        threading.Event().wait()
-    return found
-
-NativeWriter._files = files
-builder = SparkSession.builder.master("local[2]")
-for key, value in local_spark_settings(scratch).items():
-    builder = builder.config(key, value)
-spark = builder.getOrCreate()
-cloudpickle.register_pickle_by_value(sink_source)
-spark.dataSource.register(sink_source.ScriptSource)
-df = spark.readStream.format("scripted-group").option("script", script).load()
-df.writeStream.foreachBatch(DeltaSink(table)).option("checkpointLocation", checkpoint).trigger(
-    availableNow=True).start().awaitTermination()
-"""
-
-
-@pytest.mark.crash
-@pytest.mark.slow
-def test_a_driver_killed_between_writing_and_committing_loses_and_doubles_nothing(
+def test_a_batch_that_was_refused_because_two_sinks_wrote_it_is_written_whole_by_what_the_message_says(
     scripted: "SparkSession", tmp_path: Path, table: Path
 ) -> None:
-    here = Path(__file__).resolve().parent.parent
-    df = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)])
-    checkpoint, scratch = tmp_path / "c", tmp_path / "scratch"
-    scratch.mkdir()
-    code = CHILD.format(tests=str(here), root=str(here.parent))
-    argv = [sys.executable, "-c", code, str(table), str(tmp_path / "script.json"), str(checkpoint), str(scratch)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
-        watchdog = threading.Timer(CHILD_S, os.killpg, (child.pid, signal.SIGKILL))
-        watchdog.start()
-        try:
-            assert child.stdout is not None
-            assert any(line.strip() == "FILES WRITTEN" for line in child.stdout), "the child never came to the point"
-        finally:
-            watchdog.cancel()
-            os.killpg(child.pid, signal.SIGKILL)
-    # It stopped half way: the batch is planned and its files are there, but nobody can see them.
-    assert (checkpoint / "offsets" / "1").exists()
-    assert not (checkpoint / "commits" / "1").exists()
-    assert rows(table) == records(0, 10)
-    assert scripted.read.format("delta").load(str(table)).count() == 10
-    committed = {action["path"] for commit in commits(table) for action in actions(commit, "add")}
-    assert parquet_files(table) > committed
-    run(df, DeltaSink(table), checkpoint)
-    assert rows(table) == records(0, 30)
-    assert next_offsets(table) == {("orders", 0): 30}
-    numbers = [actions(commit, "txn")[0]["version"] for commit in commits(table)[1:]]
-    assert numbers == [1, 2, 3]
+    """RESTORE, then a reset to the ledger, and the mended query with the same checkpoint."""
+    odd, even = "offset % 2 = 1", "offset % 2 = 0"
+
+    def write(df: "DataFrame", batch_id: int) -> None:
+        DeltaSink(table, transform=lambda df: df.where(odd))(df, batch_id)
+        DeltaSink(table, transform=lambda df: df.where(even))(df, batch_id)
+
+    script = [offset(0, one(100, 110))]
+    with pytest.raises(Exception, match=r"Version 1 of .* TO VERSION AS OF 0`; `spark-group reset --group etl"):
+        run(stream(scripted, tmp_path, script), write, tmp_path / "c")
+    assert [r[2] for r in rows(table)] == [101, 103, 105, 107, 109]
+    scripted.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
+    there = read_ledger(scripted, str(table), "etl")
+    assert there is not None and there.offsets == {TopicPartition("orders", 0): 100}, "where the batch began"
+    set_ledger(scripted, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    mended = DeltaSink(table, transform=lambda df: df.where(odd).unionByName(df.where(even)))
+    script.append(offset(1, one(100, 120), followed=[("orders", 0)], epoch=1))
+    run(stream(scripted, tmp_path, script), mended, tmp_path / "c")
+    assert rows(table) == records(100, 120)
+
+
+def test_the_property_that_names_a_run_is_the_run_s_id(scripted: "SparkSession", tmp_path: Path) -> None:
+    """Not one of Spark's documented names: without it a second write could not be told from a replay."""
+    found: list[str | None] = []
+
+    def write(df: "DataFrame", batch_id: int) -> None:
+        found.append(df.sparkSession.sparkContext.getLocalProperty(RUN_ID))
+
+    df = stream(scripted, tmp_path, [offset(n, one(n, n + 1)) for n in range(2)])
+    writer = df.writeStream.foreachBatch(write).option("checkpointLocation", str(tmp_path / "c"))
+    query = writer.trigger(availableNow=True).start()
+    assert query.awaitTermination(QUERY_S)
+    assert found == [str(query.runId)] * 2
 
 
 def test_a_table_that_is_not_there_is_named_in_the_error(spark: "SparkSession", tmp_path: Path) -> None:
@@ -537,24 +423,8 @@ def test_a_table_that_is_not_there_is_named_in_the_error(spark: "SparkSession", 
         set_ledger(spark, "nowhere", "etl", {}, reason="r")
 
 
-def test_a_ledger_is_found_by_the_names_of_a_table_and_by_the_path_form_of_sql(
-    spark: "SparkSession", table: Path
-) -> None:
-    tp = TopicPartition("orders", 0)
-    set_ledger(spark, f"delta.`{table}`", "etl", {tp: 5}, reason="r")
-    spark.sql("CREATE DATABASE IF NOT EXISTS ledger_test")
-    spark.sql(f"CREATE TABLE ledger_test.by_name USING delta LOCATION '{table}'")
-    try:
-        for name in ("ledger_test.by_name", "spark_catalog.ledger_test.by_name"):
-            found = read_ledger(spark, name, "etl")
-            assert found is not None and found.offsets == {tp: 5}
-    finally:
-        spark.sql("DROP DATABASE ledger_test CASCADE")
-
-
-@pytest.mark.parametrize("trouble", ["fill", "forbid"])
 def test_a_checkpoint_that_cannot_be_written_stops_the_query_and_what_is_in_the_table_is_not_written_again(
-    scripted: "SparkSession", tmp_path: Path, table: Path, disk: Any, trouble: str
+    scripted: "SparkSession", tmp_path: Path, table: Path, disk: Any
 ) -> None:
     """Between the sink's commit and Spark's: the batch is in the table and the checkpoint does not know it."""
     sink, checkpoint = DeltaSink(table), disk.root / "c"
@@ -563,10 +433,10 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_query_and_what_is_in_the_
     def write(batch: "DataFrame", batch_id: int) -> None:
         sink(batch, batch_id)
         if batch_id == 1:
-            getattr(disk, trouble)()
+            disk.fill()
 
     for _ in range(2):  # the second time the query cannot even begin, or replays and fails again
-        with pytest.raises(Exception, match=r"No space left on device|Read-only file system|Mkdirs failed"):
+        with pytest.raises(Exception, match="No space left on device"):
             run(df, write, checkpoint)
         assert rows(table) == records(0, 20)
         assert not (checkpoint / "commits" / "1").exists()

@@ -81,7 +81,9 @@ class Session:
     """A classic session whose file system is this machine's, and that has no Delta Lake."""
 
     def __init__(self) -> None:
-        self.sparkContext = SimpleNamespace(getLocalProperty=lambda name: None)
+        self.properties: dict[str, str] = {}
+        """The local properties that Spark sets on the thread of a query's batch."""
+        self.sparkContext = SimpleNamespace(getLocalProperty=self.properties.get)
         self._jsparkSession = SimpleNamespace(sessionState=lambda: SimpleNamespace(newHadoopConf=lambda: None))
         system = SimpleNamespace(getProperty=lambda name: "17")
         self._jvm = SimpleNamespace(

@@ -30,6 +30,7 @@ from spark_group_source.delta.access import TableAccess
 from spark_group_source.delta.checkpoint import planned
 from spark_group_source.delta.kept import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
+from spark_group_source.delta.options_writer import OptionsWriter
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
@@ -351,6 +352,16 @@ def test_a_lost_race_commits_the_files_that_are_written_already(
     assert next_offsets(table) == {("orders", 0): 4, ("orders", 1): 3}
 
 
+def test_a_lost_race_against_the_same_query_ends_in_a_skip(
+    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 2)))
+    intruder(lambda: query.run(query.sink(table), 1, offset(1, one(2, 5))))
+    query.run(query.sink(table), 1, offset(1, one(2, 5)))
+    assert rows(table) == records(0, 5)
+    assert len(commits(table)) == 3
+
+
 def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,7 +429,7 @@ def test_a_damaged_offset_stops_the_batch(query: Query, new_table: Path, line: s
 def test_both_formats_of_spark_s_offset_log_are_read() -> None:
     a, b = offset(3, one(0, 5)), offset(0, one(0, 5), group="b")
     ja, jb = json.dumps(a.to_json_dict()), json.dumps(b.to_json_dict())
-    for text in (f"v1\n{{}}\n{ja}\n-\n{jb}\n17", f"v2\n{{}}\n0:{ja}\n2:{jb}\nrate_1:17\n3:-"):
+    for text in (f"v1\n{{}}\n{ja}\n-\n{jb}\n{ja}\n17", f"v2\n{{}}\n0:{ja}\n2:{jb}\nrate_1:17\n3:-"):
         found = planned("q", 3, text, None)
         assert found.offsets == (a, b)
         assert found.other_sources == 2
@@ -447,7 +458,10 @@ def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_writt
     assert not (query.root / "_delta_log").exists()
 
 
-# The writer-options writer
+def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
+    numbers = {"spark-group-source.a": 1, "spark-group-source.b": 1}
+    with pytest.raises(OptionError, match=r"of the groups a, b.*Give each group a query of its own"):
+        OptionsWriter(query.spark, "/t").commit(query.rows(), numbers, "note", needed=True)
 
 
 # The object itself
@@ -472,6 +486,3 @@ def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"
     assert [names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
-
-
-# Real streaming queries

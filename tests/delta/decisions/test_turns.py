@@ -1,0 +1,121 @@
+"""One batch, one table, one turn: what a second sink, or a second query, may do with a table."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kit.frames import Frame, Session
+from sink_source import offset
+from sink_words import Query, commits, next_offsets, one, records, rows
+
+from spark_group_source.delta import checkpoint
+from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.errors import OptionError
+from spark_group_source.host import runs
+
+
+@pytest.fixture
+def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Query, str], None]:
+    """``enter(query, run)``: this thread has the batches of a run from now on."""
+    (tmp_path / "runs").mkdir(mode=0o700)
+    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+
+    def begin(query: Query, run: str) -> None:
+        monkeypatch.setitem(spark.properties, QUERY_ID, query.id)
+        monkeypatch.setitem(spark.properties, RUN_ID, f"{tmp_path}-{run}")
+
+    return begin
+
+
+@pytest.mark.parametrize("twice", ["two sinks", "one sink"])
+def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skipped(
+    query: Query, table: Path, enter: Callable[[Query, str], None], twice: str
+) -> None:
+    first = query.sink(table, transform=lambda df: Frame(df.sparkSession, df.rows.slice(0, 5)))
+    second = first if twice == "one sink" else query.sink(f"delta.`{table}`")
+    batch = offset(0, one(0, 10))
+    for run in ("the first time", "a replay"):
+        enter(query, run)
+        query.run(first, 0, batch)
+        with pytest.raises(OptionError, match=r"handed to table .* for the second time in one run"):
+            query.run(second, 0, batch)
+        assert rows(table) == records(0, 5), run
+        assert runs.durable_seq("s1") == -1, "Kafka must not be told that the batch is durable"
+
+
+def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(
+    query: Query, table: Path, enter: Callable[[Query, str], None]
+) -> None:
+    fails = [RuntimeError("once")]
+
+    def transform(df: Frame) -> Frame:
+        if fails:
+            raise fails.pop()
+        return df
+
+    sink = query.sink(table, transform=transform)
+    enter(query, "only")
+    with pytest.raises(RuntimeError, match="once"):
+        query.run(sink, 0, offset(0, one(0, 10)))
+    query.run(sink, 0, offset(0, one(0, 10)))
+    assert rows(table) == records(0, 10)
+
+
+def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
+    query: Query, table: Path, tmp_path: Path, enter: Callable[[Query, str], None]
+) -> None:
+    a, b = query.sink(table), query.sink(tmp_path / "other")
+    between, after = [], []
+
+    def write(n: int, *, fails: bool = False) -> None:
+        batch = offset(n, one(n * 5, n * 5 + 5))
+        query.run(a, n, batch)
+        between.append(runs.durable_seq("s1"))
+        if not fails:
+            query.run(b, n, batch)
+            after.append(runs.durable_seq("s1"))
+
+    enter(query, "first")
+    write(0)
+    write(1)
+    write(2, fails=True)
+    assert (between[1:], after) == ([0, 1], [0, 1]), "what comes second is not known before the end of the first batch"
+    enter(query, "second")
+    write(2)
+    assert after[-1] == 2
+    assert rows(table) == rows(tmp_path / "other") == records(0, 15)
+
+
+def test_one_sink_without_a_checkpoint_may_serve_several_queries(
+    new_query: Callable[[str], Query],
+    table: Path,
+    enter: Callable[[Query, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have batches of the same numbers, and they are the same group, or they are not."""
+    queries = {query.id: query for query in map(new_query, "abc")}
+    monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(queries[query_id].root))
+    sink, (a, b, c) = DeltaSink(table), queries.values()
+    for n in range(2):
+        for query, batch in (
+            (a, offset(n, one(n * 5, n * 5 + 5))),
+            (b, offset(n, one(n * 5, n * 5 + 5, partition=1), stream="s2")),
+            (c, offset(n, one(n, n + 1, topic="other"), group="g2", stream="s3")),
+        ):
+            enter(query, "only")
+            query.run(sink, n, batch)
+    expected = records(0, 10) + records(0, 10, partition=1) + records(0, 2, topic="other")
+    assert Counter(rows(table)) == Counter(expected)
+    assert next_offsets(table) == {("orders", 0): 10, ("orders", 1): 10}
+
+
+def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes(
+    new_query: Callable[[str], Query], table: Path, enter: Callable[[Query, str], None]
+) -> None:
+    a, b = new_query("a"), new_query("b")
+    enter(b, "only")
+    with pytest.raises(OptionError, match="belongs to one query: give each query a DeltaSink of its own"):
+        a.run(a.sink(table), 0, offset(0, one(5, 9)))
+    assert len(commits(table)) == 1
