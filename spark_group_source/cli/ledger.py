@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from spark_group_source.delta.ledger import Ledger
+    from spark_group_source.delta.entries import Ledger
+    from spark_group_source.delta.history import Commit
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -74,9 +75,9 @@ def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
 
     history = access.existing(spark, table).history()
     found = kept.ledgers(history)
-    last: dict[str, int] = {}
+    last: dict[str, Commit] = {}
     for commit in history.commits():
-        last |= {group: commit.version for group in found.keys() - last.keys() if commit.has_ledger(group)}
+        last |= {group: commit for group in found.keys() - last.keys() if commit.has_ledger(group)}
         if len(last) == len(found):
             break
     described = spark.sql(f"DESCRIBE HISTORY {names.sql_name(history.table)}")
@@ -84,22 +85,24 @@ def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
     return [_group(group, ledger, last.get(group), at) for group, ledger in found.items()]
 
 
-def _group(group: str, ledger: "Ledger | None", version: int | None, at: "Mapping[int, str]") -> dict[str, Any]:
-    if ledger is None:
+def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Mapping[int, str]") -> dict[str, Any]:
+    version = None if commit is None else commit.version
+    written = None if version is None else at.get(version)
+    if ledger is None or commit is None:
         gone = "the table's log does not go back to it"
-        return {"group": group, "number": None, "version": version, "written": None, "by": gone} | {
-            "epoch": None, "queries": {}, "topics": {}
+        return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
+            "epoch": None, "streams": {}, "topics": {}
         }  # fmt: skip
-    topics: dict[str, dict[str, int]] = {}
-    for tp, offset in sorted(ledger.offsets.items()):
-        topics.setdefault(tp.topic, {})[str(tp.partition)] = offset
+    batches = [f"batch {offset.seq} of stream {offset.stream}" for offset in commit.batch(group)]
     return {
         "group": group,
         "number": ledger.number,
         "version": version,
-        "written": None if version is None else at.get(version),
-        "by": f"batch {ledger.seq} of stream {ledger.stream}" if ledger.stream else "an operator",
+        "written": written,
+        "by": ", ".join(batches) or "an operator",
         "epoch": ledger.epoch,
-        "queries": dict(ledger.queries),
-        "topics": topics,
+        "streams": {stream: batch.seq for stream, batch in ledger.streams.items()},
+        "topics": {
+            name: {str(p): n for p, n in sorted(topic.offsets.items())} for name, topic in ledger.topics.items()
+        },
     }

@@ -41,7 +41,7 @@ from spark_group_source.cli.shared import (
     console,
     table_of,
 )
-from spark_group_source.delta.ledger import Ledger, LedgerDamaged
+from spark_group_source.delta.entries import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
 from spark_group_source.group import names
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
@@ -216,7 +216,7 @@ def plan(
     offsets = {tp: at.offset for tp, at in committed.items()}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
-            if tp.topic in topics and ledger.topic_ids.get(tp.topic) in (None, "", topics[tp.topic].id):
+            if tp.topic in topics and ledger.topics[tp.topic].is_(topics[tp.topic].id):
                 note = notes.get(tp)
                 if note is not None and note.epoch > ledger.epoch:
                     continue

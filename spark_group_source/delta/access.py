@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import names, native_writer, notes
+from spark_group_source.delta import names, native_writer
 from spark_group_source.delta.entries import APP_PREFIX, Ledger
-from spark_group_source.delta.history import NOT_A_TABLE, CommitSource, DescribedHistory, History, LogFiles
+from spark_group_source.delta.history import NOT_A_TABLE, CommitSource, DescribedHistory, History, LogFiles, note_of
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
 from spark_group_source.delta.races import CommitRace
@@ -167,7 +167,7 @@ class TableAccess:
 
     def restate(self, history: History, ledger: Ledger, reason: str) -> Ledger:
         """Commit a ledger and nothing else; returns it with its version. Raises CommitRace."""
-        note = notes.text((), [ledger], read=history.version, reason=reason)
+        note = note_of((), [ledger], read=history.version, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at(version)

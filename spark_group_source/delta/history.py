@@ -1,4 +1,4 @@
-"""The commits of a Delta table, and the ledgers in them.
+"""The commits of a Delta table, and what ours has in them beside rows.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line, tests.
 Deliberately absent: rows, and what follows from the commits (:mod:`kept`, :mod:`sink`).
@@ -9,20 +9,28 @@ loaded, which is wrong when another writer commits meanwhile. Where the log cann
 the commits, no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, one Spark job a
 look (:class:`DescribedHistory`).
 
+What ours has is the ``userMetadata`` of the commit: the offsets of the batch, then the ledger of each of its groups as
+it is after that commit. ``read`` is the version of the table that the writer decided by::
+
+    [{"group":"etl","seq":17,"stream":"9f2c","topics":{...},"v":1},
+     {"group":"etl","ledger":{...},"read":41,"v":1}]
+
+An operator's is one such ledger, with the ``reason``.
+
 ``RESTORE`` takes rows away and leaves the numbers of applications as they are, so the newest ledger still says what was
 once written; :mod:`kept` compares the two.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pyspark.errors import PySparkException
 
 from spark_group_source.delta import names
-from spark_group_source.delta.entries import APP_PREFIX, Ledger
-from spark_group_source.delta.notes import Commit
+from spark_group_source.delta.entries import APP_PREFIX, VERSION, Ledger
 from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.group.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -39,6 +47,70 @@ NOT_A_TABLE = {
     "DELTA_PATH_DOES_NOT_EXIST",
 }
 """The conditions under which Delta says that there is no table."""
+
+
+def note_of(offsets: Sequence[StreamOffset], ledgers: Iterable[Ledger], *, read: int, reason: str | None = None) -> str:
+    """The note of a commit."""
+    texts = [offset.to_json() for offset in offsets]
+    for ledger in ledgers:
+        more = "" if reason is None else f',"reason":{json.dumps(reason)}'
+        group = json.dumps(ledger.group)
+        texts.append(f'{{"group":{group},"ledger":{ledger.to_json()},"read":{read}{more},"v":{VERSION}}}')
+    return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
+
+
+def _docs(note: str | None) -> tuple[dict[str, Any], ...]:
+    """The parts of a note; none, if it is somebody else's."""
+    try:
+        found = json.loads(note or "[]")
+    except ValueError:
+        return ()
+    return tuple(
+        doc for doc in (found if isinstance(found, list) else [found]) if isinstance(doc, dict) and "group" in doc
+    )
+
+
+class Commit(NamedTuple):
+    """One commit of a table.
+
+    ``read`` is the version that its writer knew, ``note`` its ``userMetadata``. ``restore`` has the parameters of a
+    ``RESTORE``, and is None for every other operation.
+    """
+
+    version: int
+    read: int
+    note: str | None = None
+    docs: tuple[dict[str, Any], ...] = ()
+    restore: Mapping[str, Any] | None = None
+    operation: str = ""
+
+    @classmethod
+    def of(cls, version: int, info: Mapping[str, Any]) -> "Commit":
+        """From the commit's ``commitInfo``, or the row of ``DESCRIBE HISTORY``."""
+        operation, note, read = str(info.get("operation") or ""), info.get("userMetadata"), info.get("readVersion")
+        docs = _docs(note)
+        known = [version - 1 if read is None else read, *(d["read"] for d in docs if isinstance(d.get("read"), int))]
+        restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
+        return cls(version, min(known), note, docs, restore, operation)
+
+    def has_ledger(self, group: str) -> bool:
+        """Whether it wrote the ledger of a group."""
+        return any(doc["group"] == group and "ledger" in doc for doc in self.docs)
+
+    def ledger(self, group: str) -> Ledger | None:
+        """The ledger in its note.
+
+        Raises:
+            LedgerConflict: it is damaged or of a newer release.
+        """
+        for doc in self.docs:
+            if doc["group"] == group and "ledger" in doc:
+                return Ledger.from_json(group, json.dumps(doc["ledger"]), table_version=self.version)
+        return None
+
+    def batch(self, group: str) -> list[StreamOffset]:
+        """What a batch had of a group."""
+        return [parse(doc) for doc in self.docs if doc["group"] == group and "ledger" not in doc]
 
 
 class Aged(Exception):
@@ -159,7 +231,7 @@ class LogFiles:
             text = self.actions(version)
             if text is None:
                 return
-            yield _commit(version, _commit_info(text))
+            yield Commit.of(version, _commit_info(text))
 
     def actions(self, version: int) -> bytes | None:
         """The commit file of a version, one action a line; None if the log does not have it any more."""
@@ -251,13 +323,7 @@ class DescribedHistory:
         note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
         rows = history.selectExpr(*wanted, note).collect()
         found = [row.asDict() for row in rows]
-        return [_commit(row["version"], row) for row in sorted(found, key=lambda row: -row["version"])]
-
-
-def _commit(version: int, info: Mapping[str, Any]) -> Commit:
-    operation = str(info.get("operation") or "")
-    restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
-    return Commit.of(version, info.get("readVersion"), operation, info.get("userMetadata"), restore)
+        return [Commit.of(row["version"], row) for row in sorted(found, key=lambda row: -row["version"])]
 
 
 def _commit_info(text: bytes) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import access, names, races
-from spark_group_source.delta.entries import APP_PREFIX
+from spark_group_source.delta.entries import APP_PREFIX, Ledger, LedgerDamaged
 from spark_group_source.delta.history import Aged, History
-from spark_group_source.delta.ledger import Ledger, LedgerDamaged, shown
+from spark_group_source.delta.ledger import shown
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -93,8 +93,8 @@ def set_ledger(
         topic_ids: the topics' ids, where known; they are needed only for topics that the ledger has not seen.
         epoch: number of the reset that this is a part of: batches of before it are void from now on. None: it is part
             of no reset, and nothing becomes void.
-        deleted: topics that do not exist any more. With a reset their entries go: no plan that has them is valid after
-            it. The ids stay, and a batch that reads one of them all the same is refused.
+        deleted: topics that do not exist any more, of a reset. A batch that reads one of them all the same is compared
+            with what the table has of it.
 
     Raises:
         OptionError: there is no such Delta table, or it knows of a newer reset.
@@ -113,21 +113,7 @@ def set_ledger(
                 table=table,
                 group=group,
             )
-        kept = {**old.offsets, **{tp: n for tp, n in offsets.items() if n is not None}}
-        ids = {**old.topic_ids, **(topic_ids or {})}
-        new = Ledger(
-            group=group,
-            offsets={tp: n for tp, n in kept.items() if offsets.get(tp, n) is not None},
-            topic_ids=ids,
-            former=old.former if now == old.epoch else {},
-            retired=tuple(id_ for id_ in old.retired if id_ not in ids.values()),
-            epoch=now,
-            void=old.void if now == old.epoch else {},
-            number=old.number,
-            queries=old.queries,
-        )
-        if now > old.epoch:
-            new = new.retire(deleted)
+        new = old.after_reset(now, offsets, topic_ids or {}, deleted)
         return there.restate(history, new.written(), reason)
 
     return races.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
@@ -171,13 +157,20 @@ def standing(there: History, group: str, found: Restored | None = None) -> Ledge
     if found.batch is not None:
         raise _torn(there, group, found)
     then = standing(there.at(found.to), group) or Ledger(group=group)
-    offsets = dict.fromkeys(now.offsets, 0)
+    begun: dict[TopicPartition, int] = {}
     for commit in there.at(found.version - 1).commits(after=found.to):
         for batch in commit.batch(group):
-            offsets |= {tp: start for tp, (start, _) in batch.ranges.items() if tp in offsets}
-    same = {topic for topic, id_ in then.topic_ids.items() if now.topic_ids.get(topic, id_) == id_}
-    offsets |= {tp: at for tp, at in then.offsets.items() if tp.topic in same or tp.topic not in then.topic_ids}
-    return replace(now, offsets=offsets, table_version=there.version)
+            begun |= {tp: start for tp, (start, _) in batch.ranges.items()}
+    same = {
+        name: topic.id
+        for name, topic in then.topics.items()
+        if name not in now.topics or now.topics[name].is_(topic.id)
+    }
+    offsets = {tp: begun.get(tp, 0) for tp in now.offsets} | {
+        tp: n for tp, n in then.offsets.items() if tp.topic in same
+    }
+    others = {topic.id: topic for name, topic in then.topics.items() if name not in same}
+    return replace(now, former={**then.former, **others}, table_version=there.version).moved(offsets, same)
 
 
 def refuse_restored(history: History, now: Ledger, *, after: int) -> None:

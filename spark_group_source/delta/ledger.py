@@ -9,14 +9,13 @@ What a ledger is and how it is written down: :mod:`entries`.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
-from spark_group_source.delta.entries import APP_PREFIX, VERSION, Ledger, LedgerDamaged
+from spark_group_source.delta.entries import Batch, Ledger, Topic
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
-
-__all__ = ["APP_PREFIX", "VERSION", "Ledger", "LedgerDamaged"]
 
 SHOWN_MAX = 5
 """How many partitions an error or a log line lists; the ``fields`` of an error carry all of them."""
@@ -71,71 +70,44 @@ def judge(batch: StreamOffset, ledger: Ledger | None) -> Verdict:
     ledger never stands below the given one, but where a log was cut.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
-    if _is_void(batch, known):
-        ids = {tp.topic: batch.topic_ids.get(tp.topic, "") for tp in sorted(batch.ranges)}
-        ids = {topic: id_ for topic, id_ in ids.items() if id_ not in known.retired}
-        begins = known.under(ids)
-        for tp, (start, _) in batch.ranges.items():
-            if tp.topic in ids:
-                begins[tp.topic].setdefault(tp.partition, start)
-        left_out = replace(known.put(ids, begins), void={**known.void, batch.stream: batch.seq}, table_version=-1)
-        return Verdict(ledger=left_out, drop=tuple(batch.batch()), void=True)
-    topics = {topic: batch.topic_ids.get(topic, "") for topic in sorted({tp.topic for tp in batch.ranges})}
-    offsets = known.under(topics)
+    void = batch.epoch < known.epoch
+    # Whoever planned before the batch's reset is void from now on.
+    after = known if batch.epoch <= known.epoch else replace(known, epoch=batch.epoch, void=frozenset())
     drop: list[OffsetRange] = []
     skipped: list[OffsetRange] = []
     refused: list[Refusal] = []
-    for tp, (start, end) in sorted(batch.ranges.items()):
-        entry = offsets[tp.topic]
-        recorded = entry.get(tp.partition)
-        if recorded is None or start >= recorded or batch.cut.get(tp) == recorded:
-            if recorded is not None and start > recorded:
-                if tp in batch.began:
-                    refused.append(Refusal(tp, start, recorded))
-                    continue
-                skipped.append(OffsetRange(tp, recorded, start))
-            entry[tp.partition] = end
-        elif tp in batch.followed:
-            refused.append(Refusal(tp, start, recorded))
-        else:
-            if start < end:
-                drop.append(OffsetRange(tp, start, min(recorded, end)))
-            entry[tp.partition] = max(recorded, end)
-    after = replace(known, stream=batch.stream, seq=batch.seq, epoch=batch.epoch, table_version=-1)
-    after = after.put(topics, offsets)
-    if batch.epoch != known.epoch:  # whoever planned before that reset is void from now on
-        after = replace(after, void={}, former={})
+    topics: list[Topic] = []
+    for name, ranges in groupby(sorted(batch.ranges.items()), key=lambda item: item[0].topic):
+        id_ = batch.topic_ids.get(name, "")
+        if void and id_ in known.former:
+            continue
+        offsets = dict(known.under(name, id_))
+        topics.append(Topic(name, id_, offsets))
+        for tp, (start, end) in ranges:
+            recorded = offsets.get(tp.partition)
+            if void:
+                offsets.setdefault(tp.partition, start)
+            elif recorded is None or start >= recorded or batch.cut.get(tp) == recorded:
+                if recorded is not None and start > recorded:
+                    if tp in batch.began:
+                        refused.append(Refusal(tp, start, recorded))
+                        continue
+                    skipped.append(OffsetRange(tp, recorded, start))
+                offsets[tp.partition] = end
+            elif tp in batch.followed:
+                refused.append(Refusal(tp, start, recorded))
+            else:
+                if start < end:
+                    drop.append(OffsetRange(tp, start, min(recorded, end)))
+                offsets[tp.partition] = max(recorded, end)
     return Verdict(
-        ledger=after,
-        drop=tuple(drop),
+        ledger=after.with_batch(batch, void=void).put(topics),
+        drop=tuple(batch.batch() if void else drop),
         skipped=tuple(skipped),
         refused=tuple(refused),
-        recreated=tuple(topic for topic, id_ in topics.items() if not known.knows(topic, id_)),
+        recreated=() if void else tuple(topic.name for topic in topics if not known.knows(topic.name, topic.id)),
+        void=void,
     )
-
-
-def behind(batch: StreamOffset, ledger: Ledger | None) -> list[OffsetRange]:
-    """The parts of a batch that the ledger does not cover; none, if the batch is in the table.
-
-    Topics that the ledger does not know under the batch's id are left out, and all of a batch of before a reset: their
-    old offsets are no longer comparable.
-    """
-    known = ledger if ledger is not None else Ledger(group=batch.group)
-    if _is_void(batch, known):
-        return []
-    ids = {r.tp.topic: batch.topic_ids.get(r.tp.topic, "") for r in batch.batch()}
-    there = known.under({topic: id_ for topic, id_ in ids.items() if known.knows(topic, id_)})
-    missing = []
-    for r in batch.batch():
-        entry = there.get(r.tp.topic)
-        if entry is not None and (recorded := entry.get(r.tp.partition, 0)) < r.end:
-            missing.append(OffsetRange(r.tp, max(r.start, recorded), r.end))
-    return missing
-
-
-def _is_void(batch: StreamOffset, ledger: Ledger | None) -> bool:
-    """Whether the batch was planned before a reset that the table knows of."""
-    return ledger is not None and batch.epoch < ledger.epoch
 
 
 # --- a whole batch --------------------------------------------------------------------------------------------------
@@ -143,53 +115,14 @@ def _is_void(batch: StreamOffset, ledger: Ledger | None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The table has a batch of this number, and nothing is to be written.
+    """The table has the batch, and nothing is to be written. ``durable``: the offsets whose rows it has."""
 
-    ``uncovered``: by group, what of this batch the ledger does not cover. It is the very same batch only if the table's
-    history has its offsets, else it has to be refused. ``durable``: the offsets whose rows the table has then.
-    """
-
-    uncovered: Mapping[str, tuple[OffsetRange, ...]]
     durable: tuple[StreamOffset, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """Nothing may be written: someone moved the group back, below what the table holds; or its offsets were forgotten,
-    and it begins above that."""
-
-    group: str
-    positions: tuple[Refusal, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retired:
-    """Nothing may be written: a reset took these topics for deleted, and the table forgot what it has of them."""
-
-    group: str
-    topics: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unaware:
-    """Nothing may be written: the batch before this one was void already, and the stream has still not heard of reset
-    ``epoch``. Kafka does not have the note of that reset any more, and leaving out more batches would lose records."""
-
-    group: str
-    stream: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """Nothing may be written: rows of these partitions must be left out, and several sources may have read them."""
-
-    partitions: tuple[TopicPartition, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """The batch is to be written without the rows in ``drop``, and with it the number of the batch and the ledgers.
+    """The batch is to be written without the rows in ``drop``, and with it the ledgers.
 
     ``rows``: False if none of its rows is wanted, so that they need not be read. ``changed``: whether a ledger says
     something new; if not, a batch that turns out to have no rows needs no commit. ``durable``: the offsets whose rows
@@ -204,39 +137,39 @@ class Write:
     durable: tuple[StreamOffset, ...]
 
 
-Decision = Recorded | Refused | Retired | Unaware | Mixed | Write
-
-
 def decide(
-    offsets: Sequence[StreamOffset], ledgers: Mapping[str, Ledger | None], *, recorded: bool, others: bool = False
-) -> Decision:
+    offsets: Sequence[StreamOffset],
+    ledgers: Mapping[str, Ledger | None],
+    *,
+    table: str,
+    batch_id: int,
+    others: bool = False,
+) -> Recorded | Write:
     """What a sink does with a batch.
 
     Args:
         offsets: of each source of ours that has something in the batch.
         ledgers: of their groups, as the table has them; None where a group never wrote.
-        recorded: whether the table has a batch of this number, or of a later one, of the same query.
+        table, batch_id: for messages.
         others: whether sources of other kinds may have rows in the batch.
+
+    Raises:
+        LedgerConflict: nothing may be written; the message says what settles it.
     """
-    if recorded:
-        missing = [(offset.group, behind(offset, ledgers[offset.group])) for offset in offsets]
-        return Recorded(
-            uncovered={group: tuple(ranges) for group, ranges in missing if ranges},
-            durable=tuple(offset for offset in offsets if not _is_void(offset, ledgers[offset.group])),
-        )
-    current = dict(ledgers)
+    current = {group: Ledger(group=group) if found is None else found for group, found in ledgers.items()}
+    if any(_is_recorded(offset, current[offset.group]) for offset in offsets):
+        for offset in offsets:
+            if missing := behind(offset, current[offset.group]):
+                raise _another(table, offset, batch_id, missing)
+        return Recorded(durable=tuple(each for each in offsets if each.epoch >= current[each.group].epoch))
     verdicts = []
     for offset in offsets:
         before = current[offset.group]
-        if before is not None and before.retired and not _is_void(offset, before):
-            ids = {tp.topic: offset.topic_ids.get(tp.topic, "") for tp in offset.ranges}
-            if back := sorted(topic for topic, id_ in ids.items() if id_ in before.retired):
-                return Retired(group=offset.group, topics=tuple(back))
         verdict = judge(offset, before)
         if verdict.refused:
-            return Refused(group=offset.group, positions=verdict.refused)
-        if verdict.void and before is not None and before.void.get(offset.stream, offset.seq) < offset.seq:
-            return Unaware(group=offset.group, stream=offset.stream, epoch=before.epoch)
+            raise _refused(table, offset.group, verdict.refused)
+        if verdict.void and offset.stream in before.void:
+            raise _unaware(table, offset, before.epoch, batch_id)
         current[offset.group] = verdict.ledger
         verdicts.append(verdict)
     drop = tuple(r for verdict in verdicts for r in verdict.drop)
@@ -244,7 +177,7 @@ def decide(
     readers = Counter(r.tp for offset in offsets for r in offset.batch())
     twice = sorted({r.tp for r in drop if readers[r.tp] > 1})
     if rows and twice:
-        return Mixed(partitions=tuple(twice))
+        raise _mixed(table, twice, batch_id)
     # Of several offsets of one group the last verdict has all of them.
     after = {verdict.ledger.group: verdict.ledger for verdict in verdicts}
     return Write(
@@ -257,73 +190,99 @@ def decide(
     )
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
+def _is_recorded(batch: StreamOffset, known: Ledger) -> bool:
+    """Whether the table has a batch of this number, or a later one, of the same stream."""
+    last = known.streams.get(batch.stream)
+    return last is not None and last.seq >= batch.seq
 
 
-def conflict(table: str, decision: Refused | Retired | Unaware | Mixed, batch_id: int) -> LedgerConflict:
-    """The error for a batch that may not be written, with what settles it."""
-    match decision:
-        case Refused(group=group, positions=refused) if ahead := [r for r in refused if r.start > r.recorded]:
-            listed = "; ".join(f"{r.tp}: {r.start}, the table holds up to {r.recorded}" for r in ahead[:SHOWN_MAX])
-            more = f" (and {len(ahead) - SHOWN_MAX} more partitions)" if len(ahead) > SHOWN_MAX else ""
-            return LedgerConflict(
-                f"Kafka has no offsets of group {group!r} any more (expired, or deleted), so this query begins where "
-                f"startingOffsets says, behind what table {table} holds: {listed}{more}. What lies between would be "
-                "read by nobody, so nothing was written. Stop the query, then either continue where the table stands: "
-                f"`spark-group reset --group {group} --to-ledger --table {table}`, or skip it on purpose: `spark-group "
-                f"reset --group {group} --to-latest --table {table}`. Then start the query again with the same "
-                "checkpoint: this batch is void after either of them",
-                table=table,
-                group=group,
-                refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
-            )
-        case Refused(group=group, positions=refused):
-            listed = "; ".join(
-                f"{r.tp}: Kafka says {r.start}, the table holds up to {r.recorded}" for r in refused[:SHOWN_MAX]
-            )
-            more = f" (and {len(refused) - SHOWN_MAX} more partitions)" if len(refused) > SHOWN_MAX else ""
-            return LedgerConflict(
-                f"group {group!r} was moved back by someone else, below what table {table} already holds: {listed}"
-                f"{more}. Reading on would write these records twice, so nothing was written. Stop the query, then "
-                f"either continue where the table stands: `spark-group reset --group {group} --to-ledger --table "
-                f"{table}`, or write them again on purpose, by moving Kafka and the ledger together: `spark-group "
-                f"reset --group {group} --table {table}` with the position you want. Then start the query again with "
-                "the same checkpoint: this batch is void after either of them",
-                table=table,
-                group=group,
-                refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
-            )
-        case Retired(group=group, topics=topics):
-            return LedgerConflict(
-                f"a reset of group {group!r} found no topic {topics[0]!r}, so table {table} forgot what it has of it. "
-                f"Batch {batch_id} reads that very topic, so nothing was written. Stop the query, and say where it "
-                "goes on: "
-                f"`spark-group reset --group {group} --topic {topics[0]} --table {table}` with the position you want, "
-                "which is where the table's rows of it end. Then start the query again with the same checkpoint",
-                table=table,
-                group=group,
-                topics=list(topics),
-            )
-        case Unaware(group=group, stream=stream, epoch=epoch):
-            return LedgerConflict(
-                f"stream {stream} of group {group!r} does not know of reset {epoch} of the group, which table {table} "
-                f"knows of, so batch {batch_id} was not written. Its last batch was left out for that reason: the "
-                "group's offsets at Kafka say nothing of the reset any more. They were removed, or the table belongs "
-                "to a group of another cluster. Stop the query; to go on where the table stands: `spark-group reset "
-                f"--group {group} --to-ledger --table {table}`; then start it again with the same checkpoint",
-                table=table,
-                group=group,
-                stream=stream,
-                epoch=epoch,
-            )
-        case Mixed(partitions=partitions):
-            return LedgerConflict(
-                f"table {table} must not get part of what batch {batch_id} read of {partitions[0]} (again), but "
-                "several kafka-group sources of this query read that partition, and their rows cannot be told apart. "
-                "Nothing was written. Read each topic with one source, and use its DataFrame as often as needed",
-                table=table,
-                partitions=[tuple(tp) for tp in partitions],
-            )
+def behind(batch: StreamOffset, known: Ledger) -> list[OffsetRange]:
+    """The parts of a recorded batch that the ledger does not cover. None, if it is the very batch that was written
+    last, wherever the ledger was moved since, or if it is void: its positions are not comparable."""
+    if batch.epoch < known.epoch or known.streams.get(batch.stream) == Batch.of(batch):
+        return []
+    missing = []
+    for r in batch.batch():
+        recorded = known.under(r.tp.topic, batch.topic_ids.get(r.tp.topic, "")).get(r.tp.partition, 0)
+        if recorded < r.end:
+            missing.append(OffsetRange(r.tp, max(r.start, recorded), r.end))
+    return missing
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _another(table: str, offset: StreamOffset, batch_id: int, missing: Sequence[OffsetRange]) -> LedgerConflict:
+    """Another batch of this number is in the table."""
+    return LedgerConflict(
+        f"table {table} has batch {offset.seq} of stream {offset.stream} already, but its ledger of group "
+        f"{offset.group!r} does not cover {shown(missing)} of batch {batch_id}. A second run of this query wrote "
+        "another batch under this number (is the checkpoint used twice?). Nothing was written. Stop the other run. "
+        "Then start this query with a new checkpointLocation: it continues at the ledger",
+        table=table,
+        group=offset.group,
+        batch_id=batch_id,
+        missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
+    )
+
+
+def _refused(table: str, group: str, refused: Sequence[Refusal]) -> LedgerConflict:
+    """Someone moved the group back, below what the table holds; or its offsets were forgotten, and it begins above."""
+    ahead = [r for r in refused if r.start > r.recorded]
+    those = ahead or refused
+    listed = "; ".join(f"{r.tp}: {r.start}, the table holds up to {r.recorded}" for r in those[:SHOWN_MAX])
+    listed += f" (and {len(those) - SHOWN_MAX} more partitions)" if len(those) > SHOWN_MAX else ""
+    reset = f"`spark-group reset --group {group}"
+    if ahead:
+        why = (
+            f"Kafka has no offsets of group {group!r} any more (expired, or deleted), so this query begins where "
+            f"startingOffsets says, behind what table {table} holds: {listed}. What lies between would be read by "
+            "nobody, so nothing was written"
+        )
+        otherwise = f"or skip it on purpose: {reset} --to-latest --table {table}`"
+    else:
+        why = (
+            f"group {group!r} was moved back by someone else, below what table {table} already holds: {listed}. "
+            "Reading on would write these records twice, so nothing was written"
+        )
+        otherwise = (
+            f"or write them again on purpose, by moving Kafka and the ledger together: {reset} --table {table}` with "
+            "the position you want"
+        )
+    return LedgerConflict(
+        f"{why}. Stop the query, then either continue where the table stands: {reset} --to-ledger --table {table}`, "
+        f"{otherwise}. Then start the query again with the same checkpoint: this batch is void after either of them",
+        table=table,
+        group=group,
+        refused=[(r.tp.topic, r.tp.partition, r.start, r.recorded) for r in refused],
+    )
+
+
+def _unaware(table: str, offset: StreamOffset, epoch: int, batch_id: int) -> LedgerConflict:
+    """The stream's batch before this one was void already. Kafka does not have the note of that reset any more, and
+    leaving out more batches would lose records."""
+    return LedgerConflict(
+        f"stream {offset.stream} of group {offset.group!r} does not know of reset {epoch} of the group, which table "
+        f"{table} knows of, so batch {batch_id} was not written. Its last batch was left out for that reason: the "
+        "group's offsets at Kafka say nothing of the reset any more. They were removed, or the table belongs to a "
+        "group of another cluster. Stop the query; to go on where the table stands: `spark-group reset "
+        f"--group {offset.group} --to-ledger --table {table}`; then start it again with the same checkpoint",
+        table=table,
+        group=offset.group,
+        stream=offset.stream,
+        epoch=epoch,
+    )
+
+
+def _mixed(table: str, partitions: Sequence[TopicPartition], batch_id: int) -> LedgerConflict:
+    """Rows of these partitions must be left out, and several sources may have read them."""
+    return LedgerConflict(
+        f"table {table} must not get part of what batch {batch_id} read of {partitions[0]} (again), but several "
+        "kafka-group sources of this query read that partition, and their rows cannot be told apart. Nothing was "
+        "written. Read each topic with one source, and use its DataFrame as often as needed",
+        table=table,
+        partitions=[tuple(tp) for tp in partitions],
+    )
 
 
 def shown(ranges: Iterable[OffsetRange]) -> str:

@@ -14,15 +14,15 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from spark_group_source import fits
-from spark_group_source.delta import access, board, kept, ledger, names, notes, races, turns
+from spark_group_source.delta import access, board, kept, ledger, names, races, turns
 from spark_group_source.delta.access import TableAccess, Writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
-from spark_group_source.delta.entries import APP_PREFIX
-from spark_group_source.delta.history import Aged, History, LogFiles
-from spark_group_source.delta.ledger import Ledger, Mixed, Recorded, Refused, Retired, Unaware, Write
+from spark_group_source.delta.entries import APP_PREFIX, Ledger
+from spark_group_source.delta.history import Aged, History, LogFiles, note_of
+from spark_group_source.delta.ledger import Write
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
@@ -99,8 +99,7 @@ class DeltaSink:
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
         self._told: set[str] = set()
         self._table_id = ""  # once the table is there
-        self._looked_to: dict[str, int] = {}  # for each group the version that nobody restored the table before
-        self._known: dict[str, Ledger] = {}
+        self._known: dict[str, Ledger] = {}  # of each group, with the version up to which the table's commits are known
         self._logs: list[LogFiles] = []  # opened by batches that are written
 
     def __getstate__(self) -> dict[str, object]:
@@ -180,48 +179,35 @@ class _Attempt:
 
         Raises CommitRace if another writer was first; the next one decides anew.
         """
-        sink, planned, history = self.sink, self.planned, self.table.history()
-        newest_known = max((found.table_version for found in sink._known.values()), default=-1)
-        if history.version < max(newest_known, 0) or self.table.identity() != sink._table_id:
+        sink, planned, known = self.sink, self.planned, dict(self.sink._known)  # other queries may use the sink, too
+        history = self.table.history()
+        newest_known = max((found.table_version for found in known.values()), default=0)
+        if history.version < newest_known or self.table.identity() != sink._table_id:
             raise self._deleted()
-        ledgers = {offset.group: self._ledger(history, offset.group) for offset in planned.offsets}
-        decision = ledger.decide(
-            planned.offsets,
-            ledgers,
-            recorded=self._recorded(history, ledgers),
-            others=planned.other_sources > 0,
-        )
-        match decision:
-            case Recorded():
-                self._confirm(history, decision)
-                return decision.durable
-            case Refused() | Retired() | Unaware() | Mixed():
-                raise ledger.conflict(sink.table, decision, planned.batch_id)
-            case Write():
-                self._write(history, decision)
-                return decision.durable
-            case _:
-                assert_never(decision)
-
-    def _recorded(self, history: History, ledgers: Mapping[str, Ledger | None]) -> bool:
-        """Whether the table has this batch of the query, or a later one."""
-        planned = self.planned
-        if not ledgers:  # rows of other sources only: the query itself counts as the application
+        if not planned.offsets:  # rows of other sources only: the query itself counts as the application
             number = history.source.number(planned.query_id)  # None: Delta itself skips a number that is taken
-            return number is not None and number >= planned.batch_id
-        last = [found.queries.get(planned.query_id, -1) for found in ledgers.values() if found is not None]
-        return max(last, default=-1) >= planned.batch_id
+            if number is not None and number >= planned.batch_id:
+                return ()
+        ledgers = {
+            offset.group: self._ledger(history, offset.group, known.get(offset.group)) for offset in planned.offsets
+        }
+        others = planned.other_sources > 0
+        decision = ledger.decide(planned.offsets, ledgers, table=sink.table, batch_id=planned.batch_id, others=others)
+        if isinstance(decision, Write):
+            self._write(history, decision)
+        else:
+            log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
+        return decision.durable
 
-    def _ledger(self, history: History, group: str) -> Ledger | None:
+    def _ledger(self, history: History, group: str, known: Ledger | None) -> Ledger | None:
         """The ledger of a group, if the rows that it stands for are still there."""
-        sink = self.sink
         try:
-            found = history.ledger(group, sink._known.get(group))
+            found = history.ledger(group, known)
         except Aged as aged:
-            found = self._begun_anew(history, group, aged)
+            return self._begun_anew(history, group, aged)
         if found is not None:
-            kept.refuse_restored(history, found, after=sink._looked_to.get(group, -1))
-        sink._looked_to[group] = history.version
+            kept.refuse_restored(history, found, after=-1 if known is None else known.table_version)
+            self.sink._known[group] = found.at(history.version)
         return found
 
     def _begun_anew(self, history: History, group: str, aged: Aged) -> Ledger:
@@ -232,13 +218,15 @@ class _Attempt:
             return counted
         mine = [offset for offset in self.planned.offsets if offset.group == group]
         unknown = sorted({tp for offset in mine for tp in offset.followed | offset.began})
-        if unknown:
+        why = f"batch {self.planned.batch_id} begins {unknown[0]} at an offset no query committed" if unknown else ""
+        if any(commit.restore is not None for commit in history.commits()):
+            why = "the table was restored since"
+        if why:
             table, reset = self.sink.table, f"`spark-group reset --group {group} --table {self.sink.table}`"
             raise LedgerConflict(
                 f"group {group!r} wrote to table {table}, but its last commit is older than the table's log, and "
-                f"batch {self.planned.batch_id} begins {unknown[0]} at an offset that no query of the group committed. "
-                f"Which records the table has is not known, so nothing was written. Stop the query, set where it goes "
-                f"on: {reset} with the position you want, and start it again with the same checkpoint",
+                f"{why}. Which records the table has is not known, so nothing was written. Stop the query, set where "
+                f"it goes on: {reset} with the position you want, and start it again with the same checkpoint",
                 table=table,
                 group=group,
             )
@@ -258,42 +246,23 @@ class _Attempt:
             table=table,
         )
 
-    def _confirm(self, history: History, decision: Recorded) -> None:
-        """The table has a batch of this number. Make sure that it is this one."""
-        sink, planned = self.sink, self.planned
-        # The ledger may also be behind because an operator set it back since: then the commit itself tells.
-        if decision.uncovered and not _has_batch(history, planned.offsets):
-            group, missing = next(iter(decision.uncovered.items()))
-            raise LedgerConflict(
-                f"table {sink.table} has batch {planned.batch_id} of query {planned.query_id} already, but its "
-                f"ledger of group {group!r} does not cover {ledger.shown(missing)}. A second run of this query "
-                "wrote another batch under this number (is the checkpoint used twice?). Nothing was written. Stop "
-                "the other run. Then start this query with a new checkpointLocation: it continues at the ledger",
-                table=sink.table,
-                query_id=planned.query_id,
-                batch_id=planned.batch_id,
-                missing=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in missing],
-            )
-        log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
-
     def _write(self, history: History, decision: Write) -> None:
         sink, planned = self.sink, self.planned
-        after = {group: found.written(planned.query_id, planned.batch_id) for group, found in decision.ledgers.items()}
+        after = {group: found.written() for group, found in decision.ledgers.items()}
         numbers = {APP_PREFIX + group: found.number for group, found in after.items()}
         version = self.table.commit(
             history,
             self._rows_without(decision.drop) if decision.rows else None,
             numbers or {planned.query_id: planned.batch_id},
-            notes.text(planned.offsets, after.values(), read=history.version),
+            note_of(planned.offsets, after.values(), read=history.version),
             needed=bool(decision.drop) or decision.changed or (not after and planned.other_sources > 0),
         )
         if version is None:
             log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
             return
         self.turn.version = version
-        sink._known |= {group: found.at(version) for group, found in after.items()}
         if version == history.version + 1:  # nobody came in between
-            sink._looked_to |= dict.fromkeys(after, version)
+            sink._known |= {group: found.at(version) for group, found in after.items()}
         self._tell(decision)
         log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
 
@@ -325,17 +294,6 @@ class _Attempt:
                 log.warning("%s: topic %s was deleted and created again; its offsets start afresh", where, topics)
             if verdict.skipped:
                 log.info("%s: others had %s", where, ledger.shown(verdict.skipped))
-
-
-def _has_batch(history: History, offsets: Sequence[StreamOffset]) -> bool:
-    """Whether one of the table's commits is that of a batch with exactly these offsets."""
-    wanted = {(offset.stream, offset.seq): offset for offset in offsets}
-    groups = {offset.group for offset in offsets}
-    for commit in history.commits():
-        found = {(one.stream, one.seq): one for group in groups for one in commit.batch(group)}
-        if found.keys() & wanted.keys():
-            return found == wanted
-    return False
 
 
 def _notify(spark: "SparkSession", planned: PlannedBatch, offset: StreamOffset) -> None:

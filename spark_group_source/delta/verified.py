@@ -13,8 +13,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spark_group_source.delta import access, kept, names
+from spark_group_source.delta.entries import Ledger
 from spark_group_source.delta.history import Aged, History, LogFiles
-from spark_group_source.delta.ledger import Ledger
 from spark_group_source.delta.sink import ROW_COLUMNS
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition

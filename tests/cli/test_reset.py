@@ -8,7 +8,7 @@ from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandRuntime, refusal
 
 from spark_group_source.cli.reset import plan, targets
-from spark_group_source.delta.ledger import Ledger
+from spark_group_source.delta.entries import Ledger
 from spark_group_source.group.names import Note, note_text, parse_note, reset_text
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import StartAt, TopicPartition
@@ -22,7 +22,7 @@ def committed(entries: Mapping[TopicPartition, tuple[int, str]]) -> dict[TopicPa
 
 
 def ledger(offsets: dict[TopicPartition, int], *, epoch: int = 0, topic_id: str = "id-1") -> Ledger:
-    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, epoch=epoch)
+    return Ledger(group="etl", epoch=epoch).moved(offsets, {"orders": topic_id})
 
 
 def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_offset() -> None:

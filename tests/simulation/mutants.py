@@ -355,8 +355,8 @@ MUTANTS = [
     Mutant(
         "writes-void-plans",
         "delta/ledger.py",
-        "return ledger is not None and batch.epoch < ledger.epoch",
-        "return False",
+        "    void = batch.epoch < known.epoch",
+        "    void = False",
         "a plan of before a reset writes nothing",
     ),
     # --- lending

@@ -12,11 +12,10 @@ from deltalake import DeltaTable
 from sink_source import SCHEMA, offset
 from sink_words import Query, actions, commits, next_offsets, one, records, rows
 
-from spark_group_source.delta import access, notes
-from spark_group_source.delta.history import History
+from spark_group_source.delta import access
+from spark_group_source.delta.entries import Ledger
+from spark_group_source.delta.history import Commit, History, note_of
 from spark_group_source.delta.kept import Restored, read_ledger, restored, set_ledger
-from spark_group_source.delta.ledger import Ledger
-from spark_group_source.delta.notes import Commit
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -47,12 +46,12 @@ class Listed:
 
 def batch(version: int, *, read: int | None = None) -> Commit:
     known = version - 1 if read is None else read
-    note = notes.text([offset(version, one(version, version + 1))], [Ledger(group="etl")], read=known)
-    return Commit.of(version, version - 1, "WRITE", note)
+    note = note_of([offset(version, one(version, version + 1))], [Ledger(group="etl")], read=known)
+    return Commit.of(version, {"readVersion": version - 1, "operation": "WRITE", "userMetadata": note})
 
 
 def restore(version: int, to: int) -> Commit:
-    return Commit.of(version, version - 1, "RESTORE", None, {"version": to})
+    return Commit.of(version, {"operation": "RESTORE", "operationParameters": {"version": to}})
 
 
 # What a history says
@@ -60,13 +59,13 @@ def restore(version: int, to: int) -> Commit:
 
 def test_a_note_is_read_as_it_was_written() -> None:
     batches = [offset(3, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")]
-    ledger = Ledger(group='e"tl', offsets={P0: 5}, number=3, queries={"q": 3})
-    text = notes.text(batches, [ledger], read=8)
-    found = Commit.of(12, 11, "WRITE", text)
+    ledger = Ledger(group='e"tl', number=3, epoch=1).moved({P0: 5})
+    text = note_of(batches, [ledger], read=8)
+    found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
     assert (found.batch("etl"), found.read) == (batches, 8)
-    assert found.ledger('e"tl') == Ledger.from_json('e"tl', ledger.to_json(), table_version=12)
+    assert found.ledger('e"tl') == ledger.at(12)
     assert not found.has_ledger("etl")
-    assert Commit.of(1, 0, "WRITE", "somebody's note").docs == ()
+    assert Commit.of(1, {"userMetadata": "somebody's note"}).docs == ()
 
 
 def test_a_restore_that_came_after_the_look_is_seen_though_the_batch_was_written_behind_it() -> None:
@@ -200,6 +199,20 @@ def test_where_the_log_was_cleaned_up_a_position_that_no_query_committed_is_refu
     query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))  # planned before the reset
     query.run(query.sink(table), 2, offset(2, one(10, 20), epoch=1))
     assert offsets_in(table) == list(range(20))
+
+
+def test_a_restore_of_a_table_whose_log_was_cleaned_up_is_seen(query: Query, table: Path) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    forget_history(table)
+    DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
+    DeltaTable(table).restore(DeltaTable(table).version() - 1)
+    with pytest.raises(LedgerConflict, match=r"the table was restored since.*spark-group reset --group etl --table"):
+        query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", epoch=1)
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))  # planned before the reset
+    query.run(query.sink(table), 3, offset(3, one(20, 30), epoch=1))
+    assert offsets_in(table) == list(range(30))
 
 
 def test_a_group_that_is_new_to_an_old_table_begins_where_kafka_says(query: Query, table: Path) -> None:

@@ -2,9 +2,9 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,22 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sink_source import SCHEMA, Ranges, offset
 
-from spark_group_source.delta import access
+from spark_group_source.delta import access, entries
+from spark_group_source.delta.entries import Batch, Ledger, Topic
 from spark_group_source.delta.kept import ledgers, read_ledger, set_ledger
-from spark_group_source.delta.ledger import (
-    Ledger,
-    Mixed,
-    Recorded,
-    Refusal,
-    Refused,
-    Retired,
-    Unaware,
-    Write,
-    behind,
-    conflict,
-    decide,
-    judge,
-)
+from spark_group_source.delta.ledger import Recorded, Verdict, Write, behind, decide, judge
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -35,35 +23,80 @@ from spark_group_source.model import OffsetRange, TopicPartition
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
+P0, P1, OTHER = TopicPartition("orders", 0), TopicPartition("orders", 1), TopicPartition("other", 0)
+FOLLOWED = [("orders", 0)]
+CUT = {("orders", 0): 100}
 
 
-def ledger(offsets: dict[TopicPartition, int], *, topic_id: str = "id-1", epoch: int = 0) -> Ledger:
-    return Ledger(group="etl", offsets=offsets, topic_ids={"orders": topic_id}, stream="s1", seq=3, epoch=epoch)
+def ledger(
+    offsets: dict[TopicPartition, int], *, topic_id: str = "id-1", epoch: int = 0, seq: int | None = None
+) -> Ledger:
+    found = Ledger(group="etl", epoch=epoch).moved(offsets, {"orders": topic_id})
+    return found if seq is None else found.with_batch(offset(seq, {}), void=False)
 
 
 def ranges(*pairs: tuple[int, int]) -> Ranges:
     return {("orders", p): pair for p, pair in enumerate(pairs)}
 
 
-def test_a_batch_for_a_table_that_never_saw_the_group_is_new() -> None:
-    verdict = judge(offset(0, ranges((100, 250), (40, 40))), None)
-    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
-    assert verdict.ledger.offsets == {P0: 250, P1: 40}
-    assert verdict.ledger.topic_ids == {"orders": "id-1"}
+@dataclass(frozen=True)
+class Case:
+    """A batch, what the ledger had, and what comes of it."""
+
+    batch: StreamOffset
+    before: dict[TopicPartition, int]
+    after: dict[TopicPartition, int]
+    drop: list[tuple[TopicPartition, int, int]] = field(default_factory=list)
+    skipped: list[tuple[TopicPartition, int, int]] = field(default_factory=list)
 
 
-def test_a_batch_that_starts_at_the_ledger_is_new() -> None:
-    verdict = judge(offset(4, ranges((100, 250))), ledger({P0: 100}))
-    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
-    assert verdict.ledger.offsets == {P0: 250}
-    assert (verdict.ledger.stream, verdict.ledger.seq) == ("s1", 4)
+@pytest.mark.proves("G4", level="core")
+@pytest.mark.parametrize(
+    "case",
+    {
+        "a partition that the table never saw is new": Case(
+            offset(4, ranges((100, 250), (40, 40))), {}, {P0: 250, P1: 40}
+        ),
+        "a batch that starts at the ledger is new": Case(offset(4, ranges((100, 250))), {P0: 100}, {P0: 250}),
+        "what another member had in between is skipped": Case(
+            offset(4, ranges((120, 130))), {P0: 100}, {P0: 130}, skipped=[(P0, 100, 120)]
+        ),
+        "records that the table has are dropped": Case(
+            offset(4, ranges((90, 130), (5, 9))), {P0: 100, P1: 5}, {P0: 130, P1: 9}, drop=[(P0, 90, 100)]
+        ),
+        "a batch wholly below the ledger moves nothing": Case(
+            offset(4, ranges((10, 30), (7, 7))), {P0: 100, P1: 9}, {P0: 100, P1: 9}, drop=[(P0, 10, 30)]
+        ),
+        "a position that was moved forward is followed": Case(
+            offset(4, ranges((150, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}, skipped=[(P0, 100, 150)]
+        ),
+        "a position that was moved to the ledger is followed": Case(
+            offset(4, ranges((100, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}
+        ),
+        "records where a log was cut are new, and the ledger goes back": Case(
+            offset(4, ranges((60, 80)), cut=CUT), {P0: 100}, {P0: 80}
+        ),
+        "behind the cut it goes on": Case(offset(5, ranges((80, 120)), cut=CUT), {P0: 80}, {P0: 120}),
+        "what another query wrote of a cut log is not written again": Case(
+            offset(4, ranges((60, 90)), cut=CUT), {P0: 80}, {P0: 90}, drop=[(P0, 60, 80)]
+        ),
+    }.items(),
+    ids=lambda case: case[0].replace(" ", "-"),
+)
+def test_a_batch_is_compared_with_the_ledger(case: tuple[str, Case]) -> None:
+    _, of = case
+    verdict = judge(of.batch, ledger(of.before) if of.before else None)
+    assert verdict.drop == tuple(OffsetRange(*r) for r in of.drop)
+    assert verdict.skipped == tuple(OffsetRange(*r) for r in of.skipped)
+    assert (verdict.refused, verdict.recreated, verdict.void) == ((), (), False)
+    assert verdict.ledger.offsets == of.after
+    assert verdict.ledger.streams == {"s1": Batch.of(of.batch)}
 
 
-def test_what_another_member_had_in_between_is_skipped_and_said() -> None:
-    verdict = judge(offset(4, ranges((120, 130))), ledger({P0: 100}))
-    assert verdict.skipped == (OffsetRange(P0, 100, 120),)
-    assert verdict.ledger.offsets == {P0: 130}
+@pytest.mark.parametrize("end", [30, 10])
+def test_a_position_that_someone_moved_below_the_ledger_is_refused_before_anything_is_read_from_it(end: int) -> None:
+    verdict = judge(offset(4, ranges((10, end)), followed=FOLLOWED), ledger({P0: 100}))
+    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
 
 
 def test_G5_what_lies_between_is_refused_where_the_groups_offset_was_forgotten() -> None:
@@ -74,77 +107,33 @@ def test_G5_what_lies_between_is_refused_where_the_groups_offset_was_forgotten()
     assert judge(replace(begins, ranges={P0: (120, 120)}), ledger({P0: 100})).refused, "before anything is read"
     assert not judge(begins, ledger({P0: 120})).refused
     assert judge(begins, ledger({P0: 125})).drop == (OffsetRange(P0, 120, 125),)
-    error = str(conflict("/t", Refused(group="etl", positions=verdict.refused), 0))
-    assert (
-        "Kafka has no offsets of group 'etl' any more" in error and "orders-0: 120, the table holds up to 100" in error
-    )
-    assert "reset --group etl --to-ledger --table /t" in error
+    with pytest.raises(LedgerConflict) as error:
+        deciding(begins, before=ledger({P0: 100}))
+    for part in (
+        "Kafka has no offsets of group 'etl' any more",
+        "orders-0: 120, the table holds up to 100",
+        "`spark-group reset --group etl --to-ledger --table /t`",
+        "`spark-group reset --group etl --to-latest --table /t`",
+    ):
+        assert part in str(error.value)
 
 
-@pytest.mark.proves("G4", level="core")
-def test_records_that_the_table_has_are_dropped_and_the_rest_is_new() -> None:
-    verdict = judge(offset(4, ranges((90, 130), (5, 9))), ledger({P0: 100, P1: 5}))
-    assert verdict.drop == (OffsetRange(P0, 90, 100),)
-    assert verdict.ledger.offsets == {P0: 130, P1: 9}
-
-
-def test_a_batch_wholly_below_the_ledger_is_dropped_and_moves_nothing() -> None:
-    verdict = judge(offset(4, ranges((10, 30), (7, 7))), ledger({P0: 100, P1: 9}))
-    assert verdict.drop == (OffsetRange(P0, 10, 30),)
-    assert verdict.ledger.offsets == {P0: 100, P1: 9}
-
-
-def test_a_position_that_someone_moved_below_the_ledger_is_refused() -> None:
-    verdict = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)]), ledger({P0: 100}))
-    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
-
-
-def test_records_that_stand_where_a_log_was_cut_are_new_and_the_ledger_goes_back() -> None:
-    back = {("orders", 0): 100}
-    verdict = judge(offset(4, ranges((60, 80)), cut=back), ledger({P0: 100}))
-    assert (verdict.drop, verdict.refused, verdict.skipped) == ((), (), ())
-    assert verdict.ledger.offsets == {P0: 80}
-    on = judge(offset(5, ranges((80, 120)), cut=back), verdict.ledger)
-    assert (on.drop, on.ledger.offsets) == ((), {P0: 120})
-
-
-def test_what_another_query_wrote_of_a_cut_log_is_not_written_again() -> None:
-    """It found the cut first: the ledger does not stand any more where this batch's position was."""
-    verdict = judge(offset(4, ranges((60, 90)), cut={("orders", 0): 100}), ledger({P0: 80}))
-    assert verdict.drop == (OffsetRange(P0, 60, 80),)
-    assert verdict.ledger.offsets == {P0: 90}
-
-
-def test_a_position_that_someone_moved_is_refused_before_anything_is_read_from_it() -> None:
-    assert judge(offset(4, ranges((10, 10)), followed=[("orders", 0)]), ledger({P0: 100})).refused
-
-
-@pytest.mark.parametrize("start", [100, 150])
-def test_a_position_that_someone_moved_forward_is_followed(start: int) -> None:
-    verdict = judge(offset(4, ranges((start, 200)), followed=[("orders", 0)]), ledger({P0: 100}))
-    assert verdict.refused == ()
-    assert verdict.ledger.offsets == {P0: 200}
+# Topics that are created anew
 
 
 def test_a_topic_that_was_created_anew_starts_afresh_and_others_do_not() -> None:
-    old = Ledger(
-        group="etl",
-        offsets={P0: 100, P1: 100, TopicPartition("other", 0): 7},
-        topic_ids={"orders": "id-0", "other": "id-7"},
-    )
-    verdict = judge(offset(4, ranges((0, 30)), followed=[("orders", 0)]), old)
-    assert verdict.recreated == ("orders",)
-    assert verdict.refused == ()
-    assert verdict.ledger.offsets == {P0: 30, TopicPartition("other", 0): 7}
-    assert verdict.ledger.topic_ids == {"orders": "id-1", "other": "id-7"}
+    old = Ledger(group="etl").moved({P0: 100, P1: 100, OTHER: 7}, {"orders": "id-0", "other": "id-7"})
+    verdict = judge(offset(4, ranges((0, 30)), followed=FOLLOWED), old)
+    assert (verdict.recreated, verdict.refused) == (("orders",), ())
+    assert verdict.ledger.offsets == {P0: 30, OTHER: 7}
+    assert {name: topic.id for name, topic in verdict.ledger.topics.items()} == {"orders": "id-1", "other": "id-7"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("", "id-1"), ("id-1", "")])
 def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
     verdict = judge(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
     assert verdict.recreated == ()
-    assert verdict.ledger.offsets == {P0: 100}
-    assert verdict.ledger.topic_ids == {"orders": "id-1"}
+    assert verdict.ledger.topics == {"orders": Topic("orders", "id-1", {0: 100})}
 
 
 def test_what_the_table_has_of_a_topic_is_not_forgotten_when_a_batch_comes_of_its_former_id() -> None:
@@ -154,15 +143,13 @@ def test_what_the_table_has_of_a_topic_is_not_forgotten_when_a_batch_comes_of_it
     late = judge(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
     assert late.drop == (OffsetRange(P0, 95, 100),), "compared with what the table has of the former topic"
     assert late.recreated == ()
-    assert (late.ledger.offsets, late.ledger.topic_ids) == ({P0: 30}, {"orders": "id-2"})
-    assert late.ledger.former == {"orders": {"id-1": {0: 120}}}
+    assert late.ledger.topics == {"orders": Topic("orders", "id-2", {0: 30})}
+    assert late.ledger.former == {"id-1": Topic("orders", "id-1", {0: 120})}
     again = judge(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
     assert again.drop == (OffsetRange(P0, 20, 30),)
     assert judge(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
         OffsetRange(P0, 95, 120),
     )
-    assert behind(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger) == []
-    assert Ledger.from_json("etl", again.ledger.to_json()).former == again.ledger.former
 
 
 def test_the_older_of_two_ids_that_comes_second_takes_nothing_from_the_newer_one() -> None:
@@ -176,55 +163,36 @@ def test_the_older_of_two_ids_that_comes_second_takes_nothing_from_the_newer_one
 
 def test_an_id_of_a_topic_that_the_batch_does_not_read_says_nothing() -> None:
     """A stream keeps the ids of topics whose partitions have left it, also when they are made again."""
-    old = Ledger(group="etl", offsets={P0: 30, TopicPartition("other", 0): 7}, topic_ids={"orders": "id-2"})
+    old = Ledger(group="etl").moved({P0: 30, OTHER: 7}, {"orders": "id-2"})
     batch = replace(offset(4, {("other", 0): (7, 9)}), topic_ids={"orders": "id-1", "other": "id-7"})
     verdict = judge(batch, old)
     assert verdict.recreated == ()
-    assert verdict.ledger.offsets == {P0: 30, TopicPartition("other", 0): 9}
-    assert verdict.ledger.topic_ids == {"orders": "id-2", "other": "id-7"}
+    assert verdict.ledger.offsets == {P0: 30, OTHER: 9}
+    assert {name: topic.id for name, topic in verdict.ledger.topics.items()} == {"orders": "id-2", "other": "id-7"}
 
 
-def test_former_topics_are_forgotten_with_the_plans_of_before_a_reset_and_few_are_kept() -> None:
+def test_former_topics_are_kept_through_resets_and_are_not_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "FORMER_MAX", 4)
     now = None
     for n in range(8):
-        now = judge(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}"), now).ledger
+        now = judge(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", epoch=n), now).ledger
     assert now is not None
-    assert now.former == {"orders": {f"id-{n}": {0: n + 1} for n in range(3, 7)}}
-    after = judge(offset(9, ranges((8, 9)), topic_id="id-7", epoch=1), now).ledger
-    assert (after.former, after.offsets) == ({}, {P0: 9})
+    assert now.former == {f"id-{n}": Topic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
 
 
-def test_of_a_deleted_topic_only_the_id_stays_and_a_batch_that_reads_it_is_refused() -> None:
-    other = TopicPartition("other", 0)
-    old = Ledger(group="etl", offsets={P0: 30, other: 7}, topic_ids={"orders": "id-1", "other": "id-7"}, epoch=1)
-    now = old.retire(["orders", "never-seen"])
-    assert (now.offsets, now.topic_ids, now.retired) == ({other: 7}, {"other": "id-7"}, ("id-1",))
-    assert Ledger.from_json("etl", now.to_json()).retired == ("id-1",)
-    assert deciding(offset(9, ranges((20, 40)), epoch=1), before=now) == Retired(group="etl", topics=("orders",))
-    made_again = deciding(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), before=now)
-    assert isinstance(made_again, Write) and made_again.ledgers["etl"].offsets == {P0: 5, other: 7}
-    assert made_again.ledgers["etl"].retired == ("id-1",)
-    void = deciding(offset(9, ranges((20, 40)), epoch=0), before=now)
-    assert isinstance(void, Write) and not void.rows, "planned before the reset that found the topic deleted"
-    text = str(conflict("/lake/orders", Retired(group="etl", topics=("orders",)), 9))
-    assert "`spark-group reset --group etl --topic orders --table /lake/orders`" in text
-
-
-def test_a_deleted_topic_without_an_id_stays_in_the_ledger_and_the_retired_are_not_endless() -> None:
-    old = Ledger(group="etl", offsets={P0: 30})
-    assert old.retire(["orders"]).offsets == {P0: 30}
-    now = Ledger(group="etl")
-    for n in range(1100):
-        now = replace(now, offsets={P0: 1}, topic_ids={"orders": f"id-{n}"}).retire(["orders"])
-    assert now.retired == tuple(f"id-{n}" for n in range(100, 1100))
-
-
-def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
-    batch = offset(4, ranges((90, 130), (0, 5), (8, 8)))
-    assert behind(batch, ledger({P0: 130, P1: 5})) == []
-    assert behind(batch, ledger({P0: 100})) == [OffsetRange(P0, 100, 130), OffsetRange(P1, 0, 5)]
-    assert behind(batch, None) == [OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5)]
-    assert behind(batch, ledger({P0: 1}, topic_id="id-2")) == []
+def test_what_the_table_has_of_a_topic_that_a_reset_took_for_deleted_is_not_written_again() -> None:
+    old = Ledger(group="etl").moved({P0: 30, OTHER: 7}, {"orders": "id-1", "other": "id-7"})
+    now = old.after_reset(1, {}, deleted=["orders", "never-seen"])
+    assert (now.offsets, list(now.former)) == ({OTHER: 7}, ["id-1"])
+    made_again = judge(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), now).ledger
+    assert (made_again.offsets, list(made_again.former)) == ({P0: 5, OTHER: 7}, ["id-1"])
+    there = judge(offset(9, ranges((20, 40)), epoch=1), now)
+    assert there.drop == (OffsetRange(P0, 20, 30),)
+    assert (there.ledger.offsets, there.ledger.former) == ({P0: 40, OTHER: 7}, {})
+    void = judge(offset(9, ranges((20, 40)), epoch=0), now)
+    assert (void.ledger.offsets, void.ledger.former) == (now.offsets, now.former), "planned before the reset"
+    without_id = Ledger(group="etl").moved({P0: 30}).after_reset(1, {}, deleted=["orders"])
+    assert without_id.offsets == {P0: 30}, "nobody could tell a new one of that name"
 
 
 # Resets
@@ -232,63 +200,75 @@ def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
 
 def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
     old = ledger({P0: 100, P1: 7}, epoch=2)
-    verdict = judge(offset(9, ranges((90, 130), (0, 5)), followed=[("orders", 0)], epoch=1), old)
-    assert verdict.void
-    assert verdict.drop == (OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5))
-    assert (verdict.refused, verdict.recreated, verdict.skipped) == ((), (), ())
-    assert (verdict.ledger.offsets, verdict.ledger.topic_ids) == (old.offsets, old.topic_ids)
-    assert (verdict.ledger.stream, verdict.ledger.seq, verdict.ledger.epoch) == ("s1", 3, 2)
-    assert verdict.ledger.void == {"s1": 9}
+    batch = offset(9, ranges((90, 130), (0, 5)), followed=FOLLOWED, epoch=1)
+    verdict = judge(batch, old)
+    assert verdict == Verdict(ledger=old.with_batch(batch, void=True), drop=tuple(batch.batch()), void=True)
+    assert (verdict.ledger.epoch, verdict.ledger.void) == (2, {"s1"})
 
 
-def test_a_void_batch_writes_down_where_it_began_of_what_the_table_never_had() -> None:
+@pytest.mark.parametrize(("topic_id", "offsets"), [("id-1", {P0: 100, P1: 3}), ("id-2", {P0: 90, P1: 3})])
+def test_a_void_batch_writes_down_where_it_began_of_what_the_table_never_had(
+    topic_id: str, offsets: dict[TopicPartition, int]
+) -> None:
     """Kafka may stand behind it by the time somebody settles that: going back to the ledger must lose nothing."""
-    verdict = judge(offset(9, ranges((90, 130), (3, 5)), epoch=1), ledger({P0: 100}, epoch=2))
+    batch = offset(9, ranges((90, 130), (3, 5)), topic_id=topic_id, epoch=1)
+    verdict = judge(batch, ledger({P0: 100}, epoch=2))
     assert verdict.void
-    assert verdict.ledger.offsets == {P0: 100, P1: 3}
-
-
-def test_of_a_topic_that_was_made_anew_a_void_batch_writes_down_where_it_began_too() -> None:
-    verdict = judge(offset(9, ranges((3, 5)), topic_id="id-2", epoch=1), ledger({P0: 100}, epoch=2))
-    assert verdict.void
-    assert verdict.ledger.offsets == {P0: 3}
-    assert verdict.ledger.under({"orders": "id-1"}) == {"orders": {0: 100}}, "what was known of the former one stays"
+    assert verdict.ledger.offsets == offsets
+    assert verdict.ledger.under("orders", "id-1")[0] == 100, "what was known of the former one stays"
 
 
 def test_the_first_batch_after_a_reset_brings_its_number_into_the_ledger() -> None:
-    before = Ledger(group="etl", offsets={P0: 100}, epoch=1, void={"s0": 4})
-    verdict = judge(offset(4, ranges((120, 130)), followed=[("orders", 0)], epoch=2), before)
+    before = replace(ledger({P0: 100}, epoch=1), void=frozenset({"s0"}))
+    verdict = judge(offset(4, ranges((120, 130)), followed=FOLLOWED, epoch=2), before)
     assert not verdict.void
-    assert (verdict.ledger.epoch, verdict.ledger.void, verdict.ledger.offsets) == (2, {}, {P0: 130})
+    assert (verdict.ledger.epoch, verdict.ledger.void, verdict.ledger.offsets) == (2, frozenset(), {P0: 130})
     assert judge(offset(0, ranges((0, 5)), epoch=3), None).ledger.epoch == 3
-
-
-def test_a_reset_that_left_the_ledger_out_is_refused_where_it_goes_back() -> None:
-    verdict = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)], epoch=1), ledger({P0: 100}))
-    assert verdict.refused == (Refusal(P0, 10, 100),)
-
-
-def test_a_batch_of_before_a_reset_is_not_compared_with_the_ledger_of_after_it() -> None:
-    assert behind(offset(4, ranges((90, 130))), ledger({P0: 0}, epoch=1)) == []
+    assert judge(offset(4, ranges((10, 30)), followed=FOLLOWED, epoch=1), ledger({P0: 100})).refused, (
+        "a reset that left the ledger out"
+    )
 
 
 # What a sink does with a batch
 
 
-def deciding(
-    *offsets: StreamOffset, before: Ledger | None = None, recorded: bool = False, others: bool = False
-) -> Recorded | Refused | Retired | Unaware | Mixed | Write:
+def deciding(*offsets: StreamOffset, before: Ledger | None = None, others: bool = False) -> Recorded | Write:
     groups = {o.group for o in offsets}
-    return decide(offsets, {g: before if g == "etl" else None for g in groups}, recorded=recorded, others=others)
+    given = {g: before if g == "etl" else None for g in groups}
+    return decide(offsets, given, table="/t", batch_id=5, others=others)
 
 
-def test_a_recorded_batch_is_not_written_and_what_the_ledger_does_not_cover_is_asked_for() -> None:
+def test_a_recorded_batch_is_not_written_if_it_is_that_very_batch_or_the_ledger_covers_it() -> None:
     batch = offset(4, ranges((90, 130)))
-    assert deciding(batch, before=ledger({P0: 130}), recorded=True) == Recorded(uncovered={}, durable=(batch,))
-    void = deciding(batch, before=ledger({P0: 0}, epoch=1), recorded=True)
-    assert void == Recorded(uncovered={}, durable=()), "it was written, or left out: nobody needs to know"
-    found = deciding(batch, before=ledger({P0: 100}), recorded=True)
-    assert found == Recorded(uncovered={"etl": (OffsetRange(P0, 100, 130),)}, durable=(batch,))
+    written = judge(batch, ledger({P0: 90})).ledger
+    assert deciding(batch, before=written) == Recorded(durable=(batch,))
+    back = written.moved({P0: 95})
+    assert deciding(batch, before=back) == Recorded(durable=(batch,)), "wherever the ledger was moved since"
+    assert deciding(offset(3, ranges((80, 90))), before=written), "a zombie's"
+    assert deciding(batch, before=written.after_reset(1, {})) == Recorded(durable=()), "void: nobody needs to know"
+    for another, missing in ((offset(4, ranges((90, 140))), (130, 140)), (offset(3, ranges((131, 135))), (131, 135))):
+        with pytest.raises(LedgerConflict, match="is the checkpoint used twice") as refused:
+            deciding(another, before=written)
+        assert refused.value.fields["missing"] == [("orders", 0, *missing)]
+
+
+def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
+    batch = offset(4, ranges((90, 130), (0, 5), (8, 8)))
+    assert behind(batch, ledger({P0: 130, P1: 5})) == []
+    for known in (ledger({P0: 100}), ledger({P0: 100}).moved({}, {"orders": "id-2"}).moved({}, {"orders": "id-1"})):
+        assert behind(batch, known) == [OffsetRange(P0, 100, 130), OffsetRange(P1, 0, 5)]
+    assert behind(batch, ledger({P0: 500}, topic_id="id-2")) == [OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5)]
+    assert behind(batch, ledger({P0: 0}, epoch=1)) == [], "not comparable"
+
+
+def test_streams_are_not_endless_and_a_void_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "STREAMS_MAX", 3)
+    now = ledger({P0: 100}, epoch=1)
+    for n in range(6):
+        now = judge(offset(9, ranges((90, 130)), stream=f"s{n}", epoch=min(n, 1)), now).ledger
+    assert list(now.streams) == ["s0", "s3", "s4", "s5"]
+    with pytest.raises(LedgerConflict, match="does not know of reset 1"):
+        deciding(offset(10, ranges((130, 140)), stream="s0"), before=now)
 
 
 def test_a_void_batch_is_recorded_and_none_of_its_rows_is_read() -> None:
@@ -304,7 +284,7 @@ def test_of_several_sources_only_the_rows_of_the_void_one_are_left_out() -> None
     assert isinstance(found, Write)
     assert found.rows
     assert found.drop == (OffsetRange(P0, 90, 130),)
-    assert found.ledgers["b"].offsets == {TopicPartition("other", 0): 8}
+    assert found.ledgers["b"].offsets == {OTHER: 8}
     assert found.durable == (other,)
     with_rate = deciding(mine, before=ledger({P0: 100}, epoch=1), others=True)
     assert isinstance(with_rate, Write)
@@ -313,7 +293,9 @@ def test_of_several_sources_only_the_rows_of_the_void_one_are_left_out() -> None
 
 def test_rows_to_leave_out_that_another_source_may_have_read_too_are_refused() -> None:
     mine, other = offset(4, ranges((90, 130))), offset(7, ranges((3, 8)), group="b", stream="s2")
-    assert deciding(mine, other, before=ledger({P0: 100}, epoch=1)) == Mixed(partitions=(P0,))
+    with pytest.raises(LedgerConflict, match="cannot be told apart") as error:
+        deciding(mine, other, before=ledger({P0: 100}, epoch=1))
+    assert error.value.fields["partitions"] == [("orders", 0)]
 
 
 def test_a_batch_that_moves_nothing_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
@@ -328,89 +310,88 @@ def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_st
     first = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=2))
     assert isinstance(first, Write)
     after = first.ledgers["etl"]
-    again = deciding(offset(4, ranges((90, 130))), before=after)
-    assert isinstance(again, Write) and not again.changed, "the same batch, once more"
-    second = deciding(offset(5, ranges((130, 140))), before=after)
-    assert second == Unaware(group="etl", stream="s1", epoch=2)
+    assert deciding(offset(4, ranges((90, 130))), before=after) == Recorded(durable=()), "the same batch, once more"
+    with pytest.raises(LedgerConflict) as error:
+        deciding(offset(5, ranges((130, 140))), before=after)
+    for part in ("batch 5", "reset 2", "`spark-group reset --group etl --to-ledger --table /t`"):
+        assert part in str(error.value)
     another = deciding(offset(5, ranges((90, 95)), stream="s2"), before=after)
     assert isinstance(another, Write), "each stream may have one"
-    text = str(conflict("/lake/orders", second, 5))
-    for part in ("batch 5", "reset 2", "`spark-group reset --group etl --to-ledger --table /lake/orders`"):
-        assert part in text
 
 
-def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands() -> None:
-    refused = judge(offset(4, ranges((10, 30)), followed=[("orders", 0)]), ledger({P0: 100})).refused
-    error = conflict("/lake/orders", Refused(group="etl", positions=refused), 4)
+def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands_and_stays_readable() -> None:
+    many = {("orders", p): (10, 30) for p in range(1000)}
+    before = ledger({TopicPartition("orders", p): 100 for p in range(1000)})
+    with pytest.raises(LedgerConflict) as error:
+        deciding(offset(4, many, followed=list(many)), before=before)
     for part in (
         "'etl'",
-        "/lake/orders",
-        "orders-0",
-        "10",
-        "100",
-        "`spark-group reset --group etl --to-ledger --table /lake/orders`",
-        "`spark-group reset --group etl --table /lake/orders`",
+        "/t",
+        "orders-0: 10, the table holds up to 100",
+        "(and 995 more partitions)",
+        "`spark-group reset --group etl --to-ledger --table /t`",
+        "`spark-group reset --group etl --table /t`",
         "with the same checkpoint",
     ):
-        assert part in str(error)
-    assert error.fields["refused"] == [("orders", 0, 10, 100)]
-
-
-def test_a_refusal_of_many_partitions_stays_readable() -> None:
-    many = {("orders", p): (0, 1) for p in range(1000)}
-    verdict = judge(offset(4, many, followed=list(many)), ledger({TopicPartition("orders", p): 9 for p in range(1000)}))
-    error = conflict("t", Refused(group="etl", positions=verdict.refused), 4)
-    assert "(and 995 more partitions)" in str(error)
-    assert len(str(error)) < 1500
+        assert part in str(error.value)
+    assert len(str(error.value)) < 1500
+    assert error.value.fields["refused"][0] == ("orders", 0, 10, 100)
 
 
 # Its text
 
 
-tps = st.builds(TopicPartition, st.sampled_from(["a", "b", "c'\"\\ü"]), st.integers(0, 3))
+names = st.sampled_from(["a", "b", "c'\"\\ü"])
+ids, numbers = st.text(max_size=3), st.integers(0, 2**63 - 1)
+topics = st.builds(Topic, names, ids, st.dictionaries(st.integers(0, 3), numbers))
 
 
 @given(
-    offsets=st.dictionaries(tps, st.integers(0, 2**63 - 1)),
-    ids=st.dictionaries(st.sampled_from(["a", "b", "z"]), st.text(max_size=3)),
-    stream=st.text(max_size=3),
-    seq=st.integers(-1, 2**40),
-    epoch=st.integers(0, 2**40),
-    void=st.dictionaries(st.text(max_size=3), st.integers(0, 2**40), max_size=3),
+    st.builds(
+        Ledger,
+        group=st.just("g"),
+        topics=st.lists(topics).map(lambda found: {topic.name: topic for topic in found}),
+        former=st.lists(topics).map(lambda found: {topic.id: topic for topic in found}),
+        streams=st.dictionaries(ids, st.builds(Batch, numbers, ids)),
+        void=st.frozensets(ids),
+        epoch=numbers,
+        number=numbers,
+        table_version=st.just(-1),
+    )
 )
-def test_a_ledger_survives_its_text(
-    offsets: dict[TopicPartition, int], ids: dict[str, str], stream: str, seq: int, epoch: int, void: dict[str, int]
-) -> None:
-    before = Ledger(group="g", offsets=offsets, topic_ids=ids, stream=stream, seq=seq, epoch=epoch, void=void)
+def test_a_ledger_survives_its_text(before: Ledger) -> None:
     after = Ledger.from_json("g", before.to_json())
-    assert after.offsets == before.offsets
-    assert (after.stream, after.seq, after.epoch, after.void) == (stream, seq, epoch, void)
-    assert {t: i for t, i in after.topic_ids.items() if i} == {t: i for t, i in ids.items() if i}
-    assert after.to_json() == Ledger.from_json("g", after.to_json()).to_json()
+    assert after == before
+    assert (list(after.former), list(after.streams)) == (list(before.former), list(before.streams)), "the oldest first"
+
+
+TOPICS = '{"a":{"id":"x","offsets":{"0":1}}}'
+TEXT = f'{{"epoch":0,"former":{{}},"number":1,"streams":{{"s":[1,"d"]}},"topics":{TOPICS},"v":1,"void":[]}}'
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("part", "damaged"),
     [
-        "",
-        "[]",
-        "7",
-        "{}",
-        '{"v":1}',
-        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":-1}}},"v":1}',
-        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":"1"}}},"v":1}',
-        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"0":true}}},"v":1}',
-        '{"seq":1,"stream":"s","topics":{"a":{"id":"x","offsets":{"zero":1}}},"v":1}',
-        '{"seq":1,"stream":"s","topics":{"a":{"id":"x"}},"v":1}',
-        '{"epoch":-1,"seq":1,"stream":"s","topics":{},"v":1}',
-        '{"epoch":"1","seq":1,"stream":"s","topics":{},"v":1}',
-        '{"seq":1,"stream":"s","topics":{},"v":1,"void":{"s":-1}}',
-        '{"seq":1,"stream":"s","topics":{},"v":1,"void":[]}',
+        (TEXT, ""),
+        (TEXT, "[]"),
+        (TEXT, "7"),
+        (TEXT, '{"v":1}'),
+        ('"0":1', '"0":-1'),
+        ('"0":1', '"0":"1"'),
+        ('"0":1', '"0":true'),
+        ('"0":1', '"zero":1'),
+        (',"offsets":{"0":1}', ""),
+        ('"epoch":0', '"epoch":-1'),
+        ('"epoch":0', '"epoch":"1"'),
+        ('[1,"d"]', '[-1,"d"]'),
+        ('[1,"d"]', "1"),
+        ('"void":[]', '"void":7'),
     ],
 )
-def test_a_damaged_ledger_is_refused(text: str) -> None:
+def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
+    assert Ledger.from_json("etl", TEXT).offsets == {TopicPartition("a", 0): 1}
     with pytest.raises(LedgerConflict, match="damaged"):
-        Ledger.from_json("etl", text)
+        Ledger.from_json("etl", TEXT.replace(part, damaged))
 
 
 def test_a_ledger_of_a_newer_release_is_refused_by_name() -> None:
@@ -448,9 +429,11 @@ class Writers(RuleBasedStateMachine):
         epoch = max(0, self.resets - late)
         planned = offset(self.seq, spans, followed=sorted(followed & set(spans)), epoch=epoch, stream=stream)
         before = self.ledger or Ledger(group="etl")
-        decision = decide([planned], {"etl": self.ledger}, recorded=False)
-        if not isinstance(decision, Write):
+        try:
+            decision = decide([planned], {"etl": self.ledger}, table="/t", batch_id=self.seq)
+        except LedgerConflict:
             return
+        assert isinstance(decision, Write)
         after = decision.ledgers["etl"]
         if epoch < before.epoch:
             assert not decision.rows
@@ -472,8 +455,7 @@ class Writers(RuleBasedStateMachine):
         if not with_table:  # also: it died between Kafka and the table
             return
         offsets = {TopicPartition("orders", p): n for p, n in to.items()}
-        before = self.ledger.offsets if self.ledger else {}
-        self.ledger = Ledger(group="etl", offsets={**before, **offsets}, epoch=self.resets)
+        self.ledger = (self.ledger or Ledger(group="etl")).after_reset(self.resets, offsets)
         # What the operator asks for once more is told apart from what is there.
         self.table = [(tp, n) for tp, n in self.table if n < offsets.get(tp, n + 1)]
 
@@ -511,8 +493,8 @@ def test_a_ledger_that_was_set_is_read_back(spark: "SparkSession", table: str) -
     found = read_ledger(spark, table, "etl")
     assert found is not None
     assert found.offsets == {P0: 5, P1: 7}
-    assert found.topic_ids == {"orders": "id-1"}
-    assert found.stream == "", "no stream wrote it: an operator did"
+    assert found.topics["orders"].id == "id-1"
+    assert not found.streams, "no stream wrote it: an operator did"
     assert found.table_version == 1
 
 
@@ -553,17 +535,19 @@ def test_setting_a_ledger_for_a_reset_keeps_its_number_and_never_an_older_one(
 def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_one_back(
     spark: "SparkSession", table: str
 ) -> None:
-    other, ids = TopicPartition("other", 0), {"orders": "id-1", "other": "id-7"}
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7, other: 3}, reason="r", topic_ids=ids)
-    set_ledger(spark, table, "etl", {}, reason="no reset", deleted=["orders"])
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and found.offsets == {P0: 5, P1: 7, other: 3}, "plans of before are still valid"
-    set_ledger(spark, table, "etl", {other: 4}, reason="r", epoch=1, deleted=["orders"])
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and (found.offsets, found.retired) == ({other: 4}, ("id-1",))
-    set_ledger(spark, table, "etl", {P0: 5}, reason="r", topic_ids={"orders": "id-1"}, epoch=2)
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and (found.offsets, found.retired) == ({P0: 5, other: 4}, ())
+    ids = {"orders": "id-1", "other": "id-7"}
+
+    def after(*, epoch: int | None, offsets: dict[TopicPartition, int | None], **given: Any) -> Ledger | None:
+        set_ledger(spark, table, "etl", offsets, reason="r", epoch=epoch, **given)
+        return read_ledger(spark, table, "etl")
+
+    found = after(epoch=None, offsets={P0: 5, P1: 7, OTHER: 3}, topic_ids=ids)
+    again = after(epoch=None, offsets={}, deleted=["orders"])
+    assert found is not None and again is not None and found.same(again), "no reset: plans of before are still valid"
+    found = after(epoch=1, offsets={OTHER: 4}, deleted=["orders"])
+    assert found is not None and (found.offsets, list(found.former)) == ({OTHER: 4}, ["id-1"])
+    found = after(epoch=2, offsets={P0: 5}, topic_ids={"orders": "id-1"})
+    assert found is not None and (found.offsets, found.former) == ({P0: 5, P1: 7, OTHER: 4}, {})
 
 
 def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:

@@ -28,6 +28,7 @@ from sink_words import (
 from spark_group_source.delta import names, races
 from spark_group_source.delta.access import TableAccess
 from spark_group_source.delta.checkpoint import planned
+from spark_group_source.delta.entries import Batch
 from spark_group_source.delta.kept import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
@@ -56,12 +57,13 @@ def test_one_commit_holds_the_rows_the_batch_number_the_ledger_and_the_offsets(q
     (txn,) = actions(commit, "txn")
     assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
     ledger = {
+        "epoch": 0,
+        "former": {},
         "number": 1,
-        "queries": {query.id: 0},
-        "seq": 0,
-        "stream": "s1",
+        "streams": {"s1": list(Batch.of(batch))},
         "topics": {"orders": {"id": "id-1", "offsets": {"0": 5, "1": 7}}},
         "v": 1,
+        "void": [],
     }
     note = json.loads(actions(commit, "commitInfo")[0]["userMetadata"])
     assert note == [json.loads(batch.to_json()), {"group": "etl", "ledger": ledger, "read": 0, "v": 1}]
@@ -142,7 +144,7 @@ def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
     b.run(b.sink(table), 0, offset(0, one(2, 8), stream="s2"))
     commit = commits(table)[-1]
     assert actions(commit, "add") == []
-    assert notes(commit)[0]["ledger"]["queries"] == {a.id: 0, b.id: 0}
+    assert notes(commit)[0]["ledger"]["streams"].keys() == {"s1", "s2"}
     assert next_offsets(table) == {("orders", 0): 10}
 
 
@@ -207,7 +209,7 @@ def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     commit = commits(table)[-1]
     assert {kind for action in commit for kind in action} - {"domainMetadata"} == {"commitInfo", "txn"}
     assert len(commits(table)) == 4, "the replay is recognised"
-    assert notes(commit)[0]["ledger"]["queries"] == {query.id: 1}
+    assert notes(commit)[0]["ledger"]["streams"]["s1"][0] == 1
     assert next_offsets(table) == {("orders", 0): 3}
     assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
     query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
