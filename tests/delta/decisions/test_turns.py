@@ -10,9 +10,12 @@ from sink_source import offset
 from sink_words import Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import checkpoint
+from spark_group_source.delta.access import TableAccess
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.history import History
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import OptionError
+from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
 
 
@@ -88,16 +91,19 @@ def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
     assert rows(table) == rows(tmp_path / "other") == records(0, 15)
 
 
-def test_one_sink_without_a_checkpoint_may_serve_several_queries(
-    new_query: Callable[[str], Query],
-    table: Path,
-    enter: Callable[[Query, str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They have batches of the same numbers, and they are the same group, or they are not."""
+@pytest.fixture
+def three(new_query: Callable[[str], Query], monkeypatch: pytest.MonkeyPatch) -> list[Query]:
+    """Queries whose checkpoints a sink finds."""
     queries = {query.id: query for query in map(new_query, "abc")}
     monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(queries[query_id].root))
-    sink, (a, b, c) = DeltaSink(table), queries.values()
+    return list(queries.values())
+
+
+def test_one_sink_may_serve_several_queries(
+    three: list[Query], table: Path, enter: Callable[[Query, str], None]
+) -> None:
+    """They have batches of the same numbers, and they are the same group, or they are not."""
+    sink, (a, b, c) = DeltaSink(table), three
     for n in range(2):
         for query, batch in (
             (a, offset(n, one(n * 5, n * 5 + 5))),
@@ -109,6 +115,30 @@ def test_one_sink_without_a_checkpoint_may_serve_several_queries(
     expected = records(0, 10) + records(0, 10, partition=1) + records(0, 2, topic="other")
     assert Counter(rows(table)) == Counter(expected)
     assert next_offsets(table) == {("orders", 0): 10, ("orders", 1): 10}
+
+
+def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_does_no_harm(
+    three: list[Query], table: Path, enter: Callable[[Query, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sink, (a, b, _) = TableAccess.history, DeltaSink(table), three
+
+    def run(query: Query, n: int, batch: StreamOffset) -> None:
+        enter(query, "only")
+        query.run(sink, n, batch)
+
+    run(a, 0, offset(0, one(0, 5)))
+    waiting = [lambda: run(b, 0, offset(0, one(5, 9), stream="s2"))]
+
+    def history(self: TableAccess) -> History:
+        found = real(self)
+        while waiting:
+            waiting.pop()()
+        return found
+
+    monkeypatch.setattr(TableAccess, "history", history)
+    run(a, 1, offset(1, one(5, 12)))
+    assert rows(table) == records(0, 12)
+    assert len(commits(table)) == 4
 
 
 def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes(
