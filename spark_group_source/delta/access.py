@@ -148,7 +148,9 @@ class TableAccess:
         """
         reason = self.unfit(rows)
         if reason is None:
-            committed = self._native_writer().commit(rows, numbers, note, needed=needed)
+            assert self.log is not None
+            self._native = self._native or NativeWriter(self.spark, self.log)
+            committed = self._native.commit(rows, numbers, note, needed=needed)
         elif self.writer == "native" or not has_delta(self.spark):
             raise OptionError(
                 f"table {self.table} cannot be written natively: {reason}. Nothing was written. Leave "
@@ -185,13 +187,6 @@ class TableAccess:
 
     # --- which way --------------------------------------------------------------------------------------------------
 
-    def _native_writer(self) -> NativeWriter:
-        source = self._opened()
-        assert isinstance(source, LogFiles)
-        if self._native is None:
-            self._native = NativeWriter(self.spark, source)
-        return self._native
-
     def _opened(self) -> CommitSource:
         source = self._open()
         if source is None:
@@ -199,24 +194,14 @@ class TableAccess:
         return source
 
     def _open(self) -> CommitSource | None:
+        """The table's commits; None if there is no table."""
         if self._source is None:
-            self._source = self._find()
+            place = names.location(self.spark, self.table) if names.is_path(self.table) else None
+            place = place or self._described()
+            self._source = None if place is None else open_log(self.table, place, self.storage_options)
+            if self._source is None and place is not None and self._described() is not None:
+                self._source = DescribedHistory(self.spark, self.table)
         return self._source
-
-    def _find(self) -> CommitSource | None:
-        place = self._place()
-        if place is None:
-            return None
-        opened = open_log(self.table, place, self.storage_options)
-        if opened is None:
-            return DescribedHistory(self.spark, self.table) if self._described() else None
-        return opened
-
-    def _place(self) -> str | None:
-        """Where the table is, or would be."""
-        if names.is_path(self.table):
-            return names.location(self.spark, self.table) or self._described()
-        return self._described()
 
     def _described(self) -> str | None:
         """The location that Delta knows; None if there is no table."""

@@ -65,7 +65,7 @@ def planned(query_id: str, batch_id: int, text: str, before: str | None) -> Plan
     Raises:
         CheckpointMismatch: no line is of this source, or one that is cannot be read.
     """
-    lines = _source_lines(text)
+    lines = list(source_lines(text).values())
     ours = [line for line in dict.fromkeys(lines) if is_ours(line)]
     if not ours:
         raise CheckpointMismatch(
@@ -75,7 +75,7 @@ def planned(query_id: str, batch_id: int, text: str, before: str | None) -> Plan
             query_id=query_id,
             batch_id=batch_id,
         )
-    old = set(_source_lines(before)) if before is not None else set()
+    old = set(source_lines(before).values()) if before is not None else set()
     offsets = [parse(line) for line in ours if line not in old]
     return PlannedBatch(
         query_id=query_id,
@@ -83,10 +83,6 @@ def planned(query_id: str, batch_id: int, text: str, before: str | None) -> Plan
         offsets=tuple(offset for offset in offsets if not offset.is_initial),
         other_sources=sum(not is_ours(line) for line in lines),
     )
-
-
-def _source_lines(text: str) -> list[str]:
-    return list(source_lines(text).values())
 
 
 def source_lines(text: str) -> dict[str, str]:

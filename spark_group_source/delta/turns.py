@@ -25,15 +25,14 @@ class Turn:
     """A batch on its way into a table, or there; ``version`` is that of its commit, where there was one. ``done``: the
     table has it."""
 
-    run_id: str
     batch_id: int
     version: int | None = None
     done: bool = False
 
 
 _lock = threading.Lock()
-_last: dict[tuple[str, str], Turn] = {}
-"""The last batch of each query in each table."""
+_last: dict[str, tuple[str, dict[str, Turn]]] = {}
+"""The last run of each query, and the last batch that it had for each table."""
 
 
 @contextmanager
@@ -43,26 +42,22 @@ def turn(table_id: str, table: str, planned: PlannedBatch) -> Iterator[Turn]:
     Raises:
         OptionError: the batch had its turn in this run.
     """
-    mine, key = Turn(planned.run_id or "", planned.batch_id), (planned.query_id, table_id)
-    if planned.run_id is None:  # nobody can tell
-        yield mine
-        return
+    mine = Turn(planned.batch_id)
     with _lock:
-        former = _last.get(key)
-        if former is not None and (former.run_id, former.batch_id) == (mine.run_id, mine.batch_id):
+        tables = _of_run(planned)
+        former = tables.get(table_id)
+        again = former is not None and former.batch_id == mine.batch_id
+        if again or (former is None and any(other.batch_id == mine.batch_id for other in tables.values())):
             _take_back(planned)
+        if former is not None and again:
             raise _second(table, planned, former)
-        new = former is None or former.run_id != mine.run_id
-        if new and any(other.batch_id == mine.batch_id for other in _of_run(planned)):
-            _take_back(planned)
-        _last[key] = mine
+        tables[table_id] = mine
     try:
         yield mine
         mine.done = True
     except BaseException:
         with _lock:
-            if _last.get(key) is mine:
-                del _last[key]
+            del tables[table_id]
         raise
 
 
@@ -70,15 +65,18 @@ def everywhere(planned: PlannedBatch) -> bool:
     """Whether every table that this run of the query writes has the batch. In the first batch of a run nobody knows of
     the tables that come later."""
     with _lock:
-        return all(turn.done and turn.batch_id == planned.batch_id for turn in _of_run(planned))
+        return all(turn.done and turn.batch_id == planned.batch_id for turn in _of_run(planned).values())
 
 
-def _of_run(planned: PlannedBatch) -> list[Turn]:
+def _of_run(planned: PlannedBatch) -> dict[str, Turn]:
+    """The last batch for each table; nobody can tell where no query runs on this thread."""
     if planned.run_id is None:
-        return []
-    return [
-        turn for (query_id, _), turn in _last.items() if (query_id, turn.run_id) == (planned.query_id, planned.run_id)
-    ]
+        return {}
+    run_id, tables = _last.get(planned.query_id, ("", {}))
+    if run_id != planned.run_id:
+        tables = {}
+        _last[planned.query_id] = planned.run_id, tables
+    return tables
 
 
 def _take_back(planned: PlannedBatch) -> None:
