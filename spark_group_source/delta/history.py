@@ -29,7 +29,7 @@ from pyspark.errors import PySparkException
 
 from spark_group_source.delta import names
 from spark_group_source.delta.entries import APP_PREFIX, VERSION, Ledger
-from spark_group_source.errors import LedgerConflict, OptionError
+from spark_group_source.errors import LedgerConflict
 from spark_group_source.group.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ class Aged(Exception):
 class CommitSource(Protocol):
     """Where the commits of one table are read."""
 
-    @property
-    def table(self) -> str: ...
+    table: str
 
     def newest(self) -> int:
         """The newest version; -1 if there is no table."""
@@ -139,12 +138,8 @@ class CommitSource(Protocol):
     def number(self, app_id: str) -> int | None:
         """The newest ``SetTransaction`` of an application; -1 if there is none, None where this source cannot tell."""
 
-    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
-        """The version that the ``RESTORE`` in ``version`` went back to.
-
-        Raises:
-            LedgerConflict: it cannot be found out.
-        """
+    def restored_to(self, restore: Commit) -> int:
+        """The version that a ``RESTORE`` went back to. Raises LedgerConflict if that cannot be found out."""
 
 
 class History:
@@ -195,10 +190,6 @@ class History:
             return None
         raise Aged(group, number)
 
-    def restored_to(self, commit: Commit) -> int:
-        """The version that a ``RESTORE`` went back to. Raises LedgerConflict if that cannot be found out."""
-        return self.source.restored_to(commit.version, commit.restore or {})
-
 
 class LogFiles:
     """The commits of a table whose log ``deltalake`` can open.
@@ -212,13 +203,9 @@ class LogFiles:
         from deltalake.fs import DeltaStorageHandler
         from pyarrow.fs import PyFileSystem
 
-        self._table, self.location, self.opened = table, location, opened
+        self.table, self.location, self.opened = table, location, opened
         self._options = dict(storage_options or {})
         self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._options))
-
-    @property
-    def table(self) -> str:
-        return self._table
 
     def newest(self) -> int:
         self.opened.update_incremental()
@@ -245,26 +232,25 @@ class LogFiles:
         found = self.opened.transaction_version(app_id)
         return -1 if found is None else int(found)
 
-    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
-        given = _number(parameters)
-        if given is not None:
+    def restored_to(self, restore: Commit) -> int:
+        if (given := _number(restore)) is not None:
             return given
         # A time was given: Delta records the local time of the session that ran RESTORE, without its zone. The version
         # it chose has the files that the table has after the RESTORE, and so does each other version with these files.
-        wanted = self._content(version)
-        for earlier in range(version - 1, -1, -1):
-            try:
+        wanted = self._content(restore.version)
+        try:
+            for earlier in range(restore.version - 1, -1, -1):
                 if self._content(earlier) == wanted:
                     return earlier
-            except Exception as exc:
-                raise _unknown_restore(self._table, version) from exc
-        raise _unknown_restore(self._table, version)
+        except Exception as exc:
+            raise _unknown_restore(self.table, restore.version) from exc
+        raise _unknown_restore(self.table, restore.version)
 
     def _content(self, version: int) -> set[tuple[object, ...]]:
+        import pyarrow as pa
         from deltalake import DeltaTable
 
         table = DeltaTable(self.opened.table_uri, version=version, storage_options=self._options or None)
-        import pyarrow as pa
 
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
         return {
@@ -277,12 +263,8 @@ class DescribedHistory:
     """The commits of a table as ``DESCRIBE HISTORY`` shows them, in any session that has Delta."""
 
     def __init__(self, spark: "SparkSession", table: str) -> None:
-        self._spark, self._table = spark, table
+        self._spark, self.table = spark, table
         self._seen: list[Commit] = []
-
-    @property
-    def table(self) -> str:
-        return self._table
 
     def newest(self) -> int:
         try:
@@ -310,15 +292,14 @@ class DescribedHistory:
         del app_id
         return None
 
-    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
-        given = _number(parameters)
-        if given is None:
-            raise _unknown_restore(self._table, version)
+    def restored_to(self, restore: Commit) -> int:
+        if (given := _number(restore)) is None:
+            raise _unknown_restore(self.table, restore.version)
         return given
 
     def _load(self, limit: int | None) -> list[Commit]:
         last = "" if limit is None else f" LIMIT {limit}"
-        history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {names.sql_name(self._table)}{last}")
+        history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {names.sql_name(self.table)}{last}")
         wanted = ("version", "operation", "operationParameters", "readVersion")
         note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
         rows = history.selectExpr(*wanted, note).collect()
@@ -334,8 +315,8 @@ def _commit_info(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _number(parameters: Mapping[str, Any]) -> int | None:
-    text = str(parameters.get("version")).strip('"')
+def _number(restore: Commit) -> int | None:
+    text = str((restore.restore or {}).get("version")).strip('"')
     return int(text) if text.isdecimal() else None
 
 
@@ -347,8 +328,3 @@ def _unknown_restore(table: str, version: int) -> LedgerConflict:
         table=table,
         restored=version,
     )
-
-
-def missing_table(spark: "SparkSession", table: str) -> OptionError:
-    """The error for a table that is not there."""
-    return OptionError(names.no_table(spark, table), table=table)

@@ -135,7 +135,7 @@ def restored(now: History, group: str, *, after: int = -1) -> Restored | None:
         if inside is not None and commit.version <= inside[0]:
             return None
         if commit.restore is not None:
-            return Restored(commit.version, now.restored_to(commit), None if inside is None else inside[1])
+            return Restored(commit.version, now.source.restored_to(commit), None if inside is None else inside[1])
         if inside is None and commit.has_ledger(group):
             inside = commit.read, commit.version
     return None

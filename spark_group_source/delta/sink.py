@@ -97,7 +97,6 @@ class DeltaSink:
         self.writer: Writer = writer
         self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
-        self._told: set[str] = set()
         self._table_id = ""  # once the table is there
         self._known: dict[str, Ledger] = {}  # of each group, with the version up to which the table's commits are known
         self._logs: list[LogFiles] = []  # opened by batches that are written
@@ -144,7 +143,7 @@ class DeltaSink:
             table.create(self._transformed(df))
         self._refuse_retention(table)
         self._table_id = table.identity()
-        self._tell_once("table %s is written %s", self.table, table.described_writer())
+        log.info("table %s is written %s", self.table, table.described_writer())
 
     def _refuse_retention(self, table: TableAccess) -> None:
         retention = table.retention()
@@ -155,11 +154,6 @@ class DeltaSink:
                 f"{names.sql_name(self.table)} UNSET TBLPROPERTIES ('{names.RETENTION}')",
                 table=self.table,
             )
-
-    def _tell_once(self, message: str, *args: object) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            log.info(message, *args)
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
@@ -183,7 +177,11 @@ class _Attempt:
         history = self.table.history()
         newest_known = max((found.table_version for found in known.values()), default=0)
         if history.version < newest_known or self.table.identity() != sink._table_id:
-            raise self._deleted()
+            raise LedgerConflict(
+                f"table {sink.table} was deleted while the query runs, with what it knew of the query. Nothing was "
+                "written. Start the query again to create the table anew; it goes on at the group's position in Kafka",
+                table=sink.table,
+            )
         if not planned.offsets:  # rows of other sources only: the query itself counts as the application
             number = history.source.number(planned.query_id)  # None: Delta itself skips a number that is taken
             if number is not None and number >= planned.batch_id:
@@ -236,15 +234,6 @@ class _Attempt:
             self.sink.table,
         )
         return Ledger(group=group, number=counted, table_version=history.version)
-
-    def _deleted(self) -> LedgerConflict:
-        """The error for a table that a running query wrote to, and that is not there any more."""
-        table = self.sink.table
-        return LedgerConflict(
-            f"table {table} was deleted while the query runs, with what it knew of the query. Nothing was written. "
-            "Start the query again to create the table anew; it goes on at the group's position in Kafka",
-            table=table,
-        )
 
     def _write(self, history: History, decision: Write) -> None:
         sink, planned = self.sink, self.planned

@@ -1,11 +1,10 @@
 """The history of a table: notes, RESTORE, logs that were cleaned up, and what a batch makes of them."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import pytest
 from deltalake import DeltaTable
@@ -40,8 +39,8 @@ class Listed:
     def number(self, app_id: str) -> int | None:
         return None
 
-    def restored_to(self, version: int, parameters: Mapping[str, Any]) -> int:
-        return int(parameters["version"])
+    def restored_to(self, restore: Commit) -> int:
+        return int((restore.restore or {})["version"])
 
 
 def batch(version: int, *, read: int | None = None) -> Commit:
