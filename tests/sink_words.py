@@ -57,6 +57,11 @@ class Query:
         return DeltaSink(table, **{"checkpoint": str(self.root), "writer": self.writer, **arguments})
 
 
+NewQuery = Callable[[str], Query]
+Intruder = Callable[[Callable[[], object]], None]
+"""``intruder(action)``: once, just before the next commit, someone else does ``action``."""
+
+
 def commits(table: Path | str) -> list[list[dict[str, Any]]]:
     """The actions of every commit, from the files of the log."""
     files = sorted((Path(table) / "_delta_log").glob("*.json"))

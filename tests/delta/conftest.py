@@ -10,7 +10,7 @@ import pytest
 import sink_source
 from pyspark import cloudpickle
 from sink_source import SCHEMA, ScriptSource
-from sink_words import Query
+from sink_words import Intruder, NewQuery, Query
 
 from spark_group_source.delta.access import TableAccess, Writer
 from spark_group_source.delta.native_writer import NativeWriter
@@ -27,12 +27,12 @@ def writer() -> Writer:
 
 
 @pytest.fixture
-def new_query(spark: "SparkSession", tmp_path: Path, writer: Writer) -> Callable[[str], Query]:
+def new_query(spark: "SparkSession", tmp_path: Path, writer: Writer) -> NewQuery:
     return lambda name: Query(spark, tmp_path / "checkpoints", name, writer)
 
 
 @pytest.fixture
-def query(new_query: Callable[[str], Query]) -> Query:
+def query(new_query: NewQuery) -> Query:
     return new_query("q")
 
 
@@ -108,9 +108,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 @pytest.fixture
-def intruder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """``intruder(action)``: once, just before the next commit, someone else does ``action``."""
-
+def intruder(monkeypatch: pytest.MonkeyPatch) -> Intruder:
     def arm(action: Callable[[], object]) -> None:
         waiting = [action]
         for kind in (NativeWriter, OptionsWriter):

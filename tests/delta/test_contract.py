@@ -17,6 +17,8 @@ from pyspark.sql import functions as F
 from sink_source import SCHEMA, offset
 from sink_words import (
     QUERY_S,
+    Intruder,
+    NewQuery,
     Query,
     actions,
     commits,
@@ -67,7 +69,7 @@ def test_a_commit_has_rows_number_offsets_and_ledger_and_needs_no_feature(query:
 
 
 def test_rows_are_left_out_before_the_transform_and_need_the_kafka_columns_then(
-    new_query: Callable[[str], Query], new_table: Path
+    new_query: NewQuery, new_table: Path
 ) -> None:
     a, b = new_query("a"), new_query("b")
     narrow: Callable[[DataFrame], DataFrame] = lambda df: df.select("value")  # noqa: E731
@@ -82,7 +84,7 @@ def test_rows_are_left_out_before_the_transform_and_need_the_kafka_columns_then(
     assert rows(new_table) == sorted((r[3],) for r in records(0, 15))
 
 
-def test_rows_of_other_sources_are_never_left_out(new_query: Callable[[str], Query], table: Path) -> None:
+def test_rows_of_other_sources_are_never_left_out(new_query: NewQuery, table: Path) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
     batch = offset(0, one(5, 15), stream="s2")
@@ -101,7 +103,7 @@ def test_writer_options_commit_a_batch_without_rows_that_moves_a_position(query:
 
 
 def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record_once(
-    new_query: Callable[[str], Query], new_table: Path
+    new_query: NewQuery, new_table: Path
 ) -> None:
     writers: list[Writer] = ["native", "options", "options"]
     queries = [new_query(f"q{n}") for n in range(3)]
@@ -122,12 +124,7 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
 
 @pytest.mark.parametrize(("mine", "theirs"), [("options", "options"), ("native", "options"), ("options", "native")])
 def test_of_two_queries_that_race_one_is_judged_anew(
-    query: Query,
-    new_query: Callable[[str], Query],
-    table: Path,
-    intruder: Callable[[Callable[[], object]], None],
-    mine: Writer,
-    theirs: Writer,
+    query: Query, new_query: NewQuery, table: Path, intruder: Intruder, mine: Writer, theirs: Writer
 ) -> None:
     other = new_query("other")
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
@@ -138,7 +135,7 @@ def test_of_two_queries_that_race_one_is_judged_anew(
 
 
 def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+    query: Query, table: Path, intruder: Intruder
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
     intruder(lambda: query.run(query.sink(table, writer="options"), 1, offset(1, one(2, 5))))
@@ -149,7 +146,7 @@ def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
 
 @pytest.mark.parametrize("writer", ["auto", "options"])
 def test_a_table_that_is_altered_meanwhile_gets_each_batch_once_and_stays_altered(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+    query: Query, table: Path, intruder: Intruder
 ) -> None:
     changes = (
         "SET TBLPROPERTIES ('more1' = 'b')",
@@ -258,9 +255,7 @@ def test_constraints_and_generated_columns_hold_until_the_constraint_is_dropped(
     assert next_offsets(new_table) == {("orders", 0): 101}
 
 
-def test_identity_values_stay_unique_after_a_lost_race(
-    query: Query, new_table: Path, intruder: Callable[[Callable[[], object]], None]
-) -> None:
+def test_identity_values_stay_unique_after_a_lost_race(query: Query, new_table: Path, intruder: Intruder) -> None:
     query.spark.sql(
         f"CREATE TABLE delta.`{new_table}` (topic string, partition int, offset long, value string, "
         "nr bigint GENERATED ALWAYS AS IDENTITY) USING delta"

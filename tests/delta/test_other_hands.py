@@ -1,13 +1,12 @@
 """What others do to a table while a query writes to it: each batch is in it once, or refused with what settles it."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from sink_source import offset
-from sink_words import Query, commits, next_offsets, one, parquet_files, records, rows
+from sink_words import Intruder, Query, commits, next_offsets, one, parquet_files, records, rows
 
 from spark_group_source.delta.kept import read_ledger, set_ledger
 from spark_group_source.errors import LedgerConflict
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
-Intruder = Callable[[Callable[[], object]], None]
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 

@@ -1,7 +1,6 @@
 """``spark-group ledger``: clean tables are clean, and each injected fault is found."""
 
 import json
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from delta_files import living_files
 from sink_source import offset
-from sink_words import Query, actions, commits, one
+from sink_words import NewQuery, Query, actions, commits, one
 from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
@@ -53,7 +52,7 @@ def test_a_doubled_file_and_a_file_that_is_gone_are_found(query: Query, written:
 
 
 def test_the_command_shows_and_judges_a_clean_table_rows_behind_the_ledger_and_a_restore(
-    query: Query, new_query: Callable[[str], Query], written: Path, monkeypatch: pytest.MonkeyPatch
+    query: Query, new_query: NewQuery, written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def session(wanted: bool) -> Any:

@@ -1,7 +1,7 @@
 """The history of a table: notes, RESTORE, logs that were cleaned up, and what a batch makes of them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
@@ -9,7 +9,7 @@ from shutil import rmtree
 import pytest
 from deltalake import DeltaTable
 from sink_source import SCHEMA, offset
-from sink_words import Query, actions, commits, next_offsets, one, records, rows
+from sink_words import Intruder, NewQuery, Query, actions, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import access
 from spark_group_source.delta.entries import Ledger
@@ -19,7 +19,6 @@ from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
-Intruder = Callable[[Callable[[], object]], None]
 
 
 class Listed:
@@ -258,7 +257,7 @@ def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_
 
 
 def test_two_writers_that_race_for_every_number_write_each_record_once(
-    query: Query, new_query: Callable[[str], Query], table: Path
+    query: Query, new_query: NewQuery, table: Path
 ) -> None:
     """Both are given the same records: one of the two wins each number, and the other leaves them out."""
     query.run(query.sink(table), 0, offset(0, one(0, 1)))

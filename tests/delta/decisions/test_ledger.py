@@ -1,6 +1,5 @@
 """The ledger: what it says, how a batch is compared with it, and how it is read and set in a real table."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sink_source import SCHEMA, Ranges, offset
+from sink_words import actions, commits
 
 from spark_group_source.delta import access, entries
 from spark_group_source.delta.entries import Batch, Ledger, Topic
@@ -483,54 +483,32 @@ def table(spark: "SparkSession", tmp_path: Path) -> str:
     return str(path)
 
 
-def last_commit(table: str) -> list[dict[str, dict[str, object]]]:
-    newest = max((Path(table) / "_delta_log").glob("*.json"))
-    return [json.loads(line) for line in newest.read_text().splitlines()]
+def test_setting_a_ledger_is_one_commit_without_rows_that_moves_what_is_named_and_never_to_an_older_reset(
+    spark: "SparkSession", table: str
+) -> None:
+    def offsets() -> tuple[int, dict[TopicPartition, int]]:
+        found = read_ledger(spark, table, "etl")
+        assert found is not None and not found.streams, "no stream wrote it: an operator did"
+        return found.epoch, found.offsets
 
-
-def test_a_ledger_that_was_set_is_read_back(spark: "SparkSession", table: str) -> None:
     assert read_ledger(spark, table, "etl") is None
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="move the job", topic_ids={"orders": "id-1"})
-    found = read_ledger(spark, table, "etl")
-    assert found is not None
-    assert found.offsets == {P0: 5, P1: 7}
-    assert found.topics["orders"].id == "id-1"
-    assert not found.streams, "no stream wrote it: an operator did"
-    assert found.table_version == 1
-
-
-def test_setting_a_ledger_is_one_commit_without_rows_that_says_why(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "etl", {P0: 5}, reason="anna: replay after the outage")
-    actions = last_commit(table)
-    (txn,) = (action["txn"] for action in actions if "txn" in action)
-    assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
-    assert sum(len(action) for action in actions) == 2
-    assert "anna: replay after the outage" in str(actions[0]["commitInfo"]["userMetadata"])
-
-
-def test_setting_a_ledger_moves_what_is_named_also_back_and_forgets_on_request(
-    spark: "SparkSession", table: str
-) -> None:
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="r")
-    set_ledger(spark, table, "etl", {P0: 2}, reason="r")
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and found.offsets == {P0: 2, P1: 7}
-    set_ledger(spark, table, "etl", {P0: None}, reason="r")
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and found.offsets == {P1: 7}
-
-
-def test_setting_a_ledger_for_a_reset_keeps_its_number_and_never_an_older_one(
-    spark: "SparkSession", table: str
-) -> None:
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="r", epoch=2)
-    set_ledger(spark, table, "etl", {P0: 6}, reason="r")
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and (found.epoch, found.offsets) == (2, {P0: 6, P1: 7})
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="anna: replay", topic_ids={"orders": "id-1"})
+    commit = commits(Path(table))[-1]
+    (txn,) = actions(commit, "txn")
+    assert (txn["appId"], txn["version"], len(commit)) == ("spark-group-source.etl", 1, 2)
+    assert "anna: replay" in str(actions(commit, "commitInfo")[0]["userMetadata"])
+    assert offsets() == (0, {P0: 5, P1: 7})
+    set_ledger(spark, table, "etl", {P0: 2}, reason="back")
+    assert offsets() == (0, {P0: 2, P1: 7})
+    set_ledger(spark, table, "etl", {P0: None}, reason="forget", epoch=2)
+    assert offsets() == (2, {P1: 7})
+    set_ledger(spark, table, "etl", {P1: 6}, reason="no reset")
+    set_ledger(spark, table, "b", {P0: 1}, reason="another group")
     with pytest.raises(OptionError, match="knows of reset 2 of group 'etl' already, so reset 1 comes too late"):
         set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
-    found = read_ledger(spark, table, "etl")
-    assert found is not None and found.offsets == {P0: 6, P1: 7}
+    assert offsets() == (2, {P1: 6})
+    found = ledgers(access.existing(spark, table).history())
+    assert {group: one and one.offsets for group, one in found.items()} == {"b": {P0: 1}, "etl": {P1: 6}}
 
 
 def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_one_back(
@@ -556,16 +534,11 @@ def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> 
     there = access.TableAccess(spark, table)
     note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
     there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
+    with pytest.raises(LedgerConflict, match="damaged"):
+        read_ledger(spark, table, "etl")
     set_ledger(spark, table, "etl", {P1: 7}, reason="r", epoch=3)
     found = read_ledger(spark, table, "etl")
     assert found is not None and (found.epoch, found.offsets) == (3, {P1: 7})
-
-
-def test_groups_have_ledgers_of_their_own(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "b", {P0: 1}, reason="r")
-    set_ledger(spark, table, "a", {P0: 2}, reason="r")
-    found = ledgers(access.existing(spark, table).history())
-    assert {group: led and led.offsets for group, led in found.items()} == {"a": {P0: 2}, "b": {P0: 1}}
 
 
 def test_ledgers_set_at_the_same_time_are_all_kept(spark: "SparkSession", table: str) -> None:

@@ -3,9 +3,7 @@ from its log files. Deliberately absent: what Spark and Delta do (``test_contrac
 
 import json
 import pickle
-import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,8 @@ from deltalake import DeltaTable
 from pyspark import cloudpickle
 from sink_source import SCHEMA, offset
 from sink_words import (
+    Intruder,
+    NewQuery,
     Query,
     actions,
     commits,
@@ -26,7 +26,6 @@ from sink_words import (
 )
 
 from spark_group_source.delta import names, races
-from spark_group_source.delta.access import TableAccess
 from spark_group_source.delta.checkpoint import planned
 from spark_group_source.delta.entries import Batch
 from spark_group_source.delta.kept import set_ledger
@@ -89,13 +88,6 @@ def test_two_sources_of_one_group_share_its_ledger(query: Query, table: Path) ->
 # Replay and zombies
 
 
-def test_a_replayed_batch_is_skipped(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    assert len(commits(table)) == 2
-    assert rows(table) == records(0, 5)
-
-
 def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back(query: Query, table: Path) -> None:
     zombie, sink = query.sink(table), query.sink(table)
     for n in range(3):
@@ -105,27 +97,11 @@ def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back
     assert next_offsets(table) == {("orders", 0): 15}
 
 
-def test_B46_another_batch_under_a_recorded_number_is_refused(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    with pytest.raises(LedgerConflict, match=r"does not cover orders-0\[5,9\)"):
-        query.run(query.sink(table), 0, offset(0, one(0, 9)))
-    assert rows(table) == records(0, 5)
-
-
-def test_a_replay_after_the_ledger_was_set_back_by_hand_is_skipped(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 2}, reason="replay")
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    assert rows(table) == records(0, 5)
-    query.run(query.sink(table), 1, offset(1, one(2, 4), followed=[("orders", 0)]))
-    assert Counter(rows(table)) == Counter(records(0, 5) + records(2, 4)), "what the operator asked for"
-
-
 # Against the ledger
 
 
 def test_B53_two_queries_of_one_group_write_every_record_once(
-    new_query: Callable[[str], Query], table: Path, caplog: pytest.LogCaptureFixture
+    new_query: NewQuery, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
@@ -136,9 +112,7 @@ def test_B53_two_queries_of_one_group_write_every_record_once(
     assert "5 offsets are in the table already" in caplog.text
 
 
-def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
-    new_query: Callable[[str], Query], table: Path
-) -> None:
+def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(new_query: NewQuery, table: Path) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
     b.run(b.sink(table), 0, offset(0, one(2, 8), stream="s2"))
@@ -146,32 +120,6 @@ def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(
     assert actions(commit, "add") == []
     assert notes(commit)[0]["ledger"]["streams"].keys() == {"s1", "s2"}
     assert next_offsets(table) == {("orders", 0): 10}
-
-
-def test_rows_that_two_sources_may_have_read_cannot_be_told_apart(
-    new_query: Callable[[str], Query], table: Path
-) -> None:
-    a, b = new_query("a"), new_query("b")
-    a.run(a.sink(table), 0, offset(0, one(0, 10)))
-    with pytest.raises(LedgerConflict, match="cannot be told apart"):
-        b.run(b.sink(table), 0, offset(0, one(5, 15), stream="s2"), offset(0, one(0, 6), group="other", stream="s3"))
-    assert len(commits(table)) == 2
-
-
-def test_after_the_ledger_was_reset_a_rewind_is_written_again(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="on purpose")
-    query.run(sink, 1, offset(1, one(3, 5), followed=[("orders", 0)]))
-    assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 5))
-    assert next_offsets(table) == {("orders", 0): 5}
-
-
-def test_what_another_member_had_in_between_is_no_error(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    query.run(sink, 1, offset(1, one(50, 60), followed=[("orders", 0)]))
-    assert next_offsets(table) == {("orders", 0): 60}
 
 
 def test_a_topic_that_was_created_anew_is_written_from_its_start(
@@ -183,16 +131,6 @@ def test_a_topic_that_was_created_anew_is_written_from_its_start(
     assert Counter(rows(table)) == Counter(records(0, 10) + records(0, 4))
     assert next_offsets(table) == {("orders", 0): 4}
     assert "deleted and created again" in caplog.text
-
-
-def test_a_damaged_ledger_stops_the_query(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    there = TableAccess(query.spark, str(table))
-    note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
-    there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
-    with pytest.raises(LedgerConflict, match="damaged"):
-        query.run(sink, 1, offset(1, one(10, 20)))
 
 
 # After a reset
@@ -228,40 +166,8 @@ def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Q
     assert rows(table) == records(0, 12)
 
 
-def test_another_batch_under_a_recorded_number_is_void_after_a_reset_too(query: Query, table: Path) -> None:
-    query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    with pytest.raises(LedgerConflict, match="does not cover"):
-        query.run(query.sink(table), 0, offset(0, one(0, 9)))
-    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=1)
-    query.run(query.sink(table), 0, offset(0, one(0, 9)))
-    query.run(query.sink(table), 1, offset(1, one(5, 9), epoch=1))
-    assert rows(table) == records(0, 9)
-
-
-def test_rows_of_other_sources_are_written_when_one_is_void(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 5)), offset(0, one(0, 2, topic="other"), group="b", stream="s2"))
-    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
-    query.run(sink, 1, offset(1, one(5, 9)), offset(1, one(2, 4, topic="other"), group="b", stream="s2"))
-    assert rows(table) == sorted(records(0, 5) + records(0, 4, topic="other"))
-    assert (next_offsets(table), next_offsets(table, "b")) == ({("orders", 0): 5}, {("other", 0): 4})
-
-
-def test_a_stream_that_does_not_hear_of_a_reset_is_stopped_at_its_second_batch(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 5)))
-    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
-    query.run(sink, 1, offset(1, one(5, 9)))
-    with pytest.raises(LedgerConflict, match="does not know of reset 1 of the group"):
-        query.run(sink, 2, offset(2, one(9, 12)))
-    set_ledger(query.spark, str(table), "etl", {}, reason="--to-ledger", epoch=2)
-    query.run(sink, 2, offset(2, one(9, 12)))
-    query.run(sink, 3, offset(3, one(5, 14), followed=[("orders", 0)], epoch=2))
-    assert rows(table) == records(0, 14)
-
-
 def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
+    query: Query, table: Path, intruder: Intruder
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
     intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1))
@@ -335,7 +241,7 @@ def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(q
 
 
 def test_a_lost_race_commits_the_files_that_are_written_already(
-    new_query: Callable[[str], Query], table: Path, intruder: Callable[[Callable[[], object]], None]
+    new_query: NewQuery, table: Path, intruder: Intruder
 ) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 2)))
@@ -354,9 +260,7 @@ def test_a_lost_race_commits_the_files_that_are_written_already(
     assert next_offsets(table) == {("orders", 0): 4, ("orders", 1): 3}
 
 
-def test_a_lost_race_against_the_same_query_ends_in_a_skip(
-    query: Query, table: Path, intruder: Callable[[Callable[[], object]], None]
-) -> None:
+def test_a_lost_race_against_the_same_query_ends_in_a_skip(query: Query, table: Path, intruder: Intruder) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
     intruder(lambda: query.run(query.sink(table), 1, offset(1, one(2, 5))))
     query.run(query.sink(table), 1, offset(1, one(2, 5)))
@@ -381,16 +285,6 @@ def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
 
 
 # Tables
-
-
-def test_a_table_that_is_deleted_while_the_query_runs_is_not_written_by_halves(query: Query, table: Path) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 2)))
-    shutil.rmtree(table)
-    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
-        query.run(sink, 1, offset(1, one(2, 4)))
-    query.run(query.sink(table), 1, offset(1, one(2, 4)))
-    assert rows(table) == records(2, 4)
 
 
 def test_a_table_that_forgets_batch_numbers_is_refused_whenever_it_begins_to(query: Query, table: Path) -> None:

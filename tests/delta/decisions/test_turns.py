@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kit.frames import Frame, Session
 from sink_source import offset
-from sink_words import Query, commits, next_offsets, one, records, rows
+from sink_words import NewQuery, Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.access import TableAccess
@@ -92,7 +92,7 @@ def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
 
 
 @pytest.fixture
-def three(new_query: Callable[[str], Query], monkeypatch: pytest.MonkeyPatch) -> list[Query]:
+def three(new_query: NewQuery, monkeypatch: pytest.MonkeyPatch) -> list[Query]:
     """Queries whose checkpoints a sink finds."""
     queries = {query.id: query for query in map(new_query, "abc")}
     monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(queries[query_id].root))
@@ -142,7 +142,7 @@ def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_
 
 
 def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes(
-    new_query: Callable[[str], Query], table: Path, enter: Callable[[Query, str], None]
+    new_query: NewQuery, table: Path, enter: Callable[[Query, str], None]
 ) -> None:
     a, b = new_query("a"), new_query("b")
     enter(b, "only")
