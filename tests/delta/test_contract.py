@@ -43,16 +43,11 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
-BOTH = pytest.mark.parametrize("writer", ["native", "options"])
-"""What holds whichever way a commit takes."""
 
-CHILD_S = 180
-"""Bound of a driver of its own, from its start until it is killed: 15 s, and much more on a busy machine."""
-
-
-@BOTH
-def test_a_commit_has_rows_number_offsets_and_ledger_and_needs_no_feature(query: Query, new_table: Path) -> None:
-    sink, batch = query.sink(new_table), offset(0, one(0, 5))
+def test_with_writer_options_a_commit_has_rows_number_offsets_and_ledger_and_needs_no_feature(
+    query: Query, new_table: Path
+) -> None:
+    sink, batch = query.sink(new_table, writer="options"), offset(0, one(0, 5))
     query.run(sink, 0, batch)
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
@@ -340,24 +335,6 @@ def test_B45_replay_after_missing_commit_file_is_skipped(scripted: "SparkSession
     assert rows(table) == records(0, 30)
 
 
-def test_B44_a_batch_that_failed_before_the_commit_comes_again_with_the_same_rows(
-    scripted: "SparkSession", tmp_path: Path, table: Path
-) -> None:
-    df, fail = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)]), [True]
-
-    def transform(batch: "DataFrame") -> "DataFrame":
-        if fail and len(commits(table)) == 2:
-            fail.pop()
-            raise RuntimeError("scripted failure")
-        return batch
-
-    with pytest.raises(Exception, match="scripted failure"):
-        run(df, DeltaSink(table, transform=transform), tmp_path / "c")
-    run(df, DeltaSink(table, transform=transform), tmp_path / "c")
-    assert rows(table) == records(0, 30)
-    assert len(commits(table)) == 4
-
-
 def test_one_stream_used_twice_is_recorded_once_also_in_the_second_format_of_offsets(
     scripted: "SparkSession", tmp_path: Path, table: Path
 ) -> None:
@@ -416,27 +393,3 @@ def test_a_table_that_is_not_there_is_named_in_the_error(spark: "SparkSession", 
         read_ledger(spark, str(tmp_path / "nowhere"), "etl")
     with pytest.raises(OptionError, match="no Delta table 'nowhere'"):
         set_ledger(spark, "nowhere", "etl", {}, reason="r")
-
-
-def test_a_checkpoint_that_cannot_be_written_stops_the_query_and_what_is_in_the_table_is_not_written_again(
-    scripted: "SparkSession", tmp_path: Path, table: Path, disk: Any
-) -> None:
-    """Between the sink's commit and Spark's: the batch is in the table and the checkpoint does not know it."""
-    sink, checkpoint = DeltaSink(table), disk.root / "c"
-    df = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)])
-
-    def write(batch: "DataFrame", batch_id: int) -> None:
-        sink(batch, batch_id)
-        if batch_id == 1:
-            disk.fill()
-
-    for _ in range(2):  # the second time the query cannot even begin, or replays and fails again
-        with pytest.raises(Exception, match="No space left on device"):
-            run(df, write, checkpoint)
-        assert rows(table) == records(0, 20)
-        assert not (checkpoint / "commits" / "1").exists()
-    disk.mend()
-    run(df, sink, checkpoint)
-    assert rows(table) == records(0, 30)
-    assert next_offsets(table) == {("orders", 0): 30}
-    assert len(commits(table)) == 4

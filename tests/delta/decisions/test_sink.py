@@ -122,17 +122,6 @@ def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(new_que
     assert next_offsets(table) == {("orders", 0): 10}
 
 
-def test_a_topic_that_was_created_anew_is_written_from_its_start(
-    query: Query, table: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    sink = query.sink(table)
-    query.run(sink, 0, offset(0, one(0, 10)))
-    query.run(sink, 1, offset(1, one(0, 4), topic_id="id-2"))
-    assert Counter(rows(table)) == Counter(records(0, 10) + records(0, 4))
-    assert next_offsets(table) == {("orders", 0): 4}
-    assert "deleted and created again" in caplog.text
-
-
 # After a reset
 
 
