@@ -16,7 +16,7 @@ The codes are those of https://kafka.apache.org/protocol#protocol_error_codes an
 that is in no table is asked again, within the bound of every question.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from enum import Enum
 from typing import Final
 
@@ -185,6 +185,20 @@ class Suspicions:
         for one in what:
             self._since.pop(one, None)
 
+    def keep(self, wanted: Container[Hashable]) -> None:
+        """Clear all that is not among these."""
+        self.clear(*(what for what in self if what not in wanted))
+
+    def is_open(self, now: float) -> bool:
+        """Whether anything is suspected for too short a time to be believed."""
+        return any(now - since < self._grace for since in self._since.values())
+
     def __contains__(self, what: Hashable) -> bool:
         """Whether it is suspected, believed or not."""
         return what in self._since
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(list(self._since))
+
+    def __len__(self) -> int:
+        return len(self._since)

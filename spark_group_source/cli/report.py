@@ -20,7 +20,7 @@ from rich.text import Text
 
 from spark_group_source.cli.shared import cells, table_of
 from spark_group_source.errors import GroupError
-from spark_group_source.group.names import committed_ms, parse_note
+from spark_group_source.group.names import parse_note
 from spark_group_source.host import runs
 from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
@@ -144,7 +144,7 @@ def look(
     tps = sorted(committed.keys() | owner.keys() | (ledger or {}).keys()) if offsets else []
     ends = admin.latest(tps)
     retention_ms = _retention_ms(admin, group) if committed else None
-    times = {tp: committed_ms(at.metadata) for tp, at in committed.items()}
+    times = {tp: parse_note(at.metadata).at_ms for tp, at in committed.items()}
     expiry = expiries(described, times, retention_ms=retention_ms)
     rows = []
     for tp in tps:
@@ -216,7 +216,7 @@ def expiries(
     """What is known of the end of each offset of a group.
 
     Args:
-        committed_ms: when each was committed, as its note says (``names.committed_ms``); None: nobody wrote that down,
+        committed_ms: when each was committed, as its note says (``names.parse_note``); None: nobody wrote that down,
             as Kafka does not tell it.
         retention_ms: of the group's coordinator; None where it may not be asked for.
     """

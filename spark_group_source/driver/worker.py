@@ -220,6 +220,6 @@ def _committed(at: CommittedOffset | None, began_ms: int) -> ev.Committed | None
     """``began_ms``: where the run's clock began."""
     if at is None:
         return None
-    wall_ms = names.committed_ms(at.metadata)
-    at_ms = None if wall_ms is None else wall_ms - began_ms
-    return ev.Committed(offset=at.offset, **names.parse_note(at.metadata)._asdict(), at_ms=at_ms)
+    note = names.parse_note(at.metadata)
+    at_ms = None if note.at_ms is None else note.at_ms - began_ms
+    return ev.Committed(offset=at.offset, **note._replace(at_ms=at_ms)._asdict())

@@ -12,8 +12,9 @@ partitions have left us: the members of a group give up those of a deleted topic
 """
 
 from collections.abc import Generator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from spark_group_source.answers import Suspicions
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.group import events as ev
 from spark_group_source.group.offsets import StreamOffset
@@ -25,7 +26,6 @@ GRACE_MS = 2_000
 SILENT_MS_MAX = 10_000
 """How long the end of a partition may not be told, while others are, before that is said."""
 
-K = TypeVar("K")
 Numbers = Mapping[TopicPartition, int]
 Look = Generator[ev.Look, ev.Looked, None]
 
@@ -60,9 +60,9 @@ class Lookout:
         self._seen: Numbers = {}  # the last ends that leaders of known epochs told
         self._left: set[str] = set()  # topics whose partitions have all left us since the last question about topics
         self._checked: set[TopicPartition] = set()
-        self._missing_ms: dict[str, int] = {}  # topics that are missing, and since when
-        self._short_ms: dict[TopicPartition, int] = {}  # partitions whose log is short, and since when
-        self._cut_ms: dict[TopicPartition, int] = {}  # partitions whose log was cut below what was read, and since when
+        self._missing = Suspicions(GRACE_MS)  # topics
+        self._short = Suspicions(GRACE_MS)  # partitions whose log ends below what was read
+        self._cut_below = Suspicions(GRACE_MS)  # partitions whose log was cut below what was read
         self._silent_ms: dict[TopicPartition, int] = {}  # partitions whose end is not told, and since when
         self._silence_said = False
         self._said: set[str] = set()
@@ -88,8 +88,8 @@ class Lookout:
         self.error, self.warnings = None, []
         self._gone, self._cut, self._renewed, self._reason = {}, set(), set(), ""
         self._checked.intersection_update(positions)  # what comes back is looked at like what comes
-        self._short_ms = {tp: since_ms for tp, since_ms in self._short_ms.items() if tp in positions}
-        self._cut_ms = {tp: since_ms for tp, since_ms in self._cut_ms.items() if tp in positions}
+        self._short.keep(positions)
+        self._cut_below.keep(positions)
         self._look = self._rounds()
         return next(self._look)
 
@@ -105,13 +105,12 @@ class Lookout:
     @property
     def suspects(self) -> bool:
         """Whether something may be gone, and it is too early to say."""
-        since = (*self._missing_ms.values(), *self._short_ms.values(), *self._cut_ms.values())
-        return any(self._now_ms - since_ms < GRACE_MS for since_ms in since)
+        return any(of.is_open(self._now_ms) for of in (self._missing, self._short, self._cut_below))
 
     @property
     def complete(self) -> bool:
         """Whether the end of every partition was told, but for topics that do not exist any more."""
-        return all(tp in self.ends or tp.topic in self._missing_ms for tp in self._positions)
+        return all(tp in self.ends or tp.topic in self._missing for tp in self._positions)
 
     @property
     def gone(self) -> ev.RecordsGone | None:
@@ -138,10 +137,10 @@ class Lookout:
         self._note_silence()
 
         fresh = tuple(tp for tp in self._positions if tp not in self._checked)
-        suspects = self._missing_ms or self._short_ms or self._left
+        suspects = self._missing or self._short or self._left
         if not fresh and self.ends == self._positions and not suspects and not doubtful:
             return
-        topics = tuple(sorted({tp.topic for tp in self._positions} | self._missing_ms.keys() | self._left))
+        topics = tuple(sorted({tp.topic for tp in self._positions} | {*map(str, self._missing)} | self._left))
         if not topics:
             return
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
@@ -169,7 +168,7 @@ class Lookout:
 
     def _note_silence(self) -> None:
         """A partition without a leader waits, and the others are read. The log says so when it begins and ends."""
-        silent = [tp for tp in self._positions if tp not in self.ends and tp.topic not in self._missing_ms]
+        silent = [tp for tp in self._positions if tp not in self.ends and tp.topic not in self._missing]
         self._silent_ms = {tp: self._silent_ms.get(tp, self._now_ms) for tp in silent}
         late = [tp for tp, since_ms in self._silent_ms.items() if self._now_ms - since_ms >= SILENT_MS_MAX]
         if late and not self._silence_said:
@@ -185,13 +184,14 @@ class Lookout:
     def _judge_topics(self, there: Mapping[str, str]) -> None:
         """Which topics are missing. Nothing is read of those in this batch: their ends may be of others."""
         ours = {tp.topic for tp in self._positions}
-        for name in sorted((ours | self._missing_ms.keys() | self._left) - there.keys()):
-            self._suspect_topic(name)
-            if name not in ours and self._believed(self._missing_ms, name):
-                del self._missing_ms[name]
+        for name in sorted((ours | {*map(str, self._missing)} | self._left) - there.keys()):
+            if self._missing.report(name, self._now_ms):
+                self._topic_is_gone(name)
+                if name not in ours:
+                    self._missing.clear(name)
         self._left = set()
         self.ends = {tp: end for tp, end in self.ends.items() if tp.topic in there}
-        self._missing_ms = {name: ms for name, ms in self._missing_ms.items() if name not in there}
+        self._missing.clear(*there)
 
     def _made_again(self, again: Mapping[str, str], firsts: Numbers) -> None:
         # One whose beginnings were not all told keeps its former id, and is not read: the next look asks again.
@@ -223,9 +223,9 @@ class Lookout:
             if tp not in answer.epoch_ends or tp not in answer.firsts:
                 unproven.add(tp)
             elif end is None or end >= at:
-                self._cut_ms.pop(tp, None)
+                self._cut_below.clear(tp)
                 self.heights.proven(tp, at, self._told[tp])
-            elif not self._believed(self._cut_ms, tp):
+            elif not self._cut_below.report(tp, self._now_ms):
                 unproven.add(tp)
             else:
                 self._was_cut(tp, at, max(end, answer.firsts[tp]), answer.log_ends.get(tp, self.ends[tp]))
@@ -241,25 +241,23 @@ class Lookout:
             self.records_lost += max(0, self._seen.get(tp, at) - at)
             self._gone[tp] = end
             self._cut.add(tp)
-            self._cut_ms.pop(tp, None)
+            self._cut_below.clear(tp)
             self.heights.proven(tp, end, self._told[tp])
 
     def _shrunk(self, answer: ev.Looked) -> None:
         for tp, at in self._positions.items():
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
-            if end >= at or tp in self._gone or tp in self._cut_ms:
-                self._short_ms.pop(tp, None)
-            elif tp in answer.log_ends and self._believed(self._short_ms, tp):
+            if end >= at or tp in self._gone or tp in self._cut_below:
+                self._short.clear(tp)
+            elif tp in answer.log_ends and self._short.report(tp, self._now_ms):
                 text = f"{tp} ends at {end}, before the position {at}: its last records were lost"
                 if text not in self._said:
                     self._said.add(text)
                     self._lost(tp, text, available=end)
 
-    # --- believing it -----------------------------------------------------------------------------------------------
+    # --- what is believed -------------------------------------------------------------------------------------------
 
-    def _suspect_topic(self, name: str) -> None:
-        if not self._believed(self._missing_ms, name):
-            return
+    def _topic_is_gone(self, name: str) -> None:
         text = f"topic {name} does not exist any more"
         if self._fail:
             self.error = TopicMissing(
@@ -269,10 +267,6 @@ class Lookout:
         elif text not in self._said:
             self._said.add(text)
             self.warnings.append(f"{text}; the query goes on without it")
-
-    def _believed(self, since_ms: dict[K, int], what: K) -> bool:
-        """Whether a suspicion was there long enough."""
-        return self._now_ms - since_ms.setdefault(what, self._now_ms) >= GRACE_MS
 
     def _lost(self, tp: TopicPartition, text: str, *, available: int) -> None:
         if not self._fail:

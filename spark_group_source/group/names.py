@@ -19,8 +19,8 @@ from typing import NamedTuple
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
-CUT = "cut="
-AT = "at="
+CUT = "cut"
+AT = "at"
 NOT_A_NAME = r"[^\w.:]"
 """What does not belong into the name of a host."""
 
@@ -29,7 +29,8 @@ class Note(NamedTuple):
     """Who committed an offset. ``stream`` is None, and ``seq`` -1, for an operator and for anyone who is not ours.
 
     ``followed``: the position came from a commit that no stream made. ``cut``: where the stream stood before it went
-    back, because the log had been cut.
+    back, because the log had been cut. ``at_ms``: when it was committed, by the host's clock; None: the note does not
+    say.
     """
 
     stream: str | None = None
@@ -37,6 +38,7 @@ class Note(NamedTuple):
     epoch: int = 0
     followed: bool = False
     cut: int | None = None
+    at_ms: int | None = None
 
 
 def note_text(
@@ -47,9 +49,9 @@ def note_text(
     if followed:
         words.append(FOLLOWED)
     if cut is not None:
-        words.append(f"{CUT}{cut}")
+        words.append(f"{CUT}={cut}")
     if at_ms is not None:
-        words.append(f"{AT}{at_ms}")
+        words.append(f"{AT}={at_ms}")
     return ":".join(words)
 
 
@@ -65,18 +67,13 @@ def parse_note(text: str) -> Note:
         if prefix == RESET_PREFIX and len(parts) == 1:
             return Note(epoch=int(parts[0]))
         if prefix == STREAM_PREFIX and len(parts) >= 3 and parts[0]:
-            epoch = int(parts[2])
-            cut = [int(word.removeprefix(CUT)) for word in parts[3:] if word.startswith(CUT)]
-            return Note(parts[0], int(parts[1]), epoch, followed=FOLLOWED in parts[3:], cut=cut[0] if cut else None)
+            stream, seq, epoch, *words = parts
+            more = dict(word.split("=", 1) for word in words if "=" in word)
+            cut, at_ms = (int(more[name]) if name in more else None for name in (CUT, AT))
+            return Note(stream, int(seq), int(epoch), followed=FOLLOWED in words, cut=cut, at_ms=at_ms)
     except ValueError:
         pass
     return Note()
-
-
-def committed_ms(text: str) -> int | None:
-    """When a stream made the commit with this note, by its host's clock; None: the note does not say."""
-    found = [word.removeprefix(AT) for word in text.split(":")[4:] if word.startswith(AT)]
-    return int(found[0]) if found and found[0].isdecimal() and parse_note(text).stream is not None else None
 
 
 def transactional_id(group: str, stream: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 from kit.harness import tps
 
 from spark_group_source.cli.report import Clock, Expiry, clock_of, expiries, near
-from spark_group_source.group.names import committed_ms, note_text, parse_note, reset_text
+from spark_group_source.group.names import note_text, parse_note, reset_text
 from spark_group_source.kafka import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
 
@@ -72,10 +72,10 @@ def test_G10_of_what_nobody_wrote_down_nothing_is_concluded() -> None:
     assert members[A] == Expiry(clock=Clock.NONE)
 
 
-def test_a_streams_note_says_when_it_was_committed_and_who_reads_only_the_rest_is_not_disturbed() -> None:
+def test_a_streams_note_says_when_it_was_committed() -> None:
     text = note_text("s", 4, 2, followed=True, cut=9, at_ms=1_700_000_000_123)
-    assert committed_ms(text) == 1_700_000_000_123
-    assert parse_note(text) == parse_note(note_text("s", 4, 2, followed=True, cut=9))
-    assert committed_ms(note_text("s", 4, at_ms=5)) == 5
+    rest = parse_note(note_text("s", 4, 2, followed=True, cut=9))
+    assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
+    assert parse_note(note_text("s", 4, at_ms=5)).at_ms == 5
     for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):
-        assert committed_ms(other) is None
+        assert parse_note(other).at_ms is None

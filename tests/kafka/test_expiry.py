@@ -18,7 +18,7 @@ from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
 from spark_group_source.group import machine, positions
-from spark_group_source.group.names import committed_ms
+from spark_group_source.group.names import parse_note
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.local.broker import Broker
@@ -128,7 +128,9 @@ def played(servers: str) -> Minute:
     seen.at_s["kept"] = time.monotonic() - t0
     running.run()
     seen.statistics["running"] = running.coordinator._run.statistics()
-    seen.notes_ms = [at for _, note in noted_of(admin, "running").values() if (at := committed_ms(note)) is not None]
+    seen.notes_ms = [
+        at for _, note in noted_of(admin, "running").values() if (at := parse_note(note).at_ms) is not None
+    ]
     running.close()
     seen.at_s["closed"] = time.monotonic() - t0
     for member in members.values():

@@ -450,7 +450,7 @@ MUTANTS = [
     Mutant(
         "knows-nobody",
         "members/remote.py",
-        "self.identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))",
+        "self._identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))",
         "pass",
         "offsets of a lent slot are committed in the name that its member told",
         agents=True,
