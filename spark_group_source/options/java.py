@@ -44,7 +44,7 @@ KINDS: Final[Mapping[str, str]] = {
 _VALUE: Final = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[^\s=;"']++)"""
 _JAAS_OPTION: Final = re.compile(rf"""([^\s=;"']++)\s*+=\s*+({_VALUE})\s*+""", re.DOTALL)
 _JAAS: Final = re.compile(
-    rf"\s*+([^\s=;\"']++)\s++(?:required|requisite|sufficient|optional)\s++((?:{_JAAS_OPTION.pattern})*+);?\s*+",
+    rf"\s*+([^\s=;\"']++)\s++(?:required|requisite|sufficient|optional)(?![^\s;])\s*+((?:{_JAAS_OPTION.pattern})*+);?\s*+",
     re.DOTALL | re.IGNORECASE,
 )
 
@@ -168,7 +168,7 @@ def _sasl(settings: dict[str, str]) -> None:
             "sasl.login.callback.handler.class",
             f"is {handler!r}, a Java class that cannot run here; only Kafka's own {_OAUTH_HANDLER} has an equal",
         )
-    if " " not in settings.get("sasl.kerberos.kinit.cmd", " "):
+    if " " not in settings.get("sasl.kerberos.kinit.cmd", "a command").strip():
         # Java names the program, which the library finds on the PATH; its own setting is a whole command line.
         del settings["sasl.kerberos.kinit.cmd"]
     text = settings.pop("sasl.jaas.config", None)

@@ -1,7 +1,6 @@
 """The guide for changing over, typed as it stands: a job of Spark's own connector, ours in its place, and back."""
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from delta_files import living_rows
 from rebalance.accounts import describe
 from scenes import Scene
 from streams import END_S, forget, numbered
+from test_docs import blocks
 from typer.testing import CliRunner
 
 from spark_group_source.cli import migrate
@@ -24,14 +24,9 @@ from spark_group_source.model import TopicPartition
 
 pytestmark = [pytest.mark.spark, pytest.mark.full]
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/migrate.md"
+GUIDE = "migrate.md"
 PARTITIONS = 2
 CLI_S = 180
-
-
-def blocks() -> list[tuple[str, str]]:
-    """The guide's code, in order: (language, text)."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 class Guide:
@@ -40,7 +35,8 @@ class Guide:
     def __init__(self, scene: Scene, topic: str) -> None:
         self.scene, self.topic = scene, topic
         self.names: dict[str, Any] = {"spark": scene.spark}
-        self.blocks = iter(blocks())
+        self.all = [block for block in blocks() if block.document == GUIDE]
+        self.blocks = iter(self.all)
 
     def _here(self, text: str) -> str:
         text = text.replace("broker:9092", self.scene.servers).replace("/lake/", f"{self.scene.folder}/")
@@ -48,13 +44,13 @@ class Guide:
         return text.replace('"etl"', f'"{self.scene.group}"').replace("--group etl", f"--group {self.scene.group}")
 
     def python(self) -> None:
-        language, text = next(self.blocks)
+        _, language, text = next(self.blocks)
         assert language == "python"
-        exec(compile(self._here(text), str(GUIDE), "exec"), self.names)
+        exec(compile(self._here(text), GUIDE, "exec"), self.names)
 
     def commands(self) -> list[str]:
         """The next block's commands, each in a process of its own; what they print."""
-        language, text = next(self.blocks)
+        _, language, text = next(self.blocks)
         assert language == ""
         return [self._typed(line) for line in self._here(text).splitlines()]
 
@@ -68,7 +64,7 @@ class Guide:
 
     def look(self) -> list[str]:
         """The words of the guide's first command."""
-        return self._here(next(text for language, text in blocks() if not language)).splitlines()[0].split()[1:]
+        return self._here(next(block.text for block in self.all if not block.language)).splitlines()[0].split()[1:]
 
     def stop_old(self) -> None:
         """Stop the first query; its last batch is in the table, and Spark does not know (as it may happen)."""
