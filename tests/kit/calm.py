@@ -19,6 +19,7 @@ from kit.simulation import CALM_MS_MAX, PROTOCOLS, telling
 from kit.world import World
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
+CLASSIC_SESSION_MS = 2 * SESSION_MS
 GATHERED_MS = 10_000
 """By then the members have joined."""
 LENT_MS = (40_000, 90_000)
@@ -46,11 +47,11 @@ class CalmScene(Scene):
         self.queries = self.queries[:1]
         query = self.queries[0]
         habits = replace(query.habits, trigger="default", crash=0.0, sink_ms_max=800)
-        # Leases are made for the sessions of the default: in a short one a move that meets a cut channel is late.
-        self.group.session_ms = SESSION_TIMEOUT_MS
+        # In a shorter session a move that meets a cut channel is late.
+        self.group.session_ms = SESSION_TIMEOUT_MS if protocol == "consumer" else CLASSIC_SESSION_MS
         options = dict(habits.options)
         if protocol != "consumer":
-            options["kafka.session.timeout.ms"] = str(SESSION_TIMEOUT_MS)
+            options["kafka.session.timeout.ms"] = str(CLASSIC_SESSION_MS)
         # Another number of slots is a rebalance.
         query.habits = replace(habits, options=options, member_host="auto", auto_slots=False)
         assert query.executors is not None

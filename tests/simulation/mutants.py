@@ -458,7 +458,7 @@ MUTANTS = [
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
-    "forgets-what-was-not-taken": ("calm-cooperative", 0),
+    "forgets-what-was-not-taken": ("calm-eager", 20),
     "forgets-what-others-made-durable": ("eager", 11),
     "believes-a-late-echo": ("eager", 1),
     "undoes-a-rewind": ("eager", 130),
@@ -495,10 +495,10 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "writes-void-plans": ("eager", 5),
     "moves-what-is-on-its-way": ("consumer", 10),
     "joins-before-its-id": ("eager", 0),
-    "trusts-the-silent": ("calm-eager", 0),
-    "suffers-twins": ("calm-eager", 1),
-    "leaves-slots-with-the-lost": ("calm-eager", 0),
-    "takes-no-place": ("calm-consumer", 1),
+    "trusts-the-silent": ("calm-cooperative", 0),
+    "suffers-twins": ("calm-cooperative", 1),
+    "leaves-slots-with-the-lost": ("calm-cooperative", 0),
+    "takes-no-place": ("calm-consumer", 2),
     "counts-no-lost-host": ("cooperative", 9),
     "lends-what-stays-at-home": ("consumer", 4),
     "admits-agents-of-former-runs": ("cooperative", 0),
