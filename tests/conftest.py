@@ -104,12 +104,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "jvm" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, JVM_MARKERS)):
             item.add_marker("jvm")
+        _check_levels(item)
     items.sort(
         key=lambda item: (
             LANES.index(lane) if (lane := _lane(item.nodeid.split("::")[0])) else len(LANES),
             item.get_closest_marker("slow") is None,
         )
     )
+
+
+def _check_levels(item: pytest.Item) -> None:
+    """A test starts what its level of a proof says: Spark, else a broker, else nothing."""
+    spark = any(map(item.get_closest_marker, ("spark", "crash")))
+    real = ("spark",) if spark else ("kafka",) if item.get_closest_marker("jvm") else ("core", "simulation")
+    for mark in item.iter_markers("proves"):
+        if mark.kwargs["level"] not in real:
+            raise pytest.UsageError(f"{item.nodeid} proves {mark.args[0]} at one of {real}, by what it starts")
 
 
 @functools.cache
