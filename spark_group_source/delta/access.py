@@ -56,7 +56,6 @@ class TableAccess:
         storage_options: Mapping[str, str] | None = None,
         log: LogFiles | None = None,
     ) -> None:
-        check_writer(writer)
         self.spark, self.table, self.writer = spark, names.qualified(spark, table), writer
         self.partition_by, self.merge_schema = partition_by, merge_schema
         self.storage_options = dict(storage_options) if storage_options is not None else None

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -167,19 +168,13 @@ class NativeWriter:
         columns = [field["name"] for field in json.loads(schema)["fields"]]
         partitions = list(self._log.opened.metadata().partition_columns)
         folder = f"{FOLDER}/{uuid.uuid4()}"
+        writer = rows.select(*map(names.quoted, columns)).write.mode("error")
+        writer = writer.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         with _timestamps_with_statistics(self._spark):
-            write_files(rows.select(*map(names.quoted, columns)), f"{self._log.location}/{folder}", partitions)
+            (writer.partitionBy(*partitions) if partitions else writer).parquet(f"{self._log.location}/{folder}")
         actions = list(add_actions(self._log.files, folder, columns, partitions))
         self._written = rows, schema, actions
         return actions
-
-
-def write_files(rows: "DataFrame", folder: str, partitions: list[str]) -> None:
-    """Have Spark's tasks write rows as Parquet files below a new folder."""
-    writer = rows.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
-    if partitions:
-        writer = writer.partitionBy(*partitions)
-    writer.mode("error").parquet(folder)
 
 
 @contextlib.contextmanager
@@ -212,7 +207,9 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
     from pyarrow.fs import FileSelector
 
     indexed = [name for name in columns if name not in partitions][:STATS_COLUMNS_MAX]
-    for info in sorted(files.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True)), key=_path):
+    for info in sorted(
+        files.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True)), key=attrgetter("path")
+    ):
         if not info.path.endswith(".parquet"):
             continue
         with files.open_input_file(info.path) as file:
@@ -224,10 +221,6 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
         modified_ms = int((info.mtime_ns or 0) / 1e6)
         stats = json.dumps(statistics(footer, indexed), separators=(",", ":"))
         yield AddAction(info.path, info.size, values, modified_ms, True, stats)
-
-
-def _path(info: Any) -> str:
-    return str(info.path)
 
 
 def _value(text: str) -> str | None:
