@@ -18,10 +18,12 @@ from spark_group_source.errors import OptionError
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
 
+Enter = Callable[[Query, str], None]
+"""``enter(query, run)``: this thread has the batches of a run from now on."""
+
 
 @pytest.fixture
-def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Query, str], None]:
-    """``enter(query, run)``: this thread has the batches of a run from now on."""
+def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Enter:
     (tmp_path / "runs").mkdir(mode=0o700)
     monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
 
@@ -34,7 +36,7 @@ def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 @pytest.mark.parametrize("twice", ["two sinks", "one sink"])
 def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skipped(
-    query: Query, table: Path, enter: Callable[[Query, str], None], twice: str
+    query: Query, table: Path, enter: Enter, twice: str
 ) -> None:
     first = query.sink(table, transform=lambda df: Frame(df.sparkSession, df.rows.slice(0, 5)))
     second = first if twice == "one sink" else query.sink(f"delta.`{table}`")
@@ -48,9 +50,7 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
         assert runs.durable_seq("s1") == -1, "Kafka must not be told that the batch is durable"
 
 
-def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(
-    query: Query, table: Path, enter: Callable[[Query, str], None]
-) -> None:
+def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
     fails = [RuntimeError("once")]
 
     def transform(df: Frame) -> Frame:
@@ -67,7 +67,7 @@ def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(
 
 
 def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
-    query: Query, table: Path, tmp_path: Path, enter: Callable[[Query, str], None]
+    query: Query, table: Path, tmp_path: Path, enter: Enter
 ) -> None:
     a, b = query.sink(table), query.sink(tmp_path / "other")
     between, after = [], []
@@ -99,9 +99,7 @@ def three(new_query: NewQuery, monkeypatch: pytest.MonkeyPatch) -> list[Query]:
     return list(queries.values())
 
 
-def test_one_sink_may_serve_several_queries(
-    three: list[Query], table: Path, enter: Callable[[Query, str], None]
-) -> None:
+def test_one_sink_may_serve_several_queries(three: list[Query], table: Path, enter: Enter) -> None:
     """They have batches of the same numbers, and they are the same group, or they are not."""
     sink, (a, b, c) = DeltaSink(table), three
     for n in range(2):
@@ -118,7 +116,7 @@ def test_one_sink_may_serve_several_queries(
 
 
 def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_does_no_harm(
-    three: list[Query], table: Path, enter: Callable[[Query, str], None], monkeypatch: pytest.MonkeyPatch
+    three: list[Query], table: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, sink, (a, b, _) = TableAccess.history, DeltaSink(table), three
 
@@ -142,7 +140,7 @@ def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_
 
 
 def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes(
-    new_query: NewQuery, table: Path, enter: Callable[[Query, str], None]
+    new_query: NewQuery, table: Path, enter: Enter
 ) -> None:
     a, b = new_query("a"), new_query("b")
     enter(b, "only")
