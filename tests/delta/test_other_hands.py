@@ -8,7 +8,7 @@ import pytest
 from sink_source import offset
 from sink_words import Intruder, Query, commits, next_offsets, one, parquet_files, records, rows
 
-from spark_group_source.delta.kept import read_ledger, set_ledger
+from spark_group_source.delta.kept import read_ledger
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -32,41 +32,36 @@ def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-def test_a_restore_by_time_stops_the_query_until_a_reset(query: Query, table: Path) -> None:
+def test_a_restore_by_time_stops_the_query_and_the_ledger_stands_where_the_rows_are(query: Query, table: Path) -> None:
+    """How it goes on: ``decisions/test_history.py``, and ``test_contract.py`` after a restore to a version."""
     sink, spark = query.sink(table), query.spark
-    for n in range(3):
+    for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").selectExpr("string(timestamp)")
     spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment.collect()[0][0]}'")
-    for again in (sink, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\).*--to-ledger"):
-            query.run(again, 3, offset(3, one(30, 40)))
+    with pytest.raises(LedgerConflict, match=r"restored to version 1 .* orders-0\[10,20\).*--to-ledger"):
+        query.run(sink, 2, offset(2, one(20, 30)))
     there = read_ledger(spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 10}
-    set_ledger(spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
-    query.run(sink, 3, offset(3, one(30, 40)))
-    query.run(sink, 4, offset(4, one(10, 40), followed=[("orders", 0)], epoch=1))
-    assert rows(table) == records(0, 40)
+    assert rows(table) == records(0, 10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", ["options"])
-def test_a_restore_while_a_batch_is_on_its_way_is_seen_with_the_next_one(
+def test_a_restore_while_a_batch_is_on_its_way_by_options_is_seen_with_the_next_one(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
     """Delta lets the batch in, behind the RESTORE: its rows are there, and those before them are not.
     ``deltalake`` does not (``decisions/test_history.py``)."""
-    sink, spark = query.sink(table), query.spark
+    spark = query.spark
     for n in range(2):
-        query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    sink = query.sink(table, writer="options")
     intruder(lambda: spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 1"))
     query.run(sink, 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 10) + records(20, 30)
     for again in (sink, query.sink(table)):
         with pytest.raises(LedgerConflict, match=r"on its way: that is version 4.*TO VERSION AS OF 3`"):
             query.run(again, 3, offset(3, one(30, 40)))
-    with pytest.raises(LedgerConflict, match="restore it without the batch"):
-        read_ledger(spark, str(table), "etl")
 
 
 # Upkeep

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from delta_files import living_files
+from deltalake import DeltaTable
 from sink_source import offset
 from sink_words import NewQuery, Query, actions, commits, one
 from typer.testing import CliRunner
@@ -75,7 +76,7 @@ def test_the_command_shows_and_judges_a_clean_table_rows_behind_the_ledger_and_a
     bad = run.invoke(app, ["ledger", "verify", table])
     assert bad.exit_code == 1
     assert "behind: orders-0 has rows up to offset 50, but its ledger says 40 is the next one" in bad.output
-    query.spark.sql(f"RESTORE TABLE delta.`{written}` TO VERSION AS OF 1")
+    DeltaTable(written).restore(1)
     found = verified.verify(query.spark, table)
     assert [one.kind for one in found.findings] == ["restore"]
     assert found.notes == ["whether rows are missing is not compared: the log has RESTORE"]
