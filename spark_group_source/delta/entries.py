@@ -208,10 +208,8 @@ class Ledger:
             topics[topic.name] = topic if topic.id or now is None else topic._replace(id=now.id)
         return replace(self, topics=topics, former=_newest(former))
 
-    def moved(
-        self, offsets: Mapping[TopicPartition, int | None], ids: Mapping[str, str] = MappingProxyType({})
-    ) -> "Ledger":
-        """The ledger with the next offsets of some partitions set, or forgotten (None).
+    def moved(self, offsets: Mapping[TopicPartition, int], ids: Mapping[str, str] = MappingProxyType({})) -> "Ledger":
+        """The ledger with other next offsets of some partitions.
 
         Args:
             ids: of the topics that have their names now, where known.
@@ -219,37 +217,29 @@ class Ledger:
         names = {tp.topic: None for tp in offsets} | dict.fromkeys(ids)
         topics = {name: Topic(name, ids.get(name, ""), dict(self.under(name, ids.get(name, "")))) for name in names}
         for tp, n in offsets.items():
-            if n is None:
-                topics[tp.topic].offsets.pop(tp.partition, None)
-            else:
-                topics[tp.topic].offsets[tp.partition] = n
+            topics[tp.topic].offsets[tp.partition] = n
         return self.put(topics.values(), present=True)
 
     def after_reset(
         self,
         epoch: int,
-        offsets: Mapping[TopicPartition, int | None],
+        offsets: Mapping[TopicPartition, int],
         ids: Mapping[str, str] = MappingProxyType({}),
         deleted: Iterable[str] = (),
     ) -> "Ledger":
         """The ledger as an operator's reset leaves it.
 
         Args:
-            epoch: the number of the reset. A greater one than the ledger's voids what was planned before.
+            epoch: the number of the reset: what was planned before is void.
             deleted: topics that do not exist any more; they become former. Of one that has no id nobody could tell a
                 new one of that name: it stays.
         """
         moved = self.moved(offsets, ids)
-        if epoch == self.epoch:
-            return moved
-        gone = {name: topic for name in deleted if (topic := moved.topics.get(name)) is not None and topic.id}
-        return replace(
-            moved,
-            topics={name: topic for name, topic in moved.topics.items() if name not in gone},
-            former=_newest({**moved.former, **{topic.id: topic for topic in gone.values()}}),
-            epoch=epoch,
-            void=frozenset(),
-        )
+        topics, former = dict(moved.topics), dict(moved.former)
+        for name in deleted:
+            if name in topics and (id_ := topics[name].id):
+                former[id_] = topics.pop(name)
+        return replace(moved, topics=topics, former=_newest(former), epoch=epoch, void=frozenset())
 
 
 def _newest(former: Mapping[str, Topic]) -> dict[str, Topic]:

@@ -6,6 +6,7 @@ Runs in: the user's driver, the command line. Deliberately absent: what a ledger
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from spark_group_source.delta import access, names, races
@@ -75,11 +76,11 @@ def set_ledger(
     spark: "SparkSession",
     table: str,
     group: str,
-    offsets: Mapping[TopicPartition, int | None],
+    offsets: Mapping[TopicPartition, int],
     *,
     reason: str,
-    topic_ids: Mapping[str, str] | None = None,
-    epoch: int | None = None,
+    epoch: int,
+    topic_ids: Mapping[str, str] = MappingProxyType({}),
     deleted: Iterable[str] = (),
 ) -> Ledger:
     """Put the ledger of a group where an operator wants it, in one Delta commit that holds nothing else.
@@ -88,13 +89,12 @@ def set_ledger(
     written anew and then holds nothing but what is given here.
 
     Args:
-        offsets: the next offset of each partition to set, or None to forget the partition; others stay as they are.
+        offsets: the next offset of each partition to set; others stay as they are.
         reason: who asked for it and why; kept in the commit's ``userMetadata``.
+        epoch: number of the reset that this is a part of: batches of before it are void from now on.
         topic_ids: the topics' ids, where known; they are needed only for topics that the ledger has not seen.
-        epoch: number of the reset that this is a part of: batches of before it are void from now on. None: it is part
-            of no reset, and nothing becomes void.
-        deleted: topics that do not exist any more, of a reset. A batch that reads one of them all the same is compared
-            with what the table has of it.
+        deleted: topics that do not exist any more. A batch that reads one of them all the same is compared with what
+            the table has of it.
 
     Raises:
         OptionError: there is no such Delta table, or it knows of a newer reset.
@@ -105,16 +105,14 @@ def set_ledger(
     def attempt() -> Ledger:
         history = there.history()
         old = _readable(there, history, group)
-        now = old.epoch if epoch is None else epoch
-        if now < old.epoch:
+        if epoch < old.epoch:
             raise OptionError(
-                f"table {table} knows of reset {old.epoch} of group {group!r} already, so reset {now} comes too late. "
-                "Nothing was written; run the reset again",
+                f"table {table} knows of reset {old.epoch} of group {group!r} already, so reset {epoch} comes too "
+                "late. Nothing was written; run the reset again",
                 table=table,
                 group=group,
             )
-        new = old.after_reset(now, offsets, topic_ids or {}, deleted)
-        return there.restate(history, new.written(), reason)
+        return there.restate(history, old.after_reset(epoch, offsets, topic_ids, deleted).written(), reason)
 
     return races.retry_races(attempt, what=f"setting the ledger of group {group!r} in table {table}")
 

@@ -492,23 +492,20 @@ def test_setting_a_ledger_is_one_commit_without_rows_that_moves_what_is_named_an
         return found.epoch, found.offsets
 
     assert read_ledger(spark, table, "etl") is None
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="anna: replay", topic_ids={"orders": "id-1"})
+    ids = {"orders": "id-1"}
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="anna: replay", epoch=1, topic_ids=ids)
     commit = commits(Path(table))[-1]
     (txn,) = actions(commit, "txn")
     assert (txn["appId"], txn["version"], len(commit)) == ("spark-group-source.etl", 1, 2)
     assert "anna: replay" in str(actions(commit, "commitInfo")[0]["userMetadata"])
-    assert offsets() == (0, {P0: 5, P1: 7})
-    set_ledger(spark, table, "etl", {P0: 2}, reason="back")
-    assert offsets() == (0, {P0: 2, P1: 7})
-    set_ledger(spark, table, "etl", {P0: None}, reason="forget", epoch=2)
-    assert offsets() == (2, {P1: 7})
-    set_ledger(spark, table, "etl", {P1: 6}, reason="no reset")
-    set_ledger(spark, table, "b", {P0: 1}, reason="another group")
+    assert offsets() == (1, {P0: 5, P1: 7})
+    set_ledger(spark, table, "etl", {P0: 2}, reason="back", epoch=2)
+    set_ledger(spark, table, "b", {P0: 1}, reason="another group", epoch=1)
     with pytest.raises(OptionError, match="knows of reset 2 of group 'etl' already, so reset 1 comes too late"):
         set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
-    assert offsets() == (2, {P1: 6})
+    assert offsets() == (2, {P0: 2, P1: 7})
     found = ledgers(access.existing(spark, table).history())
-    assert {group: one and one.offsets for group, one in found.items()} == {"b": {P0: 1}, "etl": {P1: 6}}
+    assert {group: one and one.offsets for group, one in found.items()} == {"b": {P0: 1}, "etl": {P0: 2, P1: 7}}
 
 
 def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_one_back(
@@ -516,21 +513,21 @@ def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_o
 ) -> None:
     ids = {"orders": "id-1", "other": "id-7"}
 
-    def after(*, epoch: int | None, offsets: dict[TopicPartition, int | None], **given: Any) -> Ledger | None:
+    def after(epoch: int, offsets: dict[TopicPartition, int], **given: Any) -> Ledger:
         set_ledger(spark, table, "etl", offsets, reason="r", epoch=epoch, **given)
-        return read_ledger(spark, table, "etl")
+        found = read_ledger(spark, table, "etl")
+        assert found is not None
+        return found
 
-    found = after(epoch=None, offsets={P0: 5, P1: 7, OTHER: 3}, topic_ids=ids)
-    again = after(epoch=None, offsets={}, deleted=["orders"])
-    assert found is not None and again is not None and found.same(again), "no reset: plans of before are still valid"
-    found = after(epoch=1, offsets={OTHER: 4}, deleted=["orders"])
-    assert found is not None and (found.offsets, list(found.former)) == ({OTHER: 4}, ["id-1"])
-    found = after(epoch=2, offsets={P0: 5}, topic_ids={"orders": "id-1"})
-    assert found is not None and (found.offsets, found.former) == ({P0: 5, P1: 7, OTHER: 4}, {})
+    assert after(1, {P0: 5, P1: 7, OTHER: 3}, topic_ids=ids).former == {}
+    found = after(2, {OTHER: 4}, deleted=["orders"])
+    assert (found.offsets, list(found.former)) == ({OTHER: 4}, ["id-1"])
+    found = after(3, {P0: 5}, topic_ids={"orders": "id-1"})
+    assert (found.offsets, found.former) == ({P0: 5, P1: 7, OTHER: 4}, {})
 
 
 def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "etl", {P0: 5}, reason="r")
+    set_ledger(spark, table, "etl", {P0: 5}, reason="r", epoch=1)
     there = access.TableAccess(spark, table)
     note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
     there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
@@ -542,11 +539,11 @@ def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> 
 
 
 def test_ledgers_set_at_the_same_time_are_all_kept(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "etl", {P0: 0}, reason="r")
+    set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
 
     def move(partition: int) -> None:
         for n in range(1, 4):
-            set_ledger(spark, table, "etl", {TopicPartition("orders", partition): n}, reason="r")
+            set_ledger(spark, table, "etl", {TopicPartition("orders", partition): n}, reason="r", epoch=1)
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(move, p) for p in range(3)]:
