@@ -230,7 +230,8 @@ def _refused(table: str, group: str, refused: Sequence[Refusal]) -> LedgerConfli
     """Someone moved the group back, below what the table holds; or its offsets were forgotten, and it begins above."""
     ahead = [r for r in refused if r.start > r.recorded]
     those = ahead or refused
-    listed = "; ".join(f"{r.tp}: {r.start}, the table holds up to {r.recorded}" for r in those[:SHOWN_MAX])
+    at = "" if ahead else "Kafka says "
+    listed = "; ".join(f"{r.tp}: {at}{r.start}, the table holds up to {r.recorded}" for r in those[:SHOWN_MAX])
     listed += f" (and {len(those) - SHOWN_MAX} more partitions)" if len(those) > SHOWN_MAX else ""
     reset = f"`spark-group reset --group {group}"
     if ahead:

@@ -328,7 +328,7 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands_an
     for part in (
         "'etl'",
         "/t",
-        "orders-0: 10, the table holds up to 100",
+        "orders-0: Kafka says 10, the table holds up to 100",
         "(and 995 more partitions)",
         "`spark-group reset --group etl --to-ledger --table /t`",
         "`spark-group reset --group etl --table /t`",
