@@ -6,9 +6,7 @@ Spark's own connector keeps a consumer for each partition and needs minutes for 
 """
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -21,9 +19,8 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from rich.console import Console
 from rich.table import Table
 
+from bench.throughput import session
 from spark_group_source.local.broker import Broker
-from spark_group_source.local.conf import local_spark_settings
-from spark_group_source.source import KafkaGroupDataSource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         topic = f"many-{chosen.partitions}"
         admin = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
         admin.create_topics([NewTopic(topic, chosen.partitions, 1)])[topic].result(60)
-        spark = _session(scratch)
+        spark = session(Path(scratch))
         _warm_up(spark)
         producer = Producer({"bootstrap.servers": broker.bootstrap_servers})
         _one_each(producer, topic, chosen.partitions)
@@ -76,18 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         f"promised: first under {FIRST_S_MAX:.0f} s, later under {LATER_S_MAX:.0f} s: {'kept' if kept else 'NOT KEPT'}"
     )
     return 0 if kept else 1
-
-
-def _session(scratch: str) -> "SparkSession":
-    from pyspark.sql import SparkSession
-
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the workers' Python; a setting alone is not looked at
-    builder = SparkSession.builder.master("local[2]").appName("bench")
-    for key, value in local_spark_settings(scratch).items():
-        builder = builder.config(key, value)
-    spark = builder.getOrCreate()
-    spark.dataSource.register(KafkaGroupDataSource)
-    return spark
 
 
 def _warm_up(spark: "SparkSession") -> None:

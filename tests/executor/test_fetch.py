@@ -268,13 +268,33 @@ def test_a_large_range_comes_in_bounded_batches(topic: TopicFactory, produce: Pr
     assert [int(v) for v in whole.column("value").to_pylist()] == [*range(50_000)] * 2
 
 
+@pytest.fixture
+def lists(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """This librdkafka, or one that keeps lists of messages in another way, or has no calls for them: then what only
+    this package relies on is done without."""
+    if request.param == "as expected":
+        yield
+        return
+    if request.param == "another layout":
+        monkeypatch.setattr(np, "array", lambda *_, **__: np.zeros(4, dtype=np.uint64))
+    else:
+        monkeypatch.setitem(native._LISTS, "no_such_call", (None,))
+    native.list_calls.cache_clear()
+    assert native.list_calls() is None
+    assert "destroyed singly" in caplog.text
+    monkeypatch.undo()
+    yield
+    native.list_calls.cache_clear()
+
+
+@pytest.mark.parametrize("lists", ["as expected", "another layout", "no calls"], indirect=True)
+@pytest.mark.usefixtures("lists")
 def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
     name = topic()
     produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
-    assert_memory_is_given_back(broker, name)
 
-
-def assert_memory_is_given_back(broker: BrokerCluster, name: str) -> None:
     def resident_mib() -> int:
         fetch.close_idle()  # what it had fetched ahead depends on the machine
         ctypes.CDLL(None).malloc_trim(0)
@@ -851,33 +871,6 @@ def test_a_secret_in_the_librarys_own_words_is_taken_out() -> None:
 
 
 # ------------------------------------------------------------------------------------- what is trusted of librdkafka
-
-
-@pytest.fixture
-def other_lists(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> Iterator[None]:
-    """A librdkafka that keeps lists of messages in another way, or has no calls for them."""
-    if request.param == "layout":
-        monkeypatch.setattr(np, "array", lambda *_, **__: np.zeros(4, dtype=np.uint64))
-    else:
-        monkeypatch.setitem(native._LISTS, "no_such_call", (None,))
-    native.list_calls.cache_clear()
-    assert native.list_calls() is None
-    assert "destroyed singly" in caplog.text
-    monkeypatch.undo()
-    yield
-    native.list_calls.cache_clear()
-
-
-@pytest.mark.parametrize("other_lists", ["layout", "calls"], indirect=True)
-def test_messages_are_destroyed_singly_where_lists_are_not_as_expected(
-    topic: TopicFactory, produce: Produce, broker: BrokerCluster, other_lists: None
-) -> None:
-    """A later librdkafka that changes what only this package relies on is read more slowly, and read."""
-    name = topic()
-    produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
-    assert_memory_is_given_back(broker, name)
 
 
 def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(

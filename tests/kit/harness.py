@@ -9,7 +9,6 @@ tests the invariants.
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from kit.clock import ManualClock
 from spark_group_source.errors import InvariantBroken
 from spark_group_source.group import events as ev
 from spark_group_source.group import names
@@ -49,6 +48,23 @@ def rules_with(**rules: Any) -> Rules:
         "joining_budget_ms": JOINING_BUDGET_MS,
     }
     return Rules(**usual | rules)
+
+
+class ManualClock:
+    """Milliseconds since some moment, which move only when a test says so. Called, it reads as the product's clocks."""
+
+    def __init__(self, now_ms: int = 0) -> None:
+        self.now_ms = now_ms
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+    def advance(self, *, ms: int) -> int:
+        """Move on; a clock never goes back."""
+        if ms < 0:
+            raise ValueError(f"a clock cannot go back by {-ms} ms")
+        self.now_ms += ms
+        return self.now_ms
 
 
 class GroupHarness:

@@ -229,8 +229,7 @@ def make_client(
 ) -> Client:
     """``takes``: of the classic protocol, in a KIP-848 group."""
     from kit.classic_client import ClassicClient
-    from kit.consumer_client import ConsumerClient
-    from kit.taking_client import TakingClient
+    from kit.consumer_client import ConsumerClient, TakingClient
 
     kind = TakingClient if takes else ConsumerClient if group.protocol == "consumer" else ClassicClient
     return kind(process, thread, name, group, listener, truth, instance=instance, client_id=client_id)

@@ -7,8 +7,7 @@ Runs in: tests. Deliberately absent: threads; the machine alone (``harness``). E
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from kit.clock import ManualClock
-from kit.harness import GROUP, STREAM, Commands, only, rules_with, tps
+from kit.harness import GROUP, STREAM, Commands, ManualClock, only, rules_with, tps
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.group import events as ev
 from spark_group_source.group import names

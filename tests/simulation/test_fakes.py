@@ -1,6 +1,8 @@
 """The simulated Kafka and the fakes of its clients, where a real broker would take too long or cannot be made to do it:
 frozen and dead processes, answers that do not come, topics that come and go."""
 
+from typing import Any
+
 import pytest
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
@@ -119,16 +121,21 @@ def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage)
 # --- transactions ----------------------------------------------------------------------------------------------------
 
 
+def begun(stage: Stage) -> tuple[Any, bytes]:
+    """A producer in a transaction, and the metadata of a consumer that is no member."""
+    producer = stage.producer("g.s")
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    return producer, b"CGMDv2:\xff\xff\xff\xff" + stage.group.encode() + b"\0\0\1"
+
+
 @played("range")
 def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(play: Stage) -> None:
     topic, away = play.topic(1), play.elsewhere()
     asked = [KafkaPartition(topic, 0)]
-    metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
 
     def begins() -> None:
-        producer = away.producer("g.s")
-        producer.init_transactions(30)
-        producer.begin_transaction()
+        producer, metadata = begun(away)
         producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
         away.process.kill()
 
@@ -144,10 +151,7 @@ def test_an_open_transaction_of_a_dead_process_hides_offsets_until_it_is_ended(p
 @played("range")
 def test_a_commit_that_was_not_answered_is_asked_for_again(play: Stage) -> None:
     topic = play.topic(1)
-    metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
-    producer = play.producer("g.s")
-    producer.init_transactions(30)
-    producer.begin_transaction()
+    producer, metadata = begun(play)
     producer.send_offsets_to_transaction([KafkaPartition(topic, 0, 9)], metadata, 5)
     play.cluster.unreachable(8_000)
     error = refused(lambda: producer.commit_transaction(5))
@@ -161,10 +165,7 @@ def test_a_commit_that_was_not_answered_is_asked_for_again(play: Stage) -> None:
 @played("range")
 def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(play: Stage) -> None:
     topic = play.topic(1)
-    metadata = b"CGMDv2:\xff\xff\xff\xff" + play.group.encode() + b"\0\0\1"
-    producer = play.producer("g.s")
-    producer.init_transactions(30)
-    producer.begin_transaction()
+    producer, metadata = begun(play)
     play.cluster.delete(topic)
     began_ms = play.runtime.now_ms()
     entries = [KafkaPartition(topic, 0, 9)]
