@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from kit.books import Book, Cause, Holding, Loss, Reader
-from kit.kafka_group import Entry
+from kit.kafka_group import Books, Entry
 from kit.world import World
 from spark_group_source.group.names import parse_note
 from spark_group_source.group.offsets import StreamOffset
@@ -21,7 +21,7 @@ class Violation(AssertionError):
     """A rule did not hold. The message names the rule."""
 
 
-class Accounts:
+class Accounts(Books):
     """The books, and what they need to be kept true."""
 
     def __init__(self, world: World) -> None:

@@ -7,10 +7,9 @@ their own, records (only where a log begins and ends), compaction.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from kit.kafka_client import Truth
-from kit.kafka_group import CommitListener, Group
+from kit.kafka_group import Books, Group
 from kit.misfortune import Misfortune
 from kit.transactions import Transactions
 from kit.world import Process, World
@@ -18,10 +17,6 @@ from spark_group_source.model import TopicPartition
 
 HEARD_MS = (50, 5_000)
 """From a change of topics until a group's members have heard of it."""
-
-
-class Books(Truth, CommitListener, Protocol):
-    """Who wants to know what really happens (``invariants``)."""
 
 
 @dataclass(slots=True)
@@ -59,7 +54,7 @@ class Cluster:
     def __init__(self, world: World, kind: type[Group], books: Books | None = None) -> None:
         self.world = world
         self.kind = kind
-        self.books: Books = books or NoBooks()
+        self.books: Books = books or Books()
         self.topics: dict[str, Topic] = {}
         self.groups: dict[str, Group] = {}
         self.transactions = Transactions(world)
@@ -172,13 +167,3 @@ class Cluster:
         from kit.fake_admin import FakeAdmin
 
         return FakeAdmin(process, self, settings)
-
-
-class NoBooks:
-    """Nobody checks."""
-
-    def given(self, *_: Any) -> None: ...
-    def joins(self, *_: Any, **__: Any) -> None: ...
-    def released(self, *_: Any) -> None: ...
-    def told(self, *_: Any) -> None: ...
-    def committed(self, *_: Any) -> None: ...

@@ -5,7 +5,7 @@ Runs in: tests. Deliberately absent: regular expressions, racks, assignors other
 
 from collections.abc import Callable, Mapping
 
-from kit.kafka_group import Answer, Code, CommitListener, Group, Member, balanced
+from kit.kafka_group import Answer, Books, Code, Group, Member, balanced
 from kit.world import World
 from spark_group_source.model import TopicPartition
 
@@ -20,8 +20,8 @@ class ConsumerGroup(Group):
     protocol = "consumer"
     epoch = 0
 
-    def __init__(self, world: World, topics: Mapping[str, int], listener: CommitListener) -> None:
-        super().__init__(world, topics, listener)
+    def __init__(self, world: World, topics: Mapping[str, int], books: Books) -> None:
+        super().__init__(world, topics, books)
         self._target: dict[str, set[TopicPartition]] = {}
 
     def heartbeat(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from kit.kafka_group import Answer, Code, Group
+from kit.kafka_group import Answer, Books, Code, Group
 from kit.world import Process
 from spark_group_source.model import TopicPartition
 
@@ -40,15 +40,6 @@ class Listener(Protocol):
     def rebalance(self, op: "Op") -> None: ...
     def renamed(self) -> None: ...  # it is another member, or in another generation
     def dead(self, code: Code) -> None: ...
-
-
-class Truth(Protocol):
-    """Who really has what, for the checks."""
-
-    def joins(self, client: "Client", *, answered: bool) -> None: ...
-    def given(self, tps: Tps, client: "Client") -> None: ...
-    def released(self, tps: Tps, client: "Client") -> None: ...
-    def told(self, tps: Tps, client: "Client") -> None: ...
 
 
 class Op:
@@ -108,7 +99,7 @@ class Client:
         name: str,
         group: Group,
         listener: Listener,
-        truth: Truth,
+        truth: Books,
         *,
         instance: str | None,
         client_id: str = "",
@@ -221,7 +212,7 @@ def make_client(
     name: str,
     group: Group,
     listener: Listener,
-    truth: Truth,
+    truth: Books,
     *,
     instance: str | None,
     client_id: str = "",

@@ -9,10 +9,13 @@ what each member subscribes to. Deliberately absent: logs of records and topics 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from kit.world import World
 from spark_group_source.model import TopicPartition
+
+if TYPE_CHECKING:
+    from kit.kafka_client import Client
 
 SESSION_MS = 8_000
 """session.timeout.ms of every member."""
@@ -50,10 +53,14 @@ class Entry(NamedTuple):
     note: str = ""
 
 
-class CommitListener(Protocol):
-    """Who wants to know of each commit that takes effect."""
+class Books:
+    """Is told of what really happens. These do not look: a test looks by itself (``invariants`` has the rules)."""
 
     def committed(self, tp: TopicPartition, old: Entry | None, new: Entry) -> None: ...
+    def joins(self, client: "Client", *, answered: bool) -> None: ...
+    def given(self, tps: frozenset[TopicPartition], client: "Client") -> None: ...
+    def released(self, tps: frozenset[TopicPartition], client: "Client") -> None: ...
+    def told(self, tps: frozenset[TopicPartition], client: "Client") -> None: ...
 
 
 @dataclass(slots=True)
@@ -95,20 +102,20 @@ class Group:
 
     Args:
         topics: partitions of each topic, as far as the group has heard.
-        listener: told of each commit.
+        books: told of each commit.
     """
 
     incremental = True
     protocol = "classic"
 
-    def __init__(self, world: World, topics: Mapping[str, int], listener: CommitListener) -> None:
+    def __init__(self, world: World, topics: Mapping[str, int], books: Books) -> None:
         self.world = world
         self.topics = dict(topics)
         self.members: dict[str, Member] = {}
         self.offsets: dict[TopicPartition, Entry] = {}
         self.rebalances = 0
         self.session_ms, self.rebalance_ms = SESSION_MS, REBALANCE_MS
-        self._listener = listener
+        self._books = books
         self._pending: dict[str, dict[TopicPartition, Entry]] = {}  # by transactional id
         self._order = 0
         self._joined = 0
@@ -200,7 +207,7 @@ class Group:
         old = self.offsets.get(tp)
         if old is None or entry.order > old.order:  # the place in the log decides, not when the marker came
             self.offsets[tp] = entry
-            self._listener.committed(tp, old, entry)
+            self._books.committed(tp, old, entry)
 
     # --- members ----------------------------------------------------------------------------------------------------
 

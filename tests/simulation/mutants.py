@@ -61,21 +61,7 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
-class _Loader(importlib.abc.SourceLoader):
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def get_filename(self, fullname: str) -> str:
-        return str(PACKAGE / self._mutant.file)
-
-    def get_data(self, path: str | bytes) -> bytes:
-        return self._mutant.source().encode()
-
-    def path_stats(self, path: str) -> dict[str, float]:
-        raise OSError(path)  # no cached bytecode: that is of the whole line
-
-
-class Finder(importlib.abc.MetaPathFinder):
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Loads one module from a mutant's source."""
 
     def __init__(self, mutant: Mutant) -> None:
@@ -85,9 +71,15 @@ class Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         del path, target
-        if fullname != self._mutant.module:
-            return None
-        return importlib.util.spec_from_loader(fullname, _Loader(self._mutant))
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self._mutant.module else None
+
+    def is_package(self, fullname: str) -> bool:
+        del fullname
+        return self._mutant.file.endswith("__init__.py")
+
+    def get_source(self, fullname: str) -> str:
+        del fullname
+        return self._mutant.source()
 
 
 P, M, S, E, L = "group/positions.py", "group/machine.py", "group/slots.py", "group/echo.py", "group/loss.py"

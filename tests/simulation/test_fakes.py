@@ -7,9 +7,8 @@ import pytest
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
-from kit.cluster import NoBooks
 from kit.fake_library import NO_OFFSET
-from kit.kafka_group import Code, Entry
+from kit.kafka_group import Books, Code, Entry
 from kit.misfortune import Misfortune
 from simulation.stage import CLASSIC, FLAVOURS, Stage, Watched, played, refused
 
@@ -328,7 +327,7 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Sta
 
 @pytest.mark.parametrize("play", [("range", False)], indirect=True)
 def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_errors(play: Stage) -> None:
-    class Strict(NoBooks):
+    class Strict(Books):
         def given(self, *_: object) -> None:
             raise AssertionError("a rule")
 
