@@ -196,14 +196,6 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say where to: exactly one of"),
-        (("--to-earliest", "--to-offset", "3"), "say where to: exactly one of"),
-        (("--to-ledger",), "--to-ledger needs --table"),
-        (("--to-latest", "--batch", "3"), "--batch needs --to-checkpoint"),
-        (("--to-datetime", "yesterday"), "write it as 2026-01-31T12:00:00"),
-        (("--to-datetime", "2026-01-31T12:00:00"), "has no zone"),
-        (("--to-offsets", "latest"), "takes JSON"),
-        (("--to-offsets", "{"), "--to-offsets: "),
         (("--to-latest", "--topic", "no-such-topic"), "topic no-such-topic does not exist"),
         (("--to-latest", "--execute"), "its offsets expired; to begin it somewhere, name the topics with --topic"),
         (("--to-current", "--topic", "no-such-topic:0"), "topic no-such-topic does not exist"),

@@ -170,12 +170,25 @@ def test_brokers_that_do_not_answer_are_one_line_and_worth_another_try() -> None
         (["describe", "--group", "a", "--all-groups"], "say which groups"),
         (["list", "stable"], "'stable' stands alone"),
         (["list", "--state", "calm"], "there is no state 'calm'; the states are stable,"),
-        (["reset", "--group", "a", "--to-latest", "--execute", "--dry-run"], "--execute and --dry-run contradict"),
-        (["reset", "--group", "a", "--to-latest", "--export", "--json"], "--export and --json contradict"),
-        (["reset", "--group", "a", "--to-latest", "--topic", "t", "--all-topics"], "--topic and --all-topics"),
+        *[
+            (["reset", "--group", "a", *arguments], message)
+            for arguments, message in (
+                ([], "say where to: exactly one of"),
+                (["--to-earliest", "--to-offset", "3"], "say where to: exactly one of"),
+                (["--to-ledger"], "--to-ledger needs --table"),
+                (["--to-latest", "--batch", "3"], "--batch needs --to-checkpoint"),
+                (["--to-datetime", "yesterday"], "write it as 2026-01-31T12:00:00"),
+                (["--to-datetime", "2026-01-31T12:00:00"], "has no zone"),
+                (["--to-offsets", "latest"], "takes JSON"),
+                (["--to-offsets", "{"], "--to-offsets: "),
+                (["--to-latest", "--execute", "--dry-run"], "--execute and --dry-run contradict"),
+                (["--to-latest", "--export", "--json"], "--export and --json contradict"),
+                (["--to-latest", "--topic", "t", "--all-topics"], "--topic and --all-topics"),
+            )
+        ],
     ],
 )
-def test_what_contradicts_itself_is_refused_before_anybody_is_asked(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(arguments: list[str], message: str) -> None:
     shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NOBODY])
     assert shown.exit_code == FINAL
     assert message in shown.output
