@@ -150,38 +150,36 @@ def test_list_and_describe_show_every_group_by_its_state(scene: Scene) -> None:
 # --- reset ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("to", "then"),
-    [
-        (("--to-earliest",), (0, 0)),
-        (("--to-latest",), (6, 5)),
-        (("--to-offset", "3"), (3, 3)),
-        (("--to-offset", "99"), (6, 5)),
-        (("--to-offsets", '{"%s":{"0":-1,"1":1}}'), (6, 1)),
-        (("--to-offsets", '{"%s":{"0":-2}}'), (0, 5)),
-        (("--to-datetime", datetime.fromtimestamp(2_000, UTC).isoformat()), (5, 5)),
-        (("--by-duration", "PT0S"), (6, 5)),
-        (("--by-duration", "P36500D"), (0, 0)),
-        (("--shift-by", "-2"), (3, 3)),
-        (("--shift-by", "99"), (6, 5)),
-        (("--shift-by", "-1", "--topic", "%s:1"), (5, 4)),
-        (("--to-current",), (5, 5)),
-    ],
-)
-def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(
-    to: tuple[str, ...], then: tuple[int, int], scene: Scene, run: Run
-) -> None:
+PLACES = {
+    ("--to-earliest",): (0, 0),
+    ("--to-latest",): (6, 5),
+    ("--to-offset", "3"): (3, 3),
+    ("--to-offset", "99"): (6, 5),
+    ("--to-offsets", '{"%s":{"0":-1,"1":1}}'): (6, 1),
+    ("--to-offsets", '{"%s":{"0":-2}}'): (0, 5),
+    ("--to-datetime", datetime.fromtimestamp(2_000, UTC).isoformat()): (5, 5),
+    ("--by-duration", "PT0S"): (6, 5),
+    ("--by-duration", "P36500D"): (0, 0),
+    ("--shift-by", "-2"): (3, 3),
+    ("--shift-by", "99"): (6, 5),
+    ("--shift-by", "-1", "--topic", "%s:1"): (5, 4),
+    ("--to-current",): (5, 5),
+}
+"""Where a group that is at 5 in both partitions goes."""
+
+
+def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(scene: Scene, run: Run) -> None:
     name = scene.topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
     scene.produce(name, numbered(0, 9, 2, at_ms=1_000_000))
     scene.produce(name, numbered(10, 10, 2, at_ms=3_000_000))
-    set_committed(scene.admin, scene.group, name, {0: 5, 1: 5})
     here = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
-    arguments = [argument % name if "%s" in argument else argument for argument in to]
-    assert scene.committed() == here
-    assert "nothing was changed" in run("reset", *arguments).output
-    assert scene.committed() == here
-    run("reset", *arguments, "--execute")
-    assert scene.committed() == dict(zip(here, then, strict=True))
+    for to, then in PLACES.items():
+        set_committed(scene.admin, scene.group, name, {0: 5, 1: 5})
+        arguments = [argument % name if "%s" in argument else argument for argument in to]
+        assert "nothing was changed" in run("reset", *arguments).output, to
+        assert scene.committed() == here, to
+        run("reset", *arguments, "--execute")
+        assert scene.committed() == dict(zip(here, then, strict=True)), to
 
 
 def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) -> None:

@@ -144,29 +144,29 @@ def test_a_notebook_sees_a_group_as_tables(broker: Broker, name: str, group_id: 
     assert re.search(r"│ 0 +│ +2 │ +5 │ +3 │", in_a_notebook(look))
 
 
-@pytest.mark.parametrize(
-    ("to", "then"),
-    [
+def test_a_notebook_resets_a_group_as_the_command_does(
+    broker: Broker, name: str, group_id: str, committed: Callable[[str], Offsets]
+) -> None:
+    moves: list[tuple[Any, list[int]]] = [
         ("earliest", [0, 0]),
         ("latest", [5, 5]),
         (4, [4, 4]),
         (datetime(2020, 1, 1, tzinfo=UTC), [0, 0]),
-        ({1: -1}, [2, 5]),
-    ],
-)
-def test_a_notebook_resets_a_group_as_the_command_does(
-    broker: Broker, name: str, group_id: str, committed: Callable[[str], Offsets], to: Any, then: list[int]
-) -> None:
-    def reset(**more: Any) -> Any:
-        place = {name: to} if isinstance(to, dict) else to
-        return spark_group_source.reset(group_id, broker.bootstrap_servers, to=place, **more)
+        ({name: {1: -1}}, [0, 5]),
+    ]
 
-    planned = reset()
-    assert planned.number is None and "nothing was changed" in in_a_notebook(planned)
-    assert list(committed(group_id).values()) == [2, 2]
-    done = reset(execute=True)
-    assert done.number == 1 and done.moves == planned.moves
-    assert [at for _, at in sorted(committed(group_id).items())] == then
+    def at() -> list[int]:
+        return [offset for _, offset in sorted(committed(group_id).items())]
+
+    before = at()
+    for number, (to, then) in enumerate(moves, 1):
+        planned = spark_group_source.reset(group_id, broker.bootstrap_servers, to=to)
+        assert planned.number is None and "nothing was changed" in in_a_notebook(planned)
+        assert at() == before
+        done = spark_group_source.reset(group_id, broker.bootstrap_servers, to=to, execute=True)
+        assert done.number == number and done.moves == planned.moves
+        before = at()
+        assert before == then
 
 
 @pytest.mark.parametrize("to", ["somewhere", -5, datetime(2020, 1, 1), "ledger"])  # noqa: DTZ001
