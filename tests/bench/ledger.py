@@ -1,10 +1,11 @@
 """What the ledger costs: a batch with it, by each writer, beside the same rows written by Delta alone.
 
-``python -m tests.bench ledger [--batches N] [--partitions N ...] [--rows N]``
+``python -m tests.bench ledger [--batches N] [--partitions N ...] [--rows N] [--snapshot-partitions N]``
 
 No Kafka: the sink is called as ``foreachBatch`` calls it. The kinds take turns, batch by batch, each with a table of
 its own; the first fifth of the batches is not counted. ``plain`` is an append; ``idempotent`` has the batch's number,
-as Delta's documents advise (``txnAppId`` and ``txnVersion``). Milliseconds, medians, and the ratio to each of the two.
+as Delta's documents advise (``txnAppId`` and ``txnVersion``). Delta computes a table's state in 50 tasks unless
+``spark.databricks.delta.snapshotPartitions`` says otherwise. Milliseconds, medians, and the ratio to each of the two.
 """
 
 import argparse
@@ -89,9 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--partitions", type=int, nargs="+", default=[10, 10_000])
     parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--snapshot-partitions", type=int, default=50)
     told = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         spark = session(Path(folder))
+        spark.conf.set("spark.databricks.delta.snapshotPartitions", str(told.snapshot_partitions))
         try:
             for partitions in told.partitions:
                 root = Path(folder) / str(partitions)
