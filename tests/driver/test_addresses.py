@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from spark_group_source.channel.addresses import Places, places
+from spark_group_source.driver.reception import Places, places
 
 
 def test_what_the_user_says_counts_alone_and_limits_where_it_listens_if_it_is_an_own_address() -> None:
