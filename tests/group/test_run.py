@@ -335,24 +335,15 @@ def test_once_takes_all_there_is() -> None:
     assert run.batch(unlimited=True).ranges == {A: (0, 10), B: (0, 4)}
 
 
-def test_once_brings_its_offsets_at_the_stop_when_the_sink_says_that_it_has_them() -> None:
-    run = RunHarness()
-    run.ends = {A: 10, B: 4}
-    run.batch(unlimited=True)
-    run.stop(durable=0)
-    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 10, B: 4}
-    assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
-    assert not any("Trigger.Once" in text for text in run.said())
-
-
-@pytest.mark.parametrize("durable", [-1, 3])
-def test_once_without_such_a_mark_says_that_kafka_learns_of_its_offsets_later(durable: int) -> None:
+@pytest.mark.parametrize(("durable", "has_them"), [(0, True), (-1, False), (3, False)])
+def test_once_brings_its_offsets_at_the_stop_when_the_sink_says_that_it_has_them(durable: int, has_them: bool) -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
     run.batch(unlimited=True)
     run.stop(durable=durable)
-    assert {tp: at.offset for tp, at in run.committed.items()} == {A: 0, B: 0}
-    assert [text for text in run.said() if "Trigger.Once" in text and "at the next start" in text]
+    assert {tp: at.offset for tp, at in run.committed.items()} == ({A: 10, B: 4} if has_them else {A: 0, B: 0})
+    assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=True)]
+    assert any("Trigger.Once" in text and "at the next start" in text for text in run.said()) != has_them
 
 
 def test_once_with_nothing_to_read_returns_the_start() -> None:

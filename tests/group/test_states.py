@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kit.harness import JOINING_BUDGET_MS, STREAM, GroupHarness, tps
+from kit.harness import STREAM, GroupHarness, tps
 from kit.run_harness import RunHarness
 
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
@@ -63,17 +63,6 @@ def revoking(g: GroupHarness) -> None:
 def asking(g: GroupHarness) -> None:
     assigned(g)
     g.fenced()
-
-
-def unable_to_join(g: GroupHarness) -> None:
-    g.failed()
-    g.tick(ms=100)
-    g.clock.advance(ms=JOINING_BUDGET_MS)
-    g.failed()
-
-
-def replaced(g: GroupHarness) -> None:
-    g.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH"))
 
 
 def close(g: GroupHarness) -> None:

@@ -24,6 +24,11 @@ UNHEARD_OF = 9_999
 REFUSED = refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
+def bounds(runtime: HandRuntime) -> list[float]:
+    """How long each question about offsets was to be waited for."""
+    return [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+
+
 def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
     """Whatever is in no table is asked again."""
     assert CODES.items() <= NAMES.items()
@@ -79,8 +84,9 @@ def test_every_row_is_followed(request_: Request) -> None:
         assert next(tries) == (3 if means in (Meaning.REFUSED, Meaning.GONE) else 2)
 
 
-def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(
+    runtime: HandRuntime, admin: Admin
+) -> None:
     runtime.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         admin.latest([A0])
@@ -89,9 +95,10 @@ def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(
     assert admin.latest([A0]) == {A0: 5}
 
 
-def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_too(runtime: HandRuntime) -> None:
+def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_too(
+    runtime: HandRuntime, admin: Admin
+) -> None:
     """The library tells of it once in half a minute; an old one said nothing of a slow answer days later."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
     told = KafkaError(KafkaError._AUTHENTICATION)
     admin._on_error(told)
     runtime.will("list_offsets", {A0: _info(5)})
@@ -133,8 +140,7 @@ def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(ru
 
 
 @pytest.mark.parametrize("text", ['{"error": "invalid_client"}', '{"error_description":"x","error":"invalid_scope"}'])
-def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(runtime: HandRuntime, text: str) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(runtime: HandRuntime, admin: Admin, text: str) -> None:
     told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
     runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
     with pytest.raises(AccessDenied, match="invalid_"):
@@ -150,8 +156,7 @@ def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_aw
         admin.latest([A0, A1], whole=False)
     runtime.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0, A1], whole=False)
-    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
-    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(runtime) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
 def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(runtime: HandRuntime) -> None:
@@ -171,8 +176,7 @@ def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) 
     runtime.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
     admin.latest([A0, A1], whole=False)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
-    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
-    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(runtime) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
 def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(runtime: HandRuntime) -> None:
@@ -182,9 +186,8 @@ def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(
     assert admin.latest([A0]) == {A0: 5}
     runtime.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0])
-    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
     first, away = FIRST_TIMEOUT_S, AWAY_TIMEOUT_S
-    assert asked == [first, away, first, away, REQUEST_TIMEOUT_S, first]
+    assert bounds(runtime) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
 def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_sooner(runtime: HandRuntime) -> None:
@@ -196,12 +199,12 @@ def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_soo
         assert admin.latest([A0, A1], whole=False) == {A0: 5}
         runtime.clock_ms += int(TROUBLED_S * 1000)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
-    asked = [bound_s for client in runtime.admins for bound_s in client.bounds_s]
-    assert asked == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
+    assert bounds(runtime) == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
-def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(
+    runtime: HandRuntime, admin: Admin
+) -> None:
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
     runtime.will("list_offsets", moves, moves)
     runtime.will("list_offsets", *[moves] * 3)
@@ -250,11 +253,6 @@ class _TakesTooLong:
 
 def _info(offset: int) -> object:
     return type("Info", (), {"offset": offset})()
-
-
-@pytest.fixture
-def runtime() -> HandRuntime:
-    return HandRuntime()
 
 
 NOTHING = -1001

@@ -14,11 +14,6 @@ FENCED = refusal(KafkaError._FENCED, fatal=True)
 
 
 @pytest.fixture
-def runtime() -> HandRuntime:
-    return HandRuntime()
-
-
-@pytest.fixture
 def committer(runtime: HandRuntime) -> OffsetCommitter:
     return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", runtime=runtime)
 

@@ -12,11 +12,6 @@ from spark_group_source.kafka import MemberConsumer
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
 
-@pytest.fixture
-def runtime() -> HandRuntime:
-    return HandRuntime()
-
-
 def joined(runtime: HandRuntime, **more: str) -> tuple[MemberConsumer, HandConsumer]:
     consumer = MemberConsumer(
         {**COOPERATIVE, **more},

@@ -13,12 +13,11 @@ import pytest
 from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, committed_of, create_topic, noted_of, produce_to, set_committed
+from kafka_words import await_until, committed_of, create_topic, produce_to, set_committed
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
 from spark_group_source.group import machine, positions
-from spark_group_source.group.names import parse_note
 from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.local.broker import Broker
@@ -65,7 +64,6 @@ class Minute:
     """When something was done, or looked at: what a look says of offsets that are kept holds within a retention."""
     described: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Statistics] = field(default_factory=dict)
-    notes_ms: list[int] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     theirs: str = ""
 
@@ -128,9 +126,6 @@ def played(servers: str) -> Minute:
     seen.at_s["kept"] = time.monotonic() - t0
     running.run()
     seen.statistics["running"] = running.coordinator._run.statistics()
-    seen.notes_ms = [
-        at for _, note in noted_of(admin, "running").values() if (at := parse_note(note).at_ms) is not None
-    ]
     running.close()
     seen.at_s["closed"] = time.monotonic() - t0
     for member in members.values():

@@ -18,11 +18,6 @@ SETTINGS = {"bootstrap.servers": "b"}
 B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)
 
 
-@pytest.fixture
-def runtime() -> HandRuntime:
-    return HandRuntime()
-
-
 def at(tp: TopicPartition, offset: int, text: str = "", *, error: int | None = None) -> Any:
     """An answer; the library's own object cannot be given an error."""
     if error is None:
@@ -50,14 +45,12 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(runtime: HandRuntime) -
 
 
 def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
-    runtime: HandRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: HandRuntime, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.kafka.translation.AT_ONCE", 2)
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
     runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
     assert admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
     assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, A1], [B0]]
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
     runtime.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
     assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(6, ""), A1: None, B0: CommittedOffset(7, "")}
     runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
@@ -83,8 +76,7 @@ UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """What it says of one such partition beside others."""
 
 
-def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
+def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(runtime: HandRuntime, admin: Admin) -> None:
     gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), SimpleNamespace(partitions=[0])
     runtime.will(
         "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
@@ -103,10 +95,10 @@ def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(runtime: H
 
 def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked_for_again(
     runtime: HandRuntime,
+    admin: Admin,
 ) -> None:
     """Else an AvailableNow run leaves it to the next one."""
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"})
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
     there, gone = SimpleNamespace(topic_id="i", partitions=[0]), refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
     runtime.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
     runtime.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
@@ -116,10 +108,9 @@ def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked
 
 
 def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_said(
-    runtime: HandRuntime, caplog: pytest.LogCaptureFixture
+    runtime: HandRuntime, admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
-    admin = Admin(SETTINGS, runtime=runtime, retries=0)
     gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
     runtime.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
     runtime.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
@@ -136,15 +127,13 @@ def test_partitions_without_a_leader_are_asked_for_again(runtime: HandRuntime) -
     assert admin.latest([A0]) == {A0: 3}
 
 
-def test_one_partition_without_an_answer_does_not_hide_the_others(runtime: HandRuntime) -> None:
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+def test_one_partition_without_an_answer_does_not_hide_the_others(runtime: HandRuntime, offsets: GroupOffsets) -> None:
     answers = [at(A0, 5, "n"), at(A1, -1001), at(B0, -1001, error=KafkaError.UNKNOWN_TOPIC_OR_PART)]
     runtime.will("committed", answers)
     assert offsets.read([A0, A1, B0]) == {A0: CommittedOffset(5, "n"), A1: None}
 
 
-def test_an_error_of_the_whole_question_is_raised(runtime: HandRuntime) -> None:
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+def test_an_error_of_the_whole_question_is_raised(runtime: HandRuntime, offsets: GroupOffsets) -> None:
     runtime.will("committed", *[[at(A0, 5), at(A1, -1001, error=KafkaError.TOPIC_AUTHORIZATION_FAILED)]] * 2)
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         offsets.read([A0, A1])
@@ -153,16 +142,14 @@ def test_an_error_of_the_whole_question_is_raised(runtime: HandRuntime) -> None:
         offsets.read([A0])
 
 
-def test_reading_back_waits_until_all_of_it_shows(runtime: HandRuntime) -> None:
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+def test_reading_back_waits_until_all_of_it_shows(runtime: HandRuntime, offsets: GroupOffsets) -> None:
     hidden = at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)
     runtime.will("committed", [at(A0, 4), at(A1, -1001)], [at(A0, 5), hidden], [at(A0, 5), at(A1, 6)])
     offsets.wait_shown({A0: 5, A1: 6})
     assert len(runtime.called("committed")) == 3
 
 
-def test_reading_back_gives_up(runtime: HandRuntime) -> None:
-    offsets = GroupOffsets(SETTINGS, group="g", runtime=runtime)
+def test_reading_back_gives_up(runtime: HandRuntime, offsets: GroupOffsets) -> None:
     runtime.will("committed", *[[at(A0, 4)]] * 1_000)
     with pytest.raises(CommitFailed, match="a-0 was committed at 5, but the group shows"):
         offsets.wait_shown({A0: 5})

@@ -30,6 +30,7 @@ class Scene:
         self.reported: list[ev.Event] = []
         self.ended: list[ev.Event] = []
         self.called_when_ended: list[Any] = []
+        self.done: list[Any] = []
         self.member = self.make()
 
     def make(self, settings: dict[str, str] = EAGER, join: ev.Join = JOIN) -> Member:
@@ -72,6 +73,15 @@ class Scene:
     def lose(self) -> None:
         self.consumer.lose_callback()
 
+    def commit(self, *tps: TopicPartition, identity: Identity | None = None) -> Callable[[], None]:
+        """Order a commit at 5, as ``identity`` or as who it is then; :attr:`done` has its end."""
+
+        def order() -> None:
+            share = Share(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
+            self.done.append(self.member.commit(share, dict.fromkeys(tps, "x")))
+
+        return order
+
     def kinds(self) -> list[str]:
         return [type(event).__name__ for event in self.reported]
 
@@ -85,15 +95,11 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_it_is_known_by_the_names_that_it_was_given(scene: Scene) -> None:
+def test_it_is_known_by_the_names_that_it_was_given_and_tells_its_end_when_it_is_closed(scene: Scene) -> None:
     scene.run(scene.leave)
     (settings,) = scene.runtime.called("Consumer")
     assert (settings["client.id"], settings["group.instance.id"]) == ("c-3", "g.s.3")
     assert scene.runtime.called("subscribe") == [("a",)]
-
-
-def test_its_end_is_told_when_the_consumer_is_closed(scene: Scene) -> None:
-    scene.run(scene.leave)
     assert scene.ended == [ev.MemberEnded(slot=3, client=2)]
     assert scene.called_when_ended[-1] == "close"
 
@@ -227,15 +233,26 @@ class Message:
         return self._error
 
 
-def test_a_member_that_the_broker_fenced_says_so(scene: Scene) -> None:
-    scene.runtime.will("poll", Message(KafkaError._FATAL, "instance id was fenced"))
-    scene.run(lambda: None)
-    assert scene.kinds() == ["MemberFenced"]
-    assert scene.doubts() == [True]
-
-
 STILL_TAKEN = "Broker: The instance ID is still used by another member in the consumer group"
 KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consumer"}
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "told"),
+    [
+        ("poll", Message(KafkaError._FATAL, "instance id was fenced"), "MemberFenced"),
+        ("poll", Message(KafkaError._FATAL, STILL_TAKEN), "MemberFailed"),  # maybe another driver's: it is not taken
+        ("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"), "Broken"),
+        ("Consumer", refusal(KafkaError._INVALID_ARG), "MemberFailed"),
+    ],
+)
+def test_how_a_member_says_that_it_ends(scene: Scene, call: str, answer: Any, told: str) -> None:
+    scene.make(KIP_848)
+    scene.runtime.will(call, answer)
+    scene.run(*[lambda: None] * (call == "poll"))
+    assert scene.kinds() == [told]
+    assert scene.doubts() == [True] * (told == "MemberFenced")
+    assert len(scene.runtime.called("Consumer")) == 1
 
 
 def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Scene) -> None:
@@ -254,32 +271,12 @@ def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Sce
     assert scene.runtime.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"
 
 
-def test_a_place_that_another_driver_may_have_is_not_taken(scene: Scene) -> None:
-    scene.make(KIP_848)
-    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
-    scene.run(lambda: None)
-    assert scene.kinds() == ["MemberFailed"]
-    assert len(scene.runtime.called("Consumer")) == 1
-
-
 def test_a_place_that_cannot_be_taken_is_a_failure(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
     scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(lambda: None, lambda: scene.freeze(TAKE_MS_MAX))
     assert scene.kinds() == ["MemberFailed"]
     assert "was not taken" in str(scene.reported[-1])
-
-
-def test_a_consumer_that_cannot_be_made_is_a_failure(scene: Scene) -> None:
-    scene.runtime.will("Consumer", refusal(KafkaError._INVALID_ARG))
-    scene.run()
-    assert scene.kinds() == ["MemberFailed"]
-
-
-def test_a_setting_that_the_brokers_refuse_ends_the_run(scene: Scene) -> None:
-    scene.runtime.will("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"))
-    scene.run(lambda: None)
-    assert scene.kinds() == ["Broken"]
 
 
 def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,37 +310,26 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
 
 
 def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
-    done: list[Any] = []
-
-    def order(identity: Identity) -> None:
-        share = Share(scene.member, identity, {A0: 5, A1: 6})
-        done.append(scene.member.commit(share, {A0: "x", A1: "y"}))
-
     scene.run(
         lambda: scene.consumer.assign_callback(A0, A1),
-        lambda: order(Identity(1, "m", metadata(1))),
-        lambda: order(Identity(0, "m", metadata(0))),
+        scene.commit(A0, A1, identity=Identity(1, "m", metadata(1))),
+        scene.commit(A0, A1, identity=Identity(2, "m", metadata(2))),
         scene.leave,
     )
-    assert done[0].result(0) is None
-    assert scene.runtime.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 6, "y")]]
+    assert scene.done[0].result(0) is None
+    assert scene.runtime.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 5, "x")]]
     with pytest.raises(MemberStale, match="joined again"):
-        done[1].result(0)
+        scene.done[1].result(0)
 
 
 def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(scene: Scene) -> None:
     """A release that overran its budget; its epoch stays, since it is asked for more at once (KIP-848)."""
     scene.make(COOPERATIVE | {"group.protocol": "consumer"})
-    done: list[Any] = []
-
-    def order(*tps: TopicPartition) -> None:
-        share = Share(scene.member, scene.member.identity, dict.fromkeys(tps, 5))
-        done.append(scene.member.commit(share, dict.fromkeys(tps, "x")))
 
     def release_then_order() -> None:
         scene.release()
-        order(A0, A1)
-        order(A1)
+        scene.commit(A0, A1)()
+        scene.commit(A1)()
 
     scene.run(
         lambda: scene.consumer.assign_callback(A0, A1),
@@ -352,34 +338,24 @@ def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(sce
         scene.leave,
     )
     with pytest.raises(MemberStale, match="given partitions back"):
-        done[0].result(0)
-    assert done[1].result(0) is None
+        scene.done[0].result(0)
+    assert scene.done[1].result(0) is None
     assert scene.runtime.called("commit") == [[("a", 1, 5, "x")]]
 
 
 def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
     scene.runtime.will("commit", refusal(KafkaError.UNKNOWN_MEMBER_ID))
-    done: list[Any] = []
-
-    def order() -> None:
-        share = Share(scene.member, scene.member.identity, {A0: 5})
-        done.append(scene.member.commit(share, {A0: "x"}))
-
-    scene.run(scene.assign, order, scene.leave)
+    scene.run(scene.assign, scene.commit(A0), scene.leave)
     with pytest.raises(MemberStale) as stale:
-        done[0].result(0)
+        scene.done[0].result(0)
     assert stale.value.thrown_out
 
 
 def test_an_order_that_comes_too_late_is_answered(scene: Scene) -> None:
-    done: list[Any] = []
-
     def leave_then_order() -> None:
         scene.leave()
-        scene.member._consumer.close = lambda leave: done.append(  # type: ignore[union-attr, method-assign]
-            scene.member.commit(Share(scene.member, None, {}), {})
-        )
+        scene.member._consumer.close = lambda leave: scene.commit()()  # type: ignore[union-attr, method-assign]
 
     scene.run(leave_then_order)
     with pytest.raises(Exception, match="ended"):
-        done[0].result(0)
+        scene.done[0].result(0)

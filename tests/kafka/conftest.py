@@ -1,0 +1,24 @@
+"""Clients that are moved by hand, and what asks through them."""
+
+import pytest
+from hand_made import HandRuntime
+
+from spark_group_source.kafka import Admin, GroupOffsets
+
+SETTINGS = {"bootstrap.servers": "b"}
+
+
+@pytest.fixture
+def runtime() -> HandRuntime:
+    return HandRuntime()
+
+
+@pytest.fixture
+def admin(runtime: HandRuntime) -> Admin:
+    """One that asks nothing again but what is confirmed."""
+    return Admin(SETTINGS, runtime=runtime, retries=0)
+
+
+@pytest.fixture
+def offsets(runtime: HandRuntime) -> GroupOffsets:
+    return GroupOffsets(SETTINGS, group="g", runtime=runtime)
