@@ -101,13 +101,6 @@ def test_where_there_is_something_to_read_it_asks_whether_it_is_the_same_topic()
     assert (brokers.error(), brokers.lookout.gone, brokers.lookout.suspects) == (None, None, False)
 
 
-def test_a_look_at_nothing_asks_nothing_of_topics() -> None:
-    brokers = Brokers()
-    brokers.look({})
-    assert brokers.questions == [ev.Look()]
-    assert brokers.lookout.complete
-
-
 # --- topics that are missing -----------------------------------------------------------------------------------------
 
 
@@ -181,18 +174,6 @@ def test_without_failing_a_missing_topic_is_told_of_once() -> None:
     assert said == ["topic orders does not exist any more; the query goes on without it"]
     assert brokers.error() is None and not brokers.lookout.suspects
     assert brokers.lookout.complete  # its partitions are not waited for
-
-
-def test_a_topic_may_have_the_name_of_a_partition_of_another_one() -> None:
-    (other,) = tps("orders-0", 0)
-    brokers = Brokers()
-    brokers.ends |= {other: 100}
-    brokers.firsts |= {other: 0}
-    brokers.ids |= {"orders-0": "id-3"}
-    brokers.shrink(A, 50)
-    brokers.look({A: 100, other: 90})
-    brokers.look({A: 100, other: 90}, after_ms=GRACE_MS)
-    assert isinstance(brokers.error(), DataLoss)
 
 
 # --- topics that were made again -------------------------------------------------------------------------------------

@@ -111,29 +111,20 @@ def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() ->
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
 
 
-def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness) -> None:
+@pytest.mark.parametrize("starts", [False, True], ids=["the committed offset", "the start"])
+def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHarness, starts: bool) -> None:
     group.assigned(A)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
+        if starts:
+            assert group.committed({A: None}) == [ev.ResolveStarts(starts={A: EARLIEST})]
         assert group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker"))) == []
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [ev.FetchCommitted(partitions=(A,))]
-    group.committed({A: 3})
+    group.committed({A: None if starts else 3})
+    if starts:
+        group.resolved({A: 3})
     assert group.machine.plannable() == {A: 3}
-    group.assigned(B)
-    group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
-    assert group.machine.next_deadline_ms() == group.clock() + 100
-
-
-def test_starts_that_cannot_be_resolved_are_asked_for_with_a_growing_pause_too(group: GroupHarness) -> None:
-    group.assigned(A)
-    for pause_ms in (100, 200, 500):
-        assert group.committed({A: None}) == [ev.ResolveStarts(starts={A: EARLIEST})]
-        group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker")))
-        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
-        assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(A,))]
-    group.committed({A: None})
-    group.resolved({A: 3})
     group.assigned(B)
     group.feed(ev.LookupFailed(partitions=(B,), error=BrokerUnavailable("no broker")))
     assert group.machine.next_deadline_ms() == group.clock() + 100

@@ -244,25 +244,11 @@ def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness)
     assert group.machine.statistics().slots == ("assigned",)
 
 
-def test_a_slot_whose_last_partition_is_lost_while_idle_is_asked_about_like_others(pair: GroupHarness) -> None:
-    """A frozen driver's idle slot has nothing to lose: the fence alone tells of its successor."""
-    pair.settled(A, slot=0)
-    pair.assigned(slot=1)
-    assert pair.fenced(slot=1) == [ev.AskReplaced(slot=1)]
-    assert pair.machine.statistics().slots == ("assigned", "asking")
-    assert not pair.gathered()
-
-
 def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
     commands = pair.feed(ev.TopicsSeen(topics=("orders", "payments")))
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
     assert any("2 topics: orders, payments" in text for text in pair.said())
-
-
-def test_an_unchanged_subscription_disturbs_nobody(group: GroupHarness) -> None:
-    group.settled(A)
-    assert group.feed(ev.TopicsSeen(topics=("orders",))) == []
-    assert group.said() == []
+    assert pair.feed(ev.TopicsSeen(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
 
 
 def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:

@@ -60,20 +60,6 @@ def test_an_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOff
     }
 
 
-def test_a_topic_that_was_known_but_never_held_is_still_known_after_a_restart() -> None:
-    """Else its partitions would count as new ones, and start at their beginning whatever ``startingOffsets`` says."""
-    held = TopicPartition("orders", 0)
-    offset = StreamOffset(
-        group="etl",
-        stream="9f2c",
-        seq=0,
-        topic_ids={"orders": "x"},
-        known={"orders": 1, "payments": 3},
-        ranges={held: (5, 5)},
-    )
-    assert parse(offset.to_json()) == offset
-
-
 @given(stream_offsets())
 def test_the_sink_tells_every_offset_of_this_source_from_another_sources(offset: StreamOffset) -> None:
     assert is_ours(offset.to_json())
