@@ -51,10 +51,7 @@ NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
 @pytest.fixture
 def read(broker: BrokerCluster) -> Read:
     """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
-    return reading(broker)
 
-
-def reading(broker: BrokerCluster) -> Read:
     def rows(
         *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
     ) -> list[Row]:
@@ -219,7 +216,7 @@ Path(scratch, "rows").write_bytes(pickle.dumps((table.schema, table.to_pylist())
 
 
 def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
-    topic: TopicFactory, produce: Produce, broker: BrokerCluster, tmp_path: Path
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, read: Read, tmp_path: Path
 ) -> None:
     kept = {"retention.ms": "-1"}
     names = [topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})]
@@ -237,7 +234,7 @@ def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
     schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
     assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(True)]
     place = itemgetter("topic", "offset")
-    rows = reading(broker)(*(of(name, 0, len(written)) for name in names), include_headers=True)
+    rows = read(*(of(name, 0, len(written)) for name in names), include_headers=True)
     assert sorted(rows, key=place) == sorted(expected, key=place)
 
 

@@ -46,27 +46,6 @@ class Library:
         self.number = cluster.client_number(process, kind)
         self.thread = f"{kind}{self.number}"
 
-    def question(
-        self,
-        ask: Ask,
-        serve: Serve,
-        settle: Callable[[Any], None],
-        *,
-        timeout_ms: int,
-        timed_out: Callable[[], KafkaError],
-    ) -> None:
-        """Ask; ``settle`` is called with the answer, later and on the library's thread."""
-        Question(
-            self.process,
-            self.thread,
-            self.cluster.misfortune,
-            ask,
-            serve,
-            settle,
-            timeout_ms=timeout_ms,
-            timed_out=timed_out,
-        )
-
     def answer(self, ask: Ask, serve: Serve, *, timeout_ms: int, timed_out: Callable[[], KafkaError]) -> Any:
         """Ask and wait, on the thread that runs.
 
@@ -75,7 +54,7 @@ class Library:
         """
         the_thread(self.world)
         future = Future(self.world)
-        self.question(ask, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
+        Question(self, ask, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
         answer = future.result()
         if isinstance(answer, KafkaError):
             raise KafkaException(answer)

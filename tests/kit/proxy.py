@@ -83,7 +83,6 @@ class Proxy:
         self._lines = dict.fromkeys(Direction, CLEAR)
         self._free_at_s = dict.fromkeys(Direction, 0.0)
         self._links: set[_Link] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._held: socket.socket | None = None
         self._up = threading.Event()

@@ -4,12 +4,15 @@ Runs in: tests. Deliberately absent: what brokers answer (``cluster``), and what
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import KafkaError
 
-from kit.misfortune import Ask, Luck, Misfortune
-from kit.world import REQUEST_TIMEOUT_MS, Process
+from kit.misfortune import Ask, Luck
+from kit.world import REQUEST_TIMEOUT_MS
+
+if TYPE_CHECKING:
+    from kit.fake_library import Library
 
 Reply = Callable[[Any], None]
 Serve = Callable[[Reply], None]
@@ -29,15 +32,14 @@ class Question:
     """One question. ``settle`` is called once, on the library's thread, with the answer or a KafkaError.
 
     Args:
+        library: the client that asks.
         serve: runs at a broker, and calls what it is given, now or later.
         timeout_ms: the library's own patience; then ``timed_out`` is the answer.
     """
 
     def __init__(
         self,
-        process: Process,
-        thread: str,
-        misfortune: Misfortune,
+        library: "Library",
         ask: Ask,
         serve: Serve,
         settle: Callable[[Any], None],
@@ -45,22 +47,23 @@ class Question:
         timeout_ms: int,
         timed_out: Callable[[], KafkaError],
     ) -> None:
-        self._process, self._thread, self._world = process, thread, process.world
-        self._misfortune, self._ask, self._serve, self._settle = misfortune, ask, serve, settle
+        self._process, self._thread, self._world = library.process, library.thread, library.world
+        self._misfortune = library.cluster.misfortune
+        self._ask, self._serve, self._settle = ask, serve, settle
         self._timeout_ms, self._timed_out = timeout_ms, timed_out
         self._settled = self._armed = self._answered = False
-        self._draws = process.draws(f"{thread}/{ask.value}")
+        self._draws = library.process.draws(f"{library.thread}/{ask.value}")
         world, draws = self._world, self._draws
-        luck = misfortune.draw(draws, ask)
+        luck = self._misfortune.draw(draws, ask)
         if luck is not None:
-            world.note(lambda: f"{process.name}: {ask.value}: {luck.value}")
+            world.note(lambda: f"{library.process.name}: {ask.value}: {luck.value}")
         if luck is Luck.NEVER:
             self._arm()
             if draws.chance(0.5):
                 world.at(self._latency(), self._served_in_vain)
         elif luck is Luck.REFUSED:
-            error = self._error(misfortune.refusal(draws, ask))
-            patience_ms = min(timeout_ms, misfortune.late_ms_max)
+            error = self._error(self._misfortune.refusal(draws, ask))
+            patience_ms = min(timeout_ms, self._misfortune.late_ms_max)
             self._answer(error, late_ms=draws.between(0, patience_ms) if error.code() == KafkaError._TIMED_OUT else 0)
         else:
             self._send(luck)
