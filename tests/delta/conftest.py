@@ -1,7 +1,6 @@
 """Fixtures of the sink's tests: a query without Kafka, a table, somebody who commits in between."""
 
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,45 +65,6 @@ def few_tasks(spark: "SparkSession") -> Iterator[None]:
     yield
     for key, value in former.items():
         spark.conf.unset(key) if value is None else spark.conf.set(key, value)
-
-
-DISK_KIB = 2048
-
-
-class Disk:
-    """A small file system of its own."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._ballast = root / "ballast"
-
-    def fill(self) -> None:
-        with self._ballast.open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
-
-    def forbid(self) -> None:
-        subprocess.run(["mount", "-o", "remount,ro", str(self.root)], check=True)
-
-    def mend(self) -> None:
-        subprocess.run(["mount", "-o", "remount,rw", str(self.root)], check=True)
-        self._ballast.unlink(missing_ok=True)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    root = tmp_path / "disk"
-    root.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", str(root)]
-    if (tried := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"needs the right to mount a small file system: {tried.stderr.strip()}")
-    try:
-        yield Disk(root)
-    finally:
-        subprocess.run(["umount", "-l", str(root)], check=True)
 
 
 @pytest.fixture

@@ -48,7 +48,9 @@ def test_with_writer_options_a_commit_has_rows_number_offsets_and_ledger_and_nee
     query: Query, new_table: Path
 ) -> None:
     sink, batch = query.sink(new_table, writer="options"), offset(0, one(0, 5))
+    query.spark.conf.unset(options_writer.SNAPSHOT_PARTITIONS)
     query.run(sink, 0, batch)
+    assert query.spark.conf.get(options_writer.SNAPSHOT_PARTITIONS, None) is None, "it is set for the write alone"
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
     (txn,) = actions(commit, "txn")

@@ -1,8 +1,9 @@
 """A disk that is full or read-only, under the table or the checkpoint: an error, nothing moved, and on it goes."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from sink_source import offset
@@ -11,8 +12,43 @@ from sink_words import Query, commits, next_offsets, one, records, rows
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.host import runs
 
-if TYPE_CHECKING:
-    pass
+DISK_KIB = 2048
+
+
+class Disk:
+    """A small file system of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._ballast = root / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+
+    def forbid(self) -> None:
+        subprocess.run(["mount", "-o", "remount,ro", str(self.root)], check=True)
+
+    def mend(self) -> None:
+        subprocess.run(["mount", "-o", "remount,rw", str(self.root)], check=True)
+        self._ballast.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    root = tmp_path / "disk"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", str(root)]
+    if (tried := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"needs the right to mount a small file system: {tried.stderr.strip()}")
+    try:
+        yield Disk(root)
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
 
 
 @pytest.fixture
@@ -29,7 +65,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_when_it_can(
     query: Query,
     created: Path,
-    disk: Any,
+    disk: Disk,
     marks: None,
     monkeypatch: pytest.MonkeyPatch,
     trouble: str,

@@ -5,7 +5,7 @@ import json
 import pickle
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from deltalake import DeltaTable
@@ -36,9 +36,6 @@ from spark_group_source.errors import CheckpointMismatch, LedgerConflict, Option
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.host import runs
 from spark_group_source.model import TopicPartition
-
-if TYPE_CHECKING:
-    pass
 
 
 def no_rows(df: Any) -> Any:
