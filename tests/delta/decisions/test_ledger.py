@@ -408,6 +408,7 @@ class Writers(RuleBasedStateMachine):
         super().__init__()
         self.ledger: Ledger | None = None
         self.table: list[tuple[TopicPartition, int]] = []
+        self.last: dict[str, StreamOffset] = {}
         self.resets = 0
         self.seq = 0
 
@@ -449,6 +450,14 @@ class Writers(RuleBasedStateMachine):
             assert after.offsets[tp] >= n, "the ledger moved backwards"
         assert after.epoch >= before.epoch
         self.ledger = after
+        self.last[stream] = planned
+
+    @rule(stream=st.sampled_from(["s1", "s2"]))
+    def replay(self, stream: str) -> None:
+        """Whatever was written and moved since."""
+        if stream in self.last:
+            decision = decide([self.last[stream]], {"etl": self.ledger}, table="/t", batch_id=self.seq)
+            assert isinstance(decision, Recorded)
 
     @rule(to=st.dictionaries(st.integers(0, 2), st.integers(0, 40)), with_table=st.booleans())
     def reset(self, to: dict[int, int], with_table: bool) -> None:
