@@ -7,8 +7,9 @@ becomes a position (``positions``).
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from spark_group_source.errors import DataLoss, OptionError, SourceError
+from spark_group_source.errors import OptionError, SourceError
 from spark_group_source.group import events as ev
+from spark_group_source.group.loss import data_loss
 from spark_group_source.group.outbox import Outbox
 from spark_group_source.group.positions import Positions
 from spark_group_source.group.rules import Rules, pause_ms
@@ -113,8 +114,8 @@ class Lookups:
             if at is None:
                 late.append(tp)
                 continue
-            if _is_new(tp, self.known) and at > 0 and (error := _first_records_gone(tp, at, self._rules)):
-                return error
+            if _is_new(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
+                return data_loss(tp, f"new partition {tp} begins at {at}, not at 0", expected=0, available=at)
             self._positions.started(tp, at)
         if late:
             if (refused := _too_young(late, self._rules)) is not None:
@@ -176,18 +177,4 @@ def _too_young(tps: Sequence[TopicPartition], rules: Rules) -> OptionError | Non
         f"{rules.starting.of(tps[0]).value} (milliseconds since the epoch). Give an earlier one, or set "
         "startingOffsetsByTimestampStrategy to latest to start these at their end",
         partitions=[str(tp) for tp in tps],
-    )
-
-
-def _first_records_gone(tp: TopicPartition, first: int, rules: Rules) -> DataLoss | None:
-    """What to say of a new partition that does not begin at 0: its first records went before anyone read them."""
-    if not rules.fail_on_data_loss:
-        return None
-    return DataLoss(
-        f"new partition {tp} begins at {first}, not at 0. Set failOnDataLoss to false to go on with the records that "
-        "are left",
-        topic=tp.topic,
-        partition=tp.partition,
-        expected=0,
-        available=first,
     )

@@ -272,13 +272,18 @@ class Lookout:
         if not self._fail:
             self.warnings.append(f"data loss: {text}")
             return
-        self.error = self.error or DataLoss(
-            f"{text}. Set failOnDataLoss to false to go on with the records that are left",
-            topic=tp.topic,
-            partition=tp.partition,
-            expected=self._positions[tp],
-            available=available,
-        )
+        self.error = self.error or data_loss(tp, text, expected=self._positions[tp], available=available)
+
+
+def data_loss(tp: TopicPartition, text: str, *, expected: int, available: int) -> DataLoss:
+    """What a run ends with under failOnDataLoss, whether a lookup or a look at the brokers shows it."""
+    return DataLoss(
+        f"{text}. Set failOnDataLoss to false to go on with the records that are left",
+        topic=tp.topic,
+        partition=tp.partition,
+        expected=expected,
+        available=available,
+    )
 
 
 class _Known(NamedTuple):

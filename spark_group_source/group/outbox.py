@@ -19,7 +19,7 @@ STORY_LINES_MAX = 200
 ITEMS_MAX = 8
 CHARS_MAX = 200
 """What an event's partitions, and its line, are cut to."""
-OFTEN = (*(ev.Asked, ev.Boundary, ev.GroupSeen, ev.HostHeard, ev.HostStocked, ev.Looked, ev.TargetTaken, ev.TaskRead),)
+OFTEN = (ev.Asked, ev.Boundary, ev.GroupSeen, ev.HostHeard, ev.HostStocked, ev.Looked, ev.TargetTaken, ev.TaskRead)
 """Events that come so often, or are so large, that they would leave no room for others; their commands are told."""
 
 

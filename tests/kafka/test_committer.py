@@ -141,12 +141,9 @@ def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transaction
         committer.prepare()
 
 
-def test_a_probe_takes_nothing_over(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+def test_a_probe_takes_nothing_over_and_leaves_nothing_behind(runtime: HandRuntime, committer: OffsetCommitter) -> None:
     assert committer.probe(A0) is False
     assert runtime.calls == []
-
-
-def test_a_probe_leaves_nothing_behind(runtime: HandRuntime, committer: OffsetCommitter) -> None:
     committer.prepare()
     assert committer.probe(A0) is True
     assert runtime.called()[-4:] == ["Consumer", "close", "send_offsets", "abort_transaction"]

@@ -186,14 +186,11 @@ def test_a_list_that_lacks_the_groups_of_a_broker_is_none(runtime: HandRuntime) 
         admin.groups()
 
 
-def test_a_topic_without_partitions_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
+def test_a_topic_or_partition_without_an_answer_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
     """Left out, its offsets would look like none."""
     runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
     with pytest.raises(BrokerUnavailable, match="which partitions topic a has"):
         GroupAdmin(SETTINGS, runtime=runtime).committed("g")
-
-
-def test_a_partition_without_an_answer_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
     runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
     runtime.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
     with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, the first a-1"):
