@@ -7,11 +7,12 @@ then everything that was produced until then must be committed by both groups, w
 next. Deliberately absent: pytest.
 """
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,15 +23,16 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import AdminClient
 from kafka_words import await_until, create_topic
 from kit.faulty_cluster import KINDS, Draw, Fault, FaultyCluster, Kind
-from rebalance.accounts import Flow, Record, asking, produced, stays
+from rebalance.accounts import Flow, Record, asking, produced, records_in, stays
 from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
-from faults.queries import Query
+from spark_group_source import DeltaSink
 from spark_group_source.host import runs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
 
 PARTITIONS = 6
 RECORDS_PER_S = 200
@@ -44,6 +46,50 @@ RECOVERED_S = 180
 """Bound of one recovery: a query that needs longer hangs."""
 ASK_S = 5.0
 TOPIC = "soaked"
+
+
+class Query:
+    """One query of ``format("kafka-group")`` into one table.
+
+    Args:
+        options: as a user writes them.
+        folder: for the table and the checkpoint.
+    """
+
+    def __init__(self, spark: "SparkSession", options: Mapping[str, str], folder: Path) -> None:
+        self.table = folder / "table"
+        self._spark, self._options, self._checkpoint = spark, dict(options), folder / "checkpoint"
+        self._sink = DeltaSink(str(self.table))
+        self._query: StreamingQuery | None = None
+
+    def start(self) -> None:
+        frame = self._spark.readStream.format("kafka-group").options(**self._options).load()
+        writer = frame.writeStream.foreachBatch(self._sink)
+        self._query = writer.option("checkpointLocation", str(self._checkpoint)).start()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Query"]:
+        self.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._query is not None:
+            self._query.stop()
+
+    def check(self) -> None:
+        """Raise what the query ended with."""
+        assert self._query is not None, "never started"
+        if (error := self._query.exception()) is not None:
+            raise AssertionError(f"the query ended: {error}") from error
+        assert self._query.isActive
+
+    @property
+    def records(self) -> list[Record]:
+        """Every row of the table, by the files that its log names."""
+        return records_in(self.table)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
-from kafka_words import await_until, create_topic, end_offsets_of, produce_to
+from kafka_words import create_topic, end_offsets_of, produce_to
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Direction
 
@@ -47,22 +47,3 @@ def test_records_pass_through_and_a_killed_node_has_them_again(faulty: FaultyClu
         assert faulty.proxies[1].refusing
     assert faulty.broker.pids.keys() == before.keys() and faulty.broker.pids != before
     assert end_offsets_of(asks(faulty.bootstrap_servers), "kept") == {TopicPartition("kept", 0): 3}
-
-
-@pytest.mark.soak
-def test_three_nodes_serve_while_one_is_killed(faulty_three: FaultyCluster) -> None:
-    client = asks(faulty_three.bootstrap_servers)
-    create_topic(client, "copied", 3)
-    producer = Producer({"bootstrap.servers": faulty_three.bootstrap_servers, "acks": "all", "log_level": 0})
-    with faulty_three.suffering(Fault("kill", 2)):
-        for partition in range(3):
-            produce_to(producer, "copied", ["x"], partition=partition)
-        await_until(lambda: len(client.list_topics(timeout=ANSWER_S).brokers) == 2, ANSWER_S, what="two nodes left")
-    judge = asks(faulty_three.direct_servers)
-    await_until(lambda: in_sync(judge, "copied"), ANSWER_S, what="all replicas in sync")
-    assert set(end_offsets_of(judge, "copied").values()) == {1}
-
-
-def in_sync(admin: AdminClient, topic: str) -> bool:
-    found = admin.list_topics(topic, timeout=ANSWER_S).topics[topic].partitions.values()
-    return all(len(partition.isrs) == len(partition.replicas) == 3 for partition in found)

@@ -111,14 +111,6 @@ def test_everything_passes_in_both_directions(proxy: Proxy, client: socket.socke
         assert proxy.passed == dict.fromkeys(Direction, len(LARGE) + len("hellosecond"))
 
 
-def test_the_end_of_one_direction_is_passed_on(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
-    client.sendall(b"last words")
-    client.shutdown(socket.SHUT_WR)
-    assert received(client, 1000) == b"last words"
-    assert echo.ended == ["closed"]
-    await_until(lambda: proxy.connections == 0, REPLY_S, what="no connection")
-
-
 @pytest.mark.parametrize("direction", Direction)
 def test_delayed_bytes_come_when_the_delay_is_over_or_lifted(
     direction: Direction, proxy: Proxy, client: socket.socket
@@ -189,12 +181,6 @@ def test_swallowed_bytes_vanish_and_the_connection_stays_open(
         client.recv(1)  # what would come now is not what comes next
 
 
-def test_a_connection_that_lost_nothing_outlives_the_swallowing(proxy: Proxy, client: socket.socket) -> None:
-    proxy.lay(Line(swallow=True))
-    proxy.heal()
-    assert asked(client, b"still here") == b"still here"
-
-
 def test_the_client_of_a_half_open_connection_hears_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     assert proxy.half_open(Direction.TO_CLIENT) == 1
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
@@ -217,21 +203,6 @@ def test_the_server_of_a_half_open_connection_hears_nothing(proxy: Proxy, client
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
 
 
-@pytest.mark.parametrize("keep", list(Direction))
-def test_a_connection_that_the_target_has_not_taken_yet_is_ended_instead_of_half_opened(keep: Direction) -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        address = listener.getsockname()
-        with (
-            socket.create_connection(address),
-            Proxy(target=address) as proxy,
-            connect(proxy) as waits,
-        ):  # one fills its queue
-            await_until(lambda: proxy.connections == 1, REPLY_S, what="the connection")
-            assert proxy.half_open(keep) == 0
-            with pytest.raises(ConnectionResetError):
-                waits.recv(1)
-
-
 @pytest.mark.parametrize("count", [1, 300, 100_000])
 def test_an_answer_is_cut_in_its_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
     proxy.lay(Line(cut_after=count), Direction.TO_CLIENT)
@@ -244,13 +215,6 @@ def test_an_answer_is_cut_in_its_middle(count: int, proxy: Proxy, client: socket
     proxy.heal()
     with connect(proxy) as again:
         assert asked(again, LARGE) == LARGE
-
-
-def test_a_server_that_does_not_read_stops_the_sender(proxy: Proxy, client: socket.socket) -> None:
-    proxy.lay(Line(delay_s=HOUR_S), Direction.TO_SERVER)
-    client.settimeout(1)
-    with pytest.raises(TimeoutError):
-        client.sendall(LARGE * 32)
 
 
 def test_without_a_server_connections_are_reset() -> None:

@@ -6,7 +6,6 @@ a topic that it has no connection for is not an answer of a broker: no record is
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +16,11 @@ from kafka_words import await_progress, create_topic, end_offsets_of
 from kit.faulty_cluster import Fault, FaultyCluster
 from kit.proxy import Direction, Line
 from reading import read as read_batches
-from rebalance.accounts import await_committed
-from rebalance.conftest import make_options
 
-from faults.queries import RECOVERED_S, Query
 from spark_group_source.model import OffsetRange, TopicPartition
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -140,30 +136,3 @@ def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
     fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
 ) -> None:
     struck_read(faulty, large, fault, fail_on_data_loss=fail_on_data_loss)
-
-
-@pytest.mark.spark
-@pytest.mark.parametrize("fail_on_data_loss", [True, False])
-def test_a_query_whose_tasks_are_refused_in_their_middle_has_every_record_once(
-    fail_on_data_loss: bool,
-    spark: "SparkSession",
-    faulty: FaultyCluster,
-    judge: AdminClient,
-    large: list[OffsetRange],
-    group_id: str,
-    tmp_path: Path,
-) -> None:
-    options = make_options(
-        faulty.bootstrap_servers,
-        group_id,
-        TOPIC,
-        "range",
-        session_ms=45_000,
-        failOnDataLoss=fail_on_data_loss,
-        fetchOffset__retryIntervalMs=1000,
-    )
-    with Query(spark, options, tmp_path).running() as query, Trouble(faulty, Fault("refuse", 1)) as trouble:
-        query.await_(lambda: trouble.struck, "the end of the fault", RECOVERED_S)
-        query.await_(lambda: len(query.records) >= RECORDS, "every record in the table", RECOVERED_S)
-        query.assert_every_row_once(judge, TOPIC)
-        await_committed(judge, group_id, [TOPIC])

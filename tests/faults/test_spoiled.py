@@ -17,14 +17,12 @@ from kafka_words import STALLED_S, await_progress, create_topic, end_offsets_of,
 from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction, Line
 from kit.spoil import Harm, Spoil
-from rebalance.accounts import Flow, measured, stays
-from rebalance.conftest import make_options
+from rebalance.accounts import measured
 
 from faults import spoiled_process
-from faults.queries import Query
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -131,30 +129,3 @@ def test_wrong_answers_for_a_long_time(
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
     spoil = Spoil(seed, ("length", "garbage", "flip"), share)
     assert_harmless(suffered(faulty, ends, spoil, tmp_path, results=SOAK_RESULTS))
-
-
-@pytest.mark.soak
-@pytest.mark.spark
-@pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_a_query_that_gets_wrong_answers_goes_on_or_ends_with_the_brokers_named(
-    strategy: str, spark: "SparkSession", faulty: FaultyCluster, judge: AdminClient, group_id: str, tmp_path: Path
-) -> None:
-    topic = create_topic(judge, f"t-{group_id}", PARTITIONS)
-    seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))
-    spoil = Spoil(seed, ("length", "garbage"), 0.03)
-    options = make_options(
-        faulty.bootstrap_servers, group_id, topic, strategy, session_ms=45_000, fetchOffset__retryIntervalMs=1000
-    )
-    query = Query(spark, options, tmp_path)
-    with Flow(faulty.direct_servers, topic, PARTITIONS) as flow, query.running():
-        query.await_(lambda: query.records, "the first rows")
-        faulty.proxies[1].lay(Line(spoil=spoil), Direction.TO_CLIENT)
-        stays(lambda: True, QUERY_S, "the spoiling")
-        faulty.heal()
-        told = query.ended_with()
-        measured(f"{spoil}: {spoil.harmed} answers harmed; the query {'ended: ' + told[:300] if told else 'went on'}")
-        if told:
-            assert faulty.bootstrap_servers in told, told
-            query.start()
-        flow.stop()
-        query.assert_every_row_once(judge, topic)

@@ -104,8 +104,7 @@ def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["python", "jvm"])
-def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(victim: str, scene: Scene) -> None:
+def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 9, 2))
     with child(
@@ -120,7 +119,7 @@ def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(vi
             below = descendants(driver.pid)
             assert len(readers_below(driver.pid)) == 1
             jvm = next(pid for pid, args in below.items() if "SparkSubmit" in args)
-            os.kill(driver.pid if victim == "python" else jvm, signal.SIGKILL)
+            os.kill(jvm, signal.SIGKILL)
             await_until(lambda: not any(map(alive, below)), what="the end of every process below the driver")
         finally:
             driver.kill()

@@ -1,0 +1,131 @@
+"""Runs whose broker cannot be reached for six seconds, in each phase of a batch: none ends, each record comes once.
+
+Without Spark; the phase in which tasks read is in ``test_reading``. Runs go through the proxies; the producer, ordinary
+consumers and the judge go past them.
+"""
+
+import threading
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from conftest import create_topic
+from kafka_words import await_until
+from kit.faulty_cluster import Fault, FaultyCluster
+from rebalance.accounts import Flow, stays
+from rebalance.conftest import GroupScene
+from rebalance.runs import Run
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+FAULT_S = 6.0
+RESETS, RESET_PAUSE_S = 20, 0.4
+PARTITIONS = 4
+SESSION_MS = 45_000
+"""Kafka's default: members outlive the faults here."""
+REFUSED = Fault("refuse", 1)
+
+
+class FaultScene(GroupScene):
+    """A group of one strategy whose runs go through the proxies of a cluster."""
+
+    def __init__(self, request: pytest.FixtureRequest, group: str, cluster: FaultyCluster, strategy: str) -> None:
+        super().__init__(request, group)
+        self.cluster, self.strategy = cluster, strategy
+        self.admin = AdminClient({"bootstrap.servers": cluster.direct_servers, "log_level": 0})
+        self.name = create_topic(self.admin, f"t-{group}", PARTITIONS)
+
+    @property
+    def servers(self) -> str:
+        return self.cluster.direct_servers
+
+    def started(self) -> Run:
+        options = self.run_options(self.name, self.strategy, session_ms=SESSION_MS, fetchOffset__retryIntervalMs=1000)
+        return Run({**options, "kafka.bootstrap.servers": self.cluster.bootstrap_servers})
+
+    def flow(self) -> Flow:
+        return Flow(self.servers, self.name, PARTITIONS)
+
+
+@pytest.fixture(params=["range", "consumer"])
+def scene(request: pytest.FixtureRequest, group_id: str, faulty: FaultyCluster) -> FaultScene:
+    return FaultScene(request, group_id, faulty, request.param)
+
+
+def endures(run: Run) -> None:
+    """The fault lasts so long, and the run goes on."""
+
+    def alive() -> bool:
+        run.check()
+        return True
+
+    stays(alive, FAULT_S, "the run")
+
+
+def test_refused_from_the_sink_to_the_echo(scene: FaultScene) -> None:
+    """The batch is durable, and its offsets cannot be brought to Kafka."""
+    with scene.started() as run, scene.flow() as flow:
+        run.await_partitions(PARTITIONS)
+        run.hold()
+        with scene.cluster.suffering(REFUSED):
+            run.let_go()
+            run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
+            endures(run)
+            assert run.statistics["uncommitted"] > 0
+        flow.stop()
+        scene.assert_once([scene.name], [run])
+        scene.await_committed(scene.name)
+
+
+def test_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
+    """Partitions are asked for while a batch is in flight; when it is durable nobody can be told."""
+    with scene.started() as run, scene.flow() as flow:
+        run.await_partitions(PARTITIONS)
+        run.hold()
+        with scene.ordinary(scene.name, strategy=scene.strategy, session_ms=SESSION_MS) as other:
+            await_until(lambda: "ordinary" in scene.describe().members, what="the other in the group")
+            with scene.cluster.suffering(REFUSED):
+                run.let_go()
+                endures(run)
+            other.await_partitions(PARTITIONS // 2)
+            other.close()
+            flow.stop()
+            scene.assert_once([scene.name], [run], [other])
+            scene.await_committed(scene.name)
+
+
+def test_refused_at_the_start(scene: FaultScene) -> None:
+    with scene.cluster.suffering(REFUSED):
+        run = scene.started()
+        endures(run)
+    with run, scene.flow() as flow:
+        run.await_partitions(PARTITIONS)
+        flow.stop()
+        scene.assert_once([scene.name], [run])
+        scene.await_committed(scene.name)
+
+
+def test_connections_are_reset_again_and_again(scene: FaultScene) -> None:
+    """A question to the coordinator that meets a reset may never be answered, though the broker is there at once."""
+    pause = threading.Event()
+    with scene.started() as run, scene.flow() as flow:
+        run.await_(lambda: run.records, "the first records")
+        for _ in range(RESETS):
+            scene.cluster.proxies[1].cut()
+            pause.wait(RESET_PAUSE_S)
+            run.check()
+        flow.stop()
+        scene.assert_once([scene.name], [run])
+        scene.await_committed(scene.name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("node", [1, 2, 3])
+def test_a_run_starts_while_one_node_of_three_cannot_be_reached(
+    node: int, faulty_three: FaultyCluster, request: pytest.FixtureRequest, group_id: str
+) -> None:
+    scene = FaultScene(request, group_id, faulty_three, "consumer")
+    with scene.cluster.suffering(Fault("refuse", node)), scene.started() as run, scene.flow() as flow:
+        endures(run)
+        scene.cluster.heal()
+        flow.stop()
+        scene.assert_once([scene.name], [run])
