@@ -216,7 +216,7 @@ def plan(
     offsets = {tp: at.offset for tp, at in committed.items()}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
-            if tp.topic in topics and ledger.topics[tp.topic].is_(topics[tp.topic].id):
+            if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
                 note = notes.get(tp)
                 if note is not None and note.epoch > ledger.epoch:
                     continue

@@ -66,7 +66,7 @@ class Topic(NamedTuple):
     id: str
     offsets: dict[int, int]
 
-    def is_(self, id_: str) -> bool:
+    def is_same(self, id_: str) -> bool:
         """Whether a topic of this name and of this id is the same one."""
         return not self.id or not id_ or self.id == id_
 
@@ -181,12 +181,12 @@ class Ledger:
 
     def knows(self, name: str, id_: str) -> bool:
         """Whether a topic is the present one of its name, a former one, or the first of its name."""
-        return name not in self.topics or self.topics[name].is_(id_) or id_ in self.former
+        return name not in self.topics or self.topics[name].is_same(id_) or id_ in self.former
 
     def under(self, name: str, id_: str) -> Mapping[int, int]:
         """The next offsets of a topic by partition; none, if it is new."""
         now = self.topics.get(name)
-        if now is not None and now.is_(id_):
+        if now is not None and now.is_same(id_):
             return now.offsets
         return self.former[id_].offsets if id_ in self.former else {}
 
@@ -199,7 +199,7 @@ class Ledger:
         topics, former = dict(self.topics), dict(self.former)
         for topic in changed:
             now = topics.get(topic.name)
-            if now is not None and not now.is_(topic.id):
+            if now is not None and not now.is_same(topic.id):
                 if topic.id in former and not present:
                     former[topic.id] = topic
                     continue

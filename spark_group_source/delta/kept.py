@@ -162,7 +162,7 @@ def standing(there: History, group: str, found: Restored | None = None) -> Ledge
     same = {
         name: topic.id
         for name, topic in then.topics.items()
-        if name not in now.topics or now.topics[name].is_(topic.id)
+        if name not in now.topics or now.topics[name].is_same(topic.id)
     }
     offsets = {tp: begun.get(tp, 0) for tp in now.offsets} | {
         tp: n for tp, n in then.offsets.items() if tp.topic in same
