@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
 import pytest
+from delta_files import living_files
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta.access import Writer
@@ -74,15 +75,9 @@ def actions(commit: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def rows(table: Path | str) -> list[Any]:
     """The rows, from the files that the log lists; a column that a file lacks is None."""
-    live: dict[str, None] = {}
-    columns: list[str] = []
-    for commit in commits(table):
-        for metadata in actions(commit, "metaData"):
-            columns = [field["name"] for field in json.loads(metadata["schemaString"])["fields"]]
-        live |= {add["path"]: None for add in actions(commit, "add")}
-        for remove in actions(commit, "remove"):
-            del live[remove["path"]]
-    found = [r for path in live for r in pyarrow.parquet.ParquetFile(Path(table) / path).read().to_pylist()]
+    metadata = [found for commit in commits(table) for found in actions(commit, "metaData")]
+    columns = [field["name"] for field in json.loads(metadata[-1]["schemaString"])["fields"]]
+    found = [r for path in living_files(Path(table)) for r in pyarrow.parquet.ParquetFile(path).read().to_pylist()]
     return sorted((tuple(r.get(c) for c in columns) for r in found), key=lambda row: [(v is None, v) for v in row])
 
 
