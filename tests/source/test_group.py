@@ -139,32 +139,22 @@ def test_members_leave_at_the_end_of_a_run_as_leaveOnStop_says(
 # --- transactions ---------------------------------------------------------------------------------------------------
 
 
-def in_transactions(scene: Scene, name: str, ends: str) -> None:
-    """Five records in each of several transactions; ``ends`` says how each ends: c(ommit), a(bort)."""
-    producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": name, "log_level": 3})
-    producer.init_transactions(ADMIN_S)
-    for number, end in enumerate(ends):
-        producer.begin_transaction()
-        for n in range(5):
-            producer.produce(name, f"{end}{number}-{n}".encode(), partition=0)
-        if end == "c":
-            producer.commit_transaction(ADMIN_S)
-        else:
-            producer.flush(ADMIN_S)
-            producer.abort_transaction(ADMIN_S)
-    await_markers(scene.admin, name)
-
-
 def test_B26_B52_only_committed_records_come_and_the_group_stands_behind_the_markers(scene: Scene) -> None:
     """Also where a batch has nothing but an aborted part or a marker; an open transaction holds the end back."""
     name = scene.topic()
-    in_transactions(scene, name, "cac")
-    one = scene.played(subscribe=name, maxOffsetsPerTrigger=3)
-    assert one.run() == [f"c{t}-{n}" for t in (0, 2) for n in range(5)]
-    assert scene.committed() == scene.end_offsets(name) == {TopicPartition(name, 0): 18}
-    assert [sum(r.size for r in parse(line).batch()) for line in one.log] == [3] * 6
     producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": name, "log_level": 3})
     producer.init_transactions(ADMIN_S)
+    for number, end in enumerate(("commit", "abort", "commit")):
+        producer.begin_transaction()
+        for n in range(5):
+            producer.produce(name, f"{number}-{n}".encode(), partition=0)
+        producer.flush(ADMIN_S)
+        getattr(producer, f"{end}_transaction")(ADMIN_S)
+    await_markers(scene.admin, name)
+    one = scene.played(subscribe=name, maxOffsetsPerTrigger=3)
+    assert one.run() == [f"{t}-{n}" for t in (0, 2) for n in range(5)]
+    assert scene.committed() == scene.end_offsets(name) == {TopicPartition(name, 0): 18}
+    assert [sum(r.size for r in parse(line).batch()) for line in one.log] == [3] * 6
     producer.begin_transaction()
     producer.produce(name, b"open", partition=0)
     producer.flush(ADMIN_S)
