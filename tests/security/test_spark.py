@@ -1,4 +1,4 @@
-"""Queries of Spark at a broker that asks who they are."""
+"""A query of Spark at a broker that asks who it is; each way to say so is tried without Spark."""
 
 from pathlib import Path
 
@@ -13,16 +13,6 @@ from security.guarded import Guarded, query
 pytestmark = pytest.mark.spark
 
 
-def test_a_query_with_TLS_and_SCRAM_reads_all_and_goes_on(guarded: Guarded, scene: Scene) -> None:
-    topic = guarded.topic("spark-scram")
-    guarded.produce(topic, numbered(0, 9, 2))
-    job = Job(scene.spark, query(guarded.scram(), scene.group, topic), scene.folder / "c")
-    assert values_of(job.run()) == texts(0, 9)
-    guarded.produce(topic, numbered(10, 14, 2))
-    assert values_of(job.run()) == texts(10, 14)
-    assert sum(committed_of(guarded.admin, scene.group).values()) == 15
-
-
 def test_a_query_with_a_users_function_finds_it_in_every_process(guarded: Guarded, scene: Scene) -> None:
     topic = guarded.topic("spark-function")
     guarded.produce(topic, numbered(0, 9, 2))
@@ -35,3 +25,6 @@ def test_a_query_with_a_users_function_finds_it_in_every_process(guarded: Guarde
         job.load()
     scene.spark.sparkContext.addPyFile(str(module))
     assert values_of(job.run()) == texts(0, 9)
+    guarded.produce(topic, numbered(10, 14, 2))
+    assert values_of(job.run()) == texts(10, 14)
+    assert sum(committed_of(guarded.admin, scene.group).values()) == 15
