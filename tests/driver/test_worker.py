@@ -192,9 +192,15 @@ def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_ru
 # --- nothing ends it ------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
+def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
+    """A worker that matches a pattern every 500 ms, and finds these one after the other."""
     scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
-    scene.topics = [ValueError("odd"), *[{"a": 1}] * 9]
+    scene.topics = list(topics)
+    return scene
+
+
+def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
+    scene = by_pattern(ValueError("odd"), *[{"a": 1}] * 9)
     scene.run(lambda: None, lambda: None, scene.order(ev.AskReplaced(slot=1)))
     broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsSeen))
     assert isinstance(broken, ev.Broken) and isinstance(broken.error, InvariantBroken) and "odd" in str(broken.error)
@@ -214,15 +220,13 @@ def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
 
 
 def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
-    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
-    scene.topics = [BrokerUnavailable("no"), {"a": 1, "b": 2}]
+    scene = by_pattern(BrokerUnavailable("no"), {"a": 1, "b": 2})
     scene.run(lambda: None, lambda: None)
     assert scene.handled == [ev.TopicsSeen(topics=("a", "b"))]
 
 
 def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
-    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
-    scene.topics = [{"a": 1, "b": 2}] * 3
+    scene = by_pattern(*[{"a": 1, "b": 2}] * 3)
     scene.run(scene.order_after(500, ev.AskReplaced(slot=1)))
     assert ev.TopicsSeen(topics=("a", "b")) in scene.handled
 

@@ -128,20 +128,15 @@ def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone
 # --- a stream that continues -----------------------------------------------------------------------------------------
 
 
-def test_a_returning_run_goes_on_after_its_durable_batch() -> None:
-    run = RunHarness.returning(PAST)
-    run.ends = {A: 160, B: 40}
-    following = run.latest()
-    assert (following.seq, following.ranges) == (8, {A: (150, 160), B: (40, 40)})
-    assert run.took(ev.Describe) == []
-
-
-def test_a_returning_run_does_not_say_nothing_before_it_has_its_partitions() -> None:
+@pytest.mark.parametrize("late_ms", [10, 7_000])
+def test_a_returning_run_goes_on_after_its_durable_batch_when_it_has_its_partitions(late_ms: int) -> None:
     run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     run.ends = {A: 160, B: 40}
-    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=7_000)
-    assert run.latest().ranges == {A: (150, 160), B: (40, 40)}
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=late_ms)
+    following = run.latest()
+    assert (following.seq, following.ranges) == (8, {A: (150, 160), B: (40, 40)})
+    assert run.took(ev.Describe) == []
 
 
 def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from hand_made import HandRuntime
 
-from spark_group_source.kafka import Admin, GroupOffsets
+from spark_group_source.kafka import GroupOffsets
 
 SETTINGS = {"bootstrap.servers": "b"}
 
@@ -11,12 +11,6 @@ SETTINGS = {"bootstrap.servers": "b"}
 @pytest.fixture
 def runtime() -> HandRuntime:
     return HandRuntime()
-
-
-@pytest.fixture
-def admin(runtime: HandRuntime) -> Admin:
-    """One that asks nothing again but what is confirmed."""
-    return Admin(SETTINGS, runtime=runtime, retries=0)
 
 
 @pytest.fixture

@@ -29,6 +29,12 @@ def bounds(runtime: HandRuntime) -> list[float]:
     return [bound_s for client in runtime.admins for bound_s in client.bounds_s]
 
 
+@pytest.fixture
+def admin(runtime: HandRuntime) -> Admin:
+    """One that asks nothing again but what is confirmed."""
+    return Admin(SETTINGS, runtime=runtime, retries=0)
+
+
 def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
     """Whatever is in no table is asked again."""
     assert CODES.items() <= NAMES.items()

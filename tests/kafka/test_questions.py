@@ -29,6 +29,12 @@ def info(offset: int) -> Any:
     return SimpleNamespace(offset=offset)
 
 
+@pytest.fixture
+def admin(runtime: HandRuntime) -> Admin:
+    """One that asks nothing again but what is confirmed."""
+    return Admin(SETTINGS, runtime=runtime, retries=0)
+
+
 def test_starts_ask_one_question_for_all_words_of_a_kind(runtime: HandRuntime) -> None:
     admin = Admin(SETTINGS, runtime=runtime)
     runtime.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})
