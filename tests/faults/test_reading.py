@@ -98,7 +98,23 @@ def offsets_of(batches: Iterator[object]) -> dict[TopicPartition, list[int]]:
     return found
 
 
-def struck_read(faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, *, fail_on_data_loss: bool) -> None:
+STRUCK = [
+    (Fault("refuse", 1), True),
+    (Fault("refuse", 1), False),
+    (Fault("swallow", 1), False),
+    (Fault("cut-after", 1, (Direction.TO_CLIENT,), 1_500_000), False),
+    (Fault("kill", 1), False),
+    pytest.param(Fault("pause", 1), False, marks=pytest.mark.soak),
+    pytest.param(Fault("pause", 1), True, marks=pytest.mark.soak),
+    pytest.param(Fault("half-open", 1, (Direction.TO_CLIENT,)), True, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.proves("G1", level="kafka")
+@pytest.mark.parametrize(("fault", "fail_on_data_loss"), STRUCK)
+def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
+    fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
+) -> None:
     batches = read_batches(
         {"bootstrap.servers": faulty.bootstrap_servers, "isolation.level": "read_committed"},
         large,
@@ -110,29 +126,3 @@ def struck_read(faulty: FaultyCluster, large: list[OffsetRange], fault: Fault, *
     counts = {tp: (len(found.get(tp, [])), end - start) for tp, start, end in large}
     assert all(found.get(tp) == list(range(start, end)) for tp, start, end in large), f"read, of all: {counts}"
     assert trouble.struck, "the read was over before the fault was"
-
-
-@pytest.mark.proves("G1", level="kafka")
-@pytest.mark.parametrize("fail_on_data_loss", [True, False])
-def test_a_read_that_is_refused_in_its_middle_has_every_record_once(
-    fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
-) -> None:
-    struck_read(faulty, large, Fault("refuse", 1), fail_on_data_loss=fail_on_data_loss)
-
-
-@pytest.mark.parametrize("fail_on_data_loss", [pytest.param(True, marks=pytest.mark.soak), False])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("swallow", 1),
-        Fault("cut-after", 1, (Direction.TO_CLIENT,), 1_500_000),
-        Fault("kill", 1),
-        pytest.param(Fault("pause", 1), marks=pytest.mark.soak),
-        pytest.param(Fault("half-open", 1, (Direction.TO_CLIENT,)), marks=pytest.mark.soak),
-    ],
-    ids=lambda fault: fault.kind,
-)
-def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
-    fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
-) -> None:
-    struck_read(faulty, large, fault, fail_on_data_loss=fail_on_data_loss)

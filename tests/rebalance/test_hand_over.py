@@ -1,12 +1,10 @@
-"""G3, G5: a group goes from an ordinary application to the source and back without a pause (jobs/hand_over.py)."""
+"""G3, G5: a group goes from an ordinary application to the source and back (jobs/hand_over.py)."""
 
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,12 +13,9 @@ from kafka_words import await_progress
 from typer.testing import CliRunner
 
 from rebalance.accounts import (
-    ANSWER_S,
     Flow,
     Record,
     Recorded,
-    asking,
-    measured,
     records_in,
     stays,
 )
@@ -34,7 +29,6 @@ JOB = ROOT / "jobs" / "hand_over.py"
 PARTITIONS = 4
 SPARK_S = 120
 """Bound of a Spark job's start and end, on a machine that is busy."""
-LOOK_S = 0.02
 
 
 class Party(Recorded, Protocol):
@@ -54,22 +48,20 @@ class HandOver(GroupScene):
         flowing = Flow(self.servers, topic, PARTITIONS)
         with self.ordinary(topic, strategy=strategy) as before, flowing as flow, ours as run:
             await_progress(before.processed, before.progress, what="the ordinary application")
-            with self.gaps() as there:
-                self.hand_over("spark-group", before.process)
-                at = len(run.records)
-                await_progress(
-                    lambda: len(run.records) > at + 100,
-                    lambda: (len(run.output), len(run.records)),
-                    what="records at ours alone",
-                )
-            with self.ordinary(topic, strategy=strategy) as after, self.gaps() as back:
+            self.hand_over("spark-group", before.process)
+            at = len(run.records)
+            await_progress(
+                lambda: len(run.records) > at + 100,
+                lambda: (len(run.output), len(run.records)),
+                what="records at ours alone",
+            )
+            with self.ordinary(topic, strategy=strategy) as after:
                 self.hand_over("ordinary", run.process)
                 at = len(after.processed())
                 await_progress(
                     lambda: len(after.processed()) > at + 100, after.progress, what="records in the application alone"
                 )
                 flow.stop()
-                measured(f"longest gap {max(there):.2f} s to ours, {max(back):.2f} s back")
                 self.assert_once([topic], [run], [before, after])
                 self.await_committed(topic)
 
@@ -80,31 +72,6 @@ class HandOver(GroupScene):
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"has all {PARTITIONS} partitions" in done.stdout
         assert stop.wait(SPARK_S) == 0, "it did not end in order"
-
-    @contextmanager
-    def gaps(self) -> Iterator[list[float]]:
-        """The times between two looks at which the group had committed more."""
-        found = [0.0]
-        stop = threading.Event()
-
-        def done() -> int:
-            return sum(asking(self.committed).values())
-
-        def watch() -> None:
-            last_s, last = time.monotonic(), done()
-            while not stop.wait(LOOK_S):
-                now = done()
-                if now != last:
-                    found.append(time.monotonic() - last_s)
-                    last_s, last = time.monotonic(), now
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield found
-        finally:
-            stop.set()
-            thread.join(ANSWER_S)
 
 
 @pytest.fixture
