@@ -11,23 +11,21 @@ from spark_group_source.group.rules import RETRY_PAUSES_MS
 A, B, C = tps("orders", 0, 1, 2)
 
 
-def test_a_commit_under_our_name_that_is_as_new_as_our_memory_is_believed_also_when_it_is_behind(
-    fresh: GroupHarness,
+@pytest.mark.parametrize(
+    ("seq", "goes_on"),
+    [(7, 20), (6, 20), (5, 150)],
+    ids=["as new as our memory", "moved back during our last batch", "older than our memory"],
+)
+def test_whether_a_commit_under_our_name_that_is_behind_is_believed(
+    fresh: GroupHarness, seq: int, goes_on: int
 ) -> None:
-    """A former run followed an operator back, committed that under our name, and failed before the next plan."""
+    """A former run followed an operator back, committed that under our name, and failed before the next plan; or batch
+    7 was planned before the move, or it would begin at 20."""
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)})
-    assert fresh.machine.plannable() == {A: 20}
-    assert fresh.machine.positions.followed() == {A}
-
-
-def test_a_commit_under_our_name_that_is_older_than_our_memory_is_not(fresh: GroupHarness) -> None:
-    fresh.durable({A: (100, 150)})
-    fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=5, followed=True)})
-    assert fresh.machine.plannable() == {A: 150}
-    assert fresh.machine.positions.followed() == frozenset()
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=seq, followed=True)})
+    assert fresh.machine.plannable() == {A: goes_on}
+    assert fresh.machine.positions.followed() == ({A} if goes_on == 20 else frozenset())
 
 
 def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
@@ -42,10 +40,7 @@ def reset(offset: int, epoch: int = 1) -> ev.Committed:
 
 
 def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
-    replayed = StreamOffset(
-        group="etl", stream=STREAM, seq=3, known={"orders": 3}, ranges={A: (100, 150), B: (40, 40)}, owed={C: 9}
-    )
-    fresh.replay(replayed)
+    replayed = fresh.replays({A: (100, 150), B: (40, 40)}, owed={C: 9})
     assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
