@@ -277,8 +277,8 @@ class Commits:
             CommitFailed: nothing was committed; the core orders it again.
         """
         away = [share for share in shares if share.member.host]
-        if self._committer.lost and away:
-            self._regain(shares, whole=whole)
+        if self._committer.lost and away and (denied := self._regain(shares, whole=whole)) is not None:
+            self._deny(denied)
         if not self._committer.lost and self._runtime.now_ms() >= self._denied_until_ms:
             denied = self._try_transaction(shares, notes)
             if denied is None:
@@ -312,13 +312,18 @@ class Commits:
         self._denials, self._barred_ms = 0, None
         self._tell_allowed(works=True)
 
-    def _regain(self, shares: Sequence[Share], *, whole: bool) -> None:
+    def _regain(self, shares: Sequence[Share], *, whole: bool) -> AccessDenied | None:
         """Take the transactional id back, if the group has all of these members: a newer driver of this stream would
-        have their places. Members at agents do not commit, which would say the same."""
+        have their places. Members at agents do not commit, which would say the same. Returns why it is not allowed, if
+        so: a refusal in the middle of a commit is how the id was lost."""
         there = {member.member_id for member in self._admin.group(self._group).members}
         if not whole or any(share.identity is None or share.identity.member not in there for share in shares):
             raise CommitFailed("the transactional id may be another process's by now")
-        self._committer.anew()
+        try:
+            self._committer.anew()
+        except AccessDenied as exc:
+            return exc
+        return None
 
     def _deny(self, exc: AccessDenied) -> None:
         """Raises CommitFailed where it was the first time: the core orders the commit again."""

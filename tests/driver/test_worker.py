@@ -577,3 +577,21 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
     assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone if again else ev.EchoFailed]
     assert len(scene.runtime.producers) == 1 + again
     assert not scene.members[0].committed
+
+
+def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(broken: Scene) -> None:
+    """A right that is taken away in the middle of a commit loses the id, which cannot be taken back either."""
+    scene = broken
+    scene.members[0].host = scene.members[1].host = "h1"
+    found = group_of(member_at("g.s.0", "m"))
+    scene.runtime.will("describe_consumer_groups", *[found] * 4)
+    for _ in range(3):
+        scene.topics_there(a=2)
+
+    def denies() -> None:
+        scene.runtime.will("init_transactions", *[DENIED] * 4)
+
+    scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed] * 3
+    assert "come home first" in scene.handled[-1].reason  # type: ignore[union-attr]
+    assert scene.transactions[-1] is False
