@@ -248,6 +248,7 @@ class Executors:
         self.agents: list[Agent] = []
         self.luck = luck
         self._double_since_ms: dict[tuple[SparkRun, str], int] = {}
+        self._transactional = False  # whether transactions were ever allowed, as far as anyone looked
         self._world, self._cluster, self._truth, self._draws = world, cluster, truth, draws
 
     def task(self, run: "SparkRun") -> None:
@@ -286,6 +287,7 @@ class Executors:
         if run.watched.closed:
             return None  # it hears of nobody any more
         lending, now_ms = run.watched.lending, self._world.now_ms
+        self._transactional |= self._cluster.transactions_allowed
         executors = [host.executor for host in lending.hosts.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
@@ -302,6 +304,8 @@ class Executors:
                 return f"slot {slot.number} moves for {moving_ms} ms"
             if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in lending.hosts.all:
                 return f"slot {slot.number} lives at agent {slot.host}, which is gone"
+            if slot.host != HOME and not self._transactional:
+                return f"slot {slot.number} is lent, and nobody commits for it"
             if slot.host != HOME and run.query.habits.member_host == "driver":
                 return f"slot {slot.number} is lent, and is to stay at home"
         return self._two_of_one_place(run)

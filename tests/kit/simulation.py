@@ -27,6 +27,9 @@ from kit.world import World
 
 FAULTS_MS = (30_000, 90_000)
 """How long faults go on, drawn by the seed."""
+REFUSED_SHARE = 0.3
+"""Of the histories with agents, those in which an administrator takes the right to use transactional ids away, some
+time after the last fault."""
 CALM_MS_MAX = 120_000
 """By then everything must have come to rest: sessions end, places are taken again, the backlog is read."""
 PROTOCOLS: dict[str, type[Group]] = {"eager": ClassicGroup, "cooperative": CooperativeGroup, "consumer": ConsumerGroup}
@@ -101,6 +104,10 @@ def _play(world: World, seed: int, protocol: str, *, agents: bool) -> Outcome:
     scene.calm()
     # Some records after the last fault show that everything works again.
     world.run_until(world.now_ms + 10_000)
+    if agents and world.draws("permission").chance(REFUSED_SHARE):
+        world.note("transactions are refused from now on")  # while slots are lent: they come home, and members commit
+        cluster.transactions_allowed = False
+        world.run_until(world.now_ms + 10_000)
     scene.producing = False
     world.run_until(world.now_ms + CALM_MS_MAX, stop=_every(scene.at_rest))
     truth.finish()

@@ -447,6 +447,22 @@ MUTANTS = [
         "offsets of a lent slot are committed in the name that its member told",
         agents=True,
     ),
+    Mutant(
+        "lends-where-transactions-are-refused",
+        LE,
+        'return self._rules.member_host != "driver" and self._slots.static and self.transactional',
+        'return self._rules.member_host != "driver" and self._slots.static',
+        "slots are lent only where the brokers take transactions",
+        agents=True,
+    ),
+    Mutant(
+        "leaves-slots-where-nobody-commits",
+        LE,
+        "        if not self.transactional:\n            self._call_home()\n",
+        "",
+        "slots come home where transactions are refused from now on",
+        agents=True,
+    ),
 ]
 
 FOUND_BY: dict[str, tuple[str, int]] = {
@@ -499,6 +515,8 @@ FOUND_BY: dict[str, tuple[str, int]] = {
     "undoes-a-commit-behind-its-batch": ("consumer", 155),
     "believes-what-is-pending": ("cooperative", 20707),
     "believes-what-is-in-flight": ("eager", 75),
+    "lends-where-transactions-are-refused": ("eager", 3),
+    "leaves-slots-where-nobody-commits": ("eager", 1),
 }
 """A history that is known to find each of them, by protocol and seed."""
 
