@@ -229,7 +229,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         assert isinstance(partition, RangesPartition)
         options = self._options.on_executor(os.environ)
-        from spark_group_source.executor.fetch import ReadOptions, read_ranges
+        from spark_group_source.executor.fetch import read_ranges
+        from spark_group_source.executor.ranges import ReadOptions
 
         read = ReadOptions(
             options.consumer_settings(),

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.fetch import ReadOptions
+from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 

@@ -18,11 +18,8 @@ import pyarrow as pa
 
 from spark_group_source.executor.native import NativeClient
 from spark_group_source.executor.ranges import RangeReader, ReadOptions
-from spark_group_source.executor.records import arrow_schema, spark_ddl
 from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, Piece
-
-__all__ = ["ReadOptions", "arrow_schema", "open_client", "read_ranges", "spark_ddl"]
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ the agents: half-open and slow connections, garbage, and frames that say that th
 """
 
 import argparse
-import asyncio
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +27,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.channel.codec import FRAME_BYTES_MAX, Codec
-from spark_group_source.channel.frames import HEAD_BYTES, length_of
+from spark_group_source.channel.client import Client
+from spark_group_source.channel.codec import Codec
 from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
-from spark_group_source.channel.proof import (
-    FIELD_BYTES,
-    MAC_BYTES,
-    Handshake,
-    Seal,
-    Secret,
-    challenge,
-    check_welcome,
-    greeted,
-)
+from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.server import Limits, Peer, Server
 from spark_group_source.driver.reception import set_aside
 from spark_group_source.group.claims import Claims, Piece, Plan
@@ -69,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--play", choices=["agents", "strangers"], help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.play:
-        play = _play if chosen.play == "agents" else _disturb
-        asyncio.run(asyncio.wait_for(play(json.loads(sys.stdin.readline())), PLAYER_S_MAX))
+        signal.alarm(PLAYER_S_MAX)
+        (_play if chosen.play == "agents" else _disturb)(json.loads(sys.stdin.readline()))
         return 0
     table = Table(title="claims over the control channel: as Spark starts tasks | all agents at once")
     for column in (
@@ -173,8 +164,7 @@ class Coordinator:
                 plan, spent_ms = self._plan(seq)
                 cut_ms.append(spent_ms)
                 cpu_before_s, before_s = time.process_time(), time.monotonic()
-                order = {"plan": plan.name, "tasks": len(plan.pieces), "per_s": self._per_s()}
-                for part in _both(players, order):
+                for part in self._both(players, plan, len(plan.pieces), self._per_s()):
                     steady += part["took_ms"]
                     late += part["late_ms"]
                 cpu_s += time.process_time() - cpu_before_s
@@ -183,7 +173,7 @@ class Coordinator:
             burst: list[float] = []
             for seq in range(batches):
                 plan, _ = self._plan(batches + seq)
-                for part in _both(players, {"plan": plan.name, "tasks": self._agents, "per_s": 0}):
+                for part in self._both(players, plan, self._agents, 0):
                     burst += part["took_ms"]
             memory = me.memory_info().rss - memory
             refused = self._server.refused
@@ -211,6 +201,14 @@ class Coordinator:
     def _per_s(self) -> float:
         return TASKS_PER_S * self._agents / max(AGENTS)
 
+    def _both(
+        self, players: "list[subprocess.Popen[str]]", plan: Plan, tasks: int, per_s: float
+    ) -> list[dict[str, list[float]]]:
+        order = {"plan": plan.name, "tasks": tasks, "per_s": per_s, "agents": self._agents}
+        for number, player in enumerate(players):
+            _tell(player, {**order, "from": number})
+        return [_line(player) for player in players]
+
     def _hear(self, peer: Peer, message: Any, asks: int) -> None:
         match message:
             case Claim():
@@ -236,7 +234,7 @@ class Coordinator:
 
     def _player(self, port: int, number: int) -> "subprocess.Popen[str]":
         agents = list(range(number, self._agents, PLAYERS))
-        return _started("agents", {"port": port, "secret": self._secret.__reduce__()[1][0].hex(), "agents": agents})
+        return _started("agents", {"port": port, "secret": self._secret.reveal(), "agents": agents})
 
 
 def _started(role: str, given: dict[str, Any]) -> "subprocess.Popen[str]":
@@ -265,12 +263,6 @@ def _line(player: "subprocess.Popen[str]") -> Any:
     return json.loads(line)
 
 
-def _both(players: "list[subprocess.Popen[str]]", order: dict[str, Any]) -> list[dict[str, list[float]]]:
-    for number, player in enumerate(players):
-        _tell(player, {**order, "of": PLAYERS, "from": number})
-    return [_line(player) for player in players]
-
-
 def _at(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
 
@@ -278,105 +270,45 @@ def _at(values: list[float], share: float) -> float:
 # --- in the processes that play agents and strangers ----------------------------------------------------------------
 
 
-class Agent(asyncio.Protocol):
-    """One connection, as an executor's agent has it."""
-
-    def __init__(self, executor: str, secret: Secret) -> None:
-        self.executor, self._secret, self._mine = executor, secret, challenge()
-        self._buffer = bytearray()
-        self._hands: Handshake | None = None
-        self._in = self._out = Seal(b"")
-        self._writer: asyncio.Transport | None = None
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self.open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @classmethod
-    async def connected(cls, executor: str, port: int, secret: Secret) -> "Agent":
-        loop = asyncio.get_running_loop()
-        _, agent = await loop.create_connection(lambda: cls(executor, secret), "127.0.0.1", port)
-        await agent.open
-        return agent
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._writer = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        assert self._writer is not None
-        while len(self._buffer) >= HEAD_BYTES:
-            if not self.open.done():
-                size = FIELD_BYTES if self._hands else 2 * FIELD_BYTES
-                if len(self._buffer) < size:
-                    return
-                field = self._taken(size)
-                if self._hands is None:
-                    self._hands = greeted(self._secret, field, self._mine)
-                    self._writer.write(self._mine + self._hands.proof("client"))
-                else:
-                    check_welcome(self._hands, field)
-                    self._in, self._out = self._hands.seal("server"), self._hands.seal("client")
-                    self.open.set_result(None)
-                continue
-            size = HEAD_BYTES + length_of(bytes(self._buffer[:HEAD_BYTES]), FRAME_BYTES_MAX + MAC_BYTES)
-            if len(self._buffer) < size:
-                return
-            message, _, answers = CODEC.decode(self._in.open(self._taken(size)[HEAD_BYTES:]))
-            self._asked.pop(answers).set_result(message)
-
-    def _taken(self, size: int) -> bytes:
-        found = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return found
-
-    def say(self, message: Any, asks: int = 0) -> None:
-        assert self._writer is not None
-        self._writer.write(self._out.close(CODEC.encode(message, asks=asks)))
-
-    async def task(self, plan: str, task: int) -> float:
-        """How long a task waits for its piece."""
-        answer = self._asked[task + 1] = asyncio.get_running_loop().create_future()
-        started_s = time.monotonic()
-        self.say(Claim(plan=plan, task=task, executor=self.executor), task + 1)
-        piece = await answer
-        took_s = time.monotonic() - started_s
-        assert isinstance(piece, Given), piece
-        self.say(TaskEnded(plan=plan, task=task, executor=self.executor))
-        return took_s
-
-
-async def _play(given: dict[str, Any]) -> None:
-    loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-
-    def read() -> None:
+def _play(given: dict[str, Any]) -> None:
+    address, secret = ("127.0.0.1", given["port"]), Secret.revealed(given["secret"])
+    agents = {str(executor): Client([address], CODEC, secret, PLAYER_S_MAX) for executor in given["agents"]}
+    with ThreadPoolExecutor(len(agents)) as pool:
+        print("{}", flush=True)
         for line in sys.stdin:
-            loop.call_soon_threadsafe(orders.put_nowait, json.loads(line))
+            order, began_s = json.loads(line), time.monotonic()
+            played = [
+                pool.submit(_tasks, agents[executor], executor, order, began_s, first=number * PLAYERS + order["from"])
+                for number, executor in enumerate(agents)
+            ]
+            found = [one.result() for one in played]
+            print(json.dumps({what: [ms for one in found for ms in one[what]] for what in found[0]}), flush=True)
 
-    threading.Thread(target=read, daemon=True).start()
-    secret = Secret(bytes.fromhex(given["secret"]))
-    agents = [await Agent.connected(str(executor), given["port"], secret) for executor in given["agents"]]
-    print("{}", flush=True)
-    while True:
-        print(json.dumps(await _one_batch(agents, await orders.get())), flush=True)
 
+def _tasks(
+    client: Client, executor: str, order: dict[str, Any], began_s: float, *, first: int
+) -> dict[str, list[float]]:
+    """The tasks of one executor, each at its time: as the driver starts them, one after the other, over all executors.
 
-async def _one_batch(agents: list[Agent], order: dict[str, Any]) -> dict[str, list[float]]:
-    """Each task at its time: as the driver starts them, one after the other, over all executors."""
-    loop = asyncio.get_running_loop()
-    started_s = loop.time()
-    running, late_ms = [], []
-    for n, task in enumerate(range(order["from"], order["tasks"], order["of"])):
+    Returns:
+        Milliseconds: how long each task waited for its piece, and how late it began.
+    """
+    found: dict[str, list[float]] = {"took_ms": [], "late_ms": []}
+    for task in range(first, order["tasks"], order["agents"]):
         if order["per_s"]:
-            due_s = started_s + task / order["per_s"]
-            if (wait_s := due_s - loop.time()) > 0:
-                await asyncio.sleep(wait_s)
-                late_ms.append((loop.time() - due_s) * 1000)
-        running.append(loop.create_task(agents[n % len(agents)].task(order["plan"], task)))
-    return {"took_ms": [took_s * 1000 for took_s in await asyncio.gather(*running)], "late_ms": late_ms}
+            due_s = began_s + task / order["per_s"]
+            if (wait_s := due_s - time.monotonic()) > 0:
+                time.sleep(wait_s)
+                found["late_ms"].append((time.monotonic() - due_s) * 1000)
+        started_s = time.monotonic()
+        piece = client.request(Claim(plan=order["plan"], task=task, executor=executor), PLAYER_S_MAX)
+        found["took_ms"].append((time.monotonic() - started_s) * 1000)
+        assert isinstance(piece, Given), piece
+        client.send(TaskEnded(plan=order["plan"], task=task, executor=executor))
+    return found
 
 
-async def _disturb(given: dict[str, Any]) -> None:
+def _disturb(given: dict[str, Any]) -> None:
     """Connections of nobody: some say nothing or a byte at a time, the others what they should not."""
     where = ("127.0.0.1", given["port"])
     print("{}", flush=True)
@@ -388,7 +320,7 @@ async def _disturb(given: dict[str, Any]) -> None:
         b"GET / HTTP/1.1\r\n\r\n",
     )
     for n in range(STRANGERS_PER_S * PLAYER_S_MAX):
-        await asyncio.sleep(1 / STRANGERS_PER_S)
+        time.sleep(1 / STRANGERS_PER_S)
         each = socket.create_connection(where, timeout=5)
         try:
             each.sendall(kinds[n % len(kinds)] if n % 4 else b"")

@@ -1,17 +1,15 @@
 """Members beside executors, members in the stream reader, and Spark's own Kafka connector: side by side in one run.
 
-``python -m tests.bench executors [--records N] [--bytes N] [--partitions N] [--rounds N] [--memory SIZE] [--only P]``
+``python -m tests.bench executors [--records N] [--bytes N] [--partitions N] [--rounds N] [--only P]``
 
 One broker, one Spark (``local[2]``: one executor, two tasks at a time), one topic that is filled once. Every run is a
 new query with a new group, and the kinds take turns. Agents are lent members after some seconds, so only the last
 ``--records`` of a run count, which is a fifth of the topic; the runs of all kinds are counted alike. The parts:
 
-- ``reading``: CPU of one reader, without Spark: directly, through an agent, and with confluent_kafka's ``consume()``.
 - ``backlog``: batch after batch, as fast as they go.
 - ``trigger``: a batch every few seconds, of what came in between.
 - ``bound``: the same from a Python source that has nothing to do, which is as fast as Spark takes rows from any.
 - ``latency``: 1,000 records a second; from a record's timestamp to the end of the batch that has it.
-- ``warm``: a batch every 90 s, in between which Spark ends its idle workers.
 
 Broker, JVM and Python share the machine's cores, so the numbers are for comparing the kinds, not for planning.
 """
@@ -33,8 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Producer
 
-from bench import ahead
-from bench.bound import FLOOR, floor
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.executor.agent.home import Home, agents
 from spark_group_source.host.runs import directory
@@ -53,9 +49,10 @@ FIFTHS = 5
 """Of the topic; the last one is measured."""
 BACKLOG_BATCHES = 4
 """Batches of a fifth, where they follow one another."""
+FLOOR = "floor"
 BOUND_WARM = 5
 """Batches of the source that has nothing to do, before those that count."""
-EVERY_S, WARM_S = 6, 90
+EVERY_S = 6
 PER_S, LATENCY_S, SETTLE_S = 1_000, 20, 15
 """Records a second, for how long they are looked at, and how long before that they come already."""
 LOOK_S = 0.25
@@ -65,6 +62,74 @@ SIGNS = {
     "worker": "pyspark.daemon",
     "Spark's JVM": "org.apache.spark.deploy.SparkSubmit",
 }
+
+
+def floor(rows: int, size: int, partitions: int) -> Any:
+    """A data source that has nothing to do: what is left is Spark, the Arrow stream between worker and JVM, and rows
+    made of columns. Each task makes one Arrow batch, and hands it out again and again.
+
+    Args:
+        rows: of a batch, each with a value of ``size`` bytes.
+        partitions: tasks of a batch.
+
+    Returns:
+        Its class, which is pickled whole.
+    """
+    from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+
+    from spark_group_source.executor.records import BATCH_ROWS_MAX, spark_ddl
+
+    class Reader(DataSourceStreamReader):
+        at = 0
+
+        def initialOffset(self) -> dict[str, int]:
+            return {"batch": 0}
+
+        def latestOffset(self) -> dict[str, int]:  # type: ignore[override]
+            self.at += 1
+            return {"batch": self.at}
+
+        def partitions(self, start: Any, end: Any) -> list[InputPartition]:
+            return [InputPartition(number) for number in range(partitions)]
+
+        def read(self, partition: InputPartition) -> Any:
+            from datetime import UTC, datetime
+
+            import pyarrow as pa
+
+            from spark_group_source.executor.records import arrow_schema
+
+            def batch(count: int) -> pa.RecordBatch:
+                columns = [
+                    pa.nulls(count, pa.binary()),
+                    pa.array([os.urandom(size)] * count, pa.binary()),
+                    pa.array(["bench"] * count),
+                    pa.array([partition.value] * count, pa.int32()),
+                    pa.array(range(count), pa.int64()),
+                    pa.array([datetime.now(UTC)] * count, pa.timestamp("us", tz="UTC")),
+                    pa.array([0] * count, pa.int32()),
+                ]
+                return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(False))
+
+            left = rows // partitions
+            whole = batch(min(left, BATCH_ROWS_MAX))
+            while left:
+                part = whole.slice(0, min(left, whole.num_rows))
+                left -= part.num_rows
+                yield part
+
+    class Floor(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return FLOOR
+
+        def schema(self) -> str:
+            return spark_ddl(False)
+
+        def streamReader(self, schema: Any) -> DataSourceStreamReader:
+            return Reader()
+
+    return Floor
 
 
 class Batch(NamedTuple):
@@ -93,7 +158,8 @@ def cpu_s() -> dict[str, float]:
     found = dict.fromkeys(SIGNS, 0.0)
     for pid, kind in _processes():
         with contextlib.suppress(OSError, IndexError):
-            found[kind] += ahead.cpu_of_s(pid)
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
 
@@ -140,9 +206,8 @@ def _ends(source: Any) -> dict[int, int]:
 class Bench:
     """The session, the broker, and where things are."""
 
-    def __init__(self, spark: "SparkSession", servers: str, scratch: Path, memory: str, kinds: Sequence[str]) -> None:
-        self._spark, self._servers, self._scratch, self._memory = spark, servers, scratch, memory
-        self._kinds = kinds
+    def __init__(self, spark: "SparkSession", servers: str, scratch: Path) -> None:
+        self._spark, self._servers, self._scratch = spark, servers, scratch
 
     @contextlib.contextmanager
     def query(self, kind: str, topic: str, *, every_s: int = 0, **more: Any) -> "Iterator[StreamingQuery]":
@@ -151,8 +216,6 @@ class Bench:
         reader = reader.option("startingOffsets", "earliest").options(**more)
         if kind != SPARKS:
             reader = reader.option("kafka.group.id", f"bench-{uuid.uuid4().hex}").options(**KINDS[kind])
-        if kind == "executor":
-            reader = reader.option("agentMemory", self._memory)
         writer = reader.load().writeStream.format("noop").trigger(processingTime=f"{every_s} seconds")
         query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
         try:
@@ -179,9 +242,9 @@ class Bench:
 
     def compare(self, title: str, rounds: int, **how: int) -> None:
         print(f"\n{title}")
-        runs: dict[str, list[Run]] = {kind: [] for kind in self._kinds}
+        runs: dict[str, list[Run]] = {kind: [] for kind in KINDS}
         for number in range(rounds):
-            kinds = list(self._kinds)
+            kinds = list(KINDS)
             for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
                 run = self.read(kind, **how)
                 runs[kind].append(run)
@@ -259,40 +322,14 @@ class Bench:
         )
         return median_ms
 
-    def warm(self, records: int) -> None:
-        """A batch every 90 s: the third one reads what an agent has held for long, with workers that are new."""
-        with self.query("executor", "bench", every_s=WARM_S, maxOffsetsPerTrigger=records) as query:
-            seen: list[tuple[int, set[int]]] = []
-            before = 0
 
-            def look() -> bool:
-                nonlocal before
-                batches = batches_of(query)
-                if len(batches) > len(seen):
-                    served = rows_from_memory()
-                    seen.append((served - before, {pid for pid, kind in _processes() if kind == "worker"}))
-                    before = served
-                return len(batches) == 3
-
-            await_(look, "three batches", query, within_s=4 * WARM_S)
-            for number, batch in enumerate(batches_of(query)):
-                from_memory, workers = seen[number]
-                gone = len(seen[number - 1][1] - workers) if number else 0
-                print(
-                    f"  batch {number}: {batch.rows:,} rows, {from_memory:,} from memory, tasks {batch.tasks_s:.2f} s; "
-                    f"{gone} Python processes of the batch before are gone"
-                )
-
-
-def await_(
-    holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None, within_s: float = QUERY_S
-) -> None:
-    pause, until_s = threading.Event(), time.monotonic() + within_s
+def await_(holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None) -> None:
+    pause, until_s = threading.Event(), time.monotonic() + QUERY_S
     while not holds():
         if query is not None and not query.isActive:
             raise AssertionError(f"the query ended: {query.exception()}")
         if time.monotonic() > until_s:
-            raise TimeoutError(f"{what} took more than {within_s:.0f} s")
+            raise TimeoutError(f"{what} took more than {QUERY_S} s")
         pause.wait(LOOK_S)
 
 
@@ -302,10 +339,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bytes", type=int, default=100)
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", default="64m")
-    parts = ["reading", "backlog", "trigger", "bound", "latency", "warm"]
+    parts = ["backlog", "trigger", "bound", "latency"]
     parser.add_argument("--only", action="append", choices=parts)
-    parser.add_argument("--without", action="append", default=[], choices=[SPARKS, "driver"], help="a kind")
     told = parser.parse_args(arguments)
     wanted = told.only or parts
     os.environ["BENCH"] = uuid.uuid4().hex  # tells this run's processes from others
@@ -313,21 +348,13 @@ def main(arguments: Sequence[str]) -> int:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         servers, records = broker.bootstrap_servers, told.records
         print(f"{records:,} records of {told.bytes} bytes measured of {FIFTHS * records:,}, in {told.partitions} "
-              f"partitions, {os.cpu_count()} cores, agentMemory {told.memory}", flush=True)  # fmt: skip
+              f"partitions, {os.cpu_count()} cores", flush=True)  # fmt: skip
         fill(servers, "bench", records=FIFTHS * records, size=told.bytes, partitions=told.partitions)
-        if "reading" in wanted:
-            print("\nCPU of one reader, without Spark")
-            fill(servers, "reading", records=records, size=told.bytes, partitions=told.partitions)
-            reading = argparse.Namespace(
-                records=records, bytes=told.bytes, partitions=told.partitions, runs=told.rounds, memory=64
-            )
-            ahead.compare(servers, "reading", reading)
         spark = session(Path(folder))
         try:
-            kinds = [kind for kind in KINDS if kind not in told.without]
-            bench = Bench(spark, servers, Path(folder), told.memory, kinds)
+            bench = Bench(spark, servers, Path(folder))
             if {"backlog", "trigger"} & set(wanted):
-                for kind in kinds:  # a JVM that has done it before
+                for kind in KINDS:  # a JVM that has done it before
                     bench.read(kind, records=records, size=records, every_s=0)
             if "backlog" in wanted:
                 size = records // BACKLOG_BATCHES
@@ -346,9 +373,6 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"\n{PER_S:,} records a second, from timestamp to the end of the batch")
                 for number, kind in enumerate(("driver", "executor") * max(1, told.rounds // 2)):
                     bench.latency(kind, f"latency-{number}")
-            if "warm" in wanted:
-                print(f"\na batch of {records // 4:,} every {WARM_S} s")
-                bench.warm(records // 4)
         finally:
             spark.stop()
     return 0

@@ -770,11 +770,12 @@ def test_an_abandoned_read_leaves_nothing_behind(
 FORKED = """
 import json, os, signal, sys
 from spark_group_source.executor import fetch
+from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 given = json.loads(sys.argv[1])
 def count():
     wanted = Piece((OffsetRange(TopicPartition(given["topic"], 0), 0, 3),))
-    return sum(batch.num_rows for batch in fetch.read_ranges(wanted, fetch.ReadOptions(given["settings"])))
+    return sum(batch.num_rows for batch in fetch.read_ranges(wanted, ReadOptions(given["settings"])))
 assert count() == 3  # the parent has a client now
 child = os.fork()
 if child == 0:

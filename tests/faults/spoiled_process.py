@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_group_source.errors import GroupError
-from spark_group_source.executor.fetch import ReadOptions, read_ranges
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 

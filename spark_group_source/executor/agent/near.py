@@ -19,7 +19,8 @@ from spark_group_source.channel import frames
 from spark_group_source.channel.codec import Codec, WireError
 from spark_group_source.channel.messages import Given, Part, Served
 from spark_group_source.executor.agent.home import Home, is_ours
-from spark_group_source.executor.fetch import ReadOptions, read_ranges
+from spark_group_source.executor.fetch import read_ranges
+from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.records import arrow_schema
 from spark_group_source.executor.tally import Tally
 from spark_group_source.model import OffsetRange, Piece
