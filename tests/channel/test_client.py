@@ -80,12 +80,6 @@ def test_of_each_address_it_is_said_what_happened() -> None:
     assert failed.value.retriable and not failed.value.fields["refused"]
 
 
-def test_another_release_is_said_so() -> None:
-    greeting = GREETING.replace(b"1", b"2") + b"c" * FIELD_BYTES
-    with somebody_else(greeting) as other, pytest.raises(ChannelBroken, match="another release"):
-        Connected([other], Secret.new(), 0.5)
-
-
 def test_where_nobody_listens_that_is_said() -> None:
     with pytest.raises(ChannelBroken) as failed:
         Connected([closed_port(), closed_port()], Secret.new(), 0.3)

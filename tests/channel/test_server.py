@@ -188,14 +188,6 @@ def test_garbage_of_a_proven_peer_closes_its_connection_and_no_other(data: bytes
         assert there.heard.qsize() == 1
 
 
-def test_what_a_stranger_sends_is_not_kept() -> None:
-    """Once its 64 bytes are no proof, the rest is dropped as it comes."""
-    with Listening() as there, there.raw() as stranger:
-        stranger.sendall(b"x" * 64)
-        assert until_closed(stranger).endswith(REFUSED)
-        there.serves()
-
-
 def test_a_proven_peers_frame_is_bounded_too() -> None:
     with Listening() as there:
         connected, _ = proven(there)

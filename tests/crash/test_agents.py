@@ -267,55 +267,19 @@ def pages(ui: str) -> dict[str, bytes]:
 # --- longer ones ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watched(
-    request: pytest.FixtureRequest,
+@pytest.mark.soak
+def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_py_files_alone(
     broker: BrokerCluster,
     admin: AdminClient,
     topic: TopicFactory,
     produce: Produce,
     group_id: str,
     tmp_path: Path,
-) -> Watched:
-    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
-    return Watched(tmp_path, where, request.param, broker.bootstrap_servers)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("watched", ["classic", "consumer"], indirect=True)
-def test_members_live_beside_executors_and_survive_each_of_their_deaths(watched: Watched) -> None:
-    with watched.running():
-        watched.send()
-        watched.await_rows()
-        watched.await_lent()
-        before = watched.run
-        assert before["recalls"] == 0 and before["lost"] == 0
-
-        victim = living()[0]
-        os.kill(victim, signal.SIGKILL)
-        watched.send()
-        watched.await_rows()
-        watched.await_lent()
-        after = watched.run
-        assert victim not in living()
-        if watched.protocol == "classic":
-            assert after["generation"] == before["generation"], "a rebalance"
-
-        executor, agent = next(iter(by_executor().items()))
-        psutil.Process(executor).kill()
-        watched.send()
-        await_progress(lambda: not psutil.pid_exists(agent), living, what="the end of a dead executor's agent")
-        watched.await_rows()
-        watched.await_committed()
-        if watched.protocol == "classic":
-            assert watched.run["generation"] == before["generation"], "a rebalance"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("watched", ["classic"], indirect=True)
-def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_py_files_alone(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    where = Where(admin, produce, topic(PARTITIONS), PARTITIONS, group_id, broker.bootstrap_servers)
+    watched = Watched(tmp_path, where, "classic", broker.bootstrap_servers)
+
     def hosts() -> list[str]:
         """How many slots each agent has."""
         run = watched.run

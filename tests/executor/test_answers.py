@@ -160,7 +160,7 @@ def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated() -> None:
     each(PASSES + OF_FETCH, play)
 
 
-def test_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> None:
+def test_B33_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> None:
     """The range lies beyond the log's end, so that its bounds are asked for, beyond the grace; then the log grows."""
 
     def play(cluster: MockCluster, code: int) -> None:

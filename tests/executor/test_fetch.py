@@ -589,16 +589,6 @@ def test_a_leader_that_counts_in_another_way_than_its_records_concludes_nothing(
     assert client.moves == [(T0, 1)]
 
 
-def test_B33_a_log_that_still_grows_is_waited_for(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
-    name = topic()
-    produce(name, ["0", "1"], partition=0)
-    found = read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 4)])
-    first = next(found)
-    assert first.column("offset").to_pylist() == [0, 1]
-    produce(name, ["2", "3"], partition=0)
-    assert [offset for batch in found for offset in batch.column("offset").to_pylist()] == [2, 3]
-
-
 def test_B34_two_readers_in_one_process_each_get_their_range(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,23 +304,6 @@ def test_huge_records_stay_within_the_memory(
     assert agents.looked(home).rows > 0
 
 
-def test_a_partition_with_much_to_read_leaves_room_for_the_others(
-    topic: TopicFactory, produce: Produce, reader: StartAgent
-) -> None:
-    name = topic(10)
-    hog, others = TopicPartition(name, 0), [TopicPartition(name, p) for p in range(1, 10)]
-    produce(name, [os.urandom(10_000) for _ in range(1_000)], partition=0)
-    home = reader(memory_bytes=4_000_000)
-    agents.tell(home, Ahead(dict.fromkeys([hog, *others], 0)))
-    await_until(lambda: agents.looked(home).used > 1_000_000, agents.READY_S, what="much of the first one")
-    for tp in others:
-        produce(name, [os.urandom(1_000) for _ in range(50)], partition=tp.partition)
-    agents.await_read(home, dict.fromkeys(others, 50))
-    _, rest = near.ask(home, Piece(tuple(OffsetRange(tp, 0, 50) for tp in others)), include_headers=False)
-    assert rest == []
-    assert near.ask(home, Piece((OffsetRange(hog, 0, 9),)), include_headers=False)[1] == []
-
-
 def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
     """It neither asks brokers again and again for what it has no room for, nor looks whether it has."""
     tp = TopicPartition(topic(), 0)
@@ -342,37 +325,6 @@ def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: Start
 
 
 # ------------------------------------------------------------------------------------------------- what is told anew
-
-
-def test_partitions_that_are_not_ours_any_more_are_dropped(
-    topic: TopicFactory, produce: Produce, reader: StartAgent
-) -> None:
-    name = topic(2)
-    tps = [TopicPartition(name, p) for p in range(2)]
-    for tp in tps:
-        produce(name, [str(i) for i in range(100)], partition=tp.partition)
-    home = reader()
-    agents.tell(home, Ahead(dict.fromkeys(tps, 0)))
-    agents.await_read(home, dict.fromkeys(tps, 100))
-    agents.tell(home, Ahead({tps[0]: 50}))
-    found = agents.looked(home)
-    assert (found.first, found.next) == ({tps[0]: 50}, {tps[0]: 100})
-    wanted = [OffsetRange(tps[1], 0, 100), OffsetRange(tps[0], 0, 50)]
-    assert near.ask(home, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
-
-
-def test_after_a_rewind_it_reads_again_from_there(
-    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
-) -> None:
-    tp = TopicPartition(topic(), 0)
-    produce(tp.topic, [str(i) for i in range(100)], partition=0)
-    home = reader()
-    agents.tell(home, Ahead({tp: 60}))
-    agents.await_read(home, {tp: 100})
-    agents.tell(home, Ahead({tp: 10}))
-    agents.await_read(home, {tp: 100})
-    batches, rest = near.ask(home, Piece((OffsetRange(tp, 10, 100),)), include_headers=False)
-    assert (sum(batch.num_rows for batch in batches), rest) == (90, [])
 
 
 def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_one(
@@ -399,19 +351,6 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     rows = rows_of(read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
     assert agents.looked(home).rows == 80
-
-
-def test_records_of_a_leader_after_the_plans_wait_for_the_next_plan(
-    topic: TopicFactory, produce: Produce, reader: StartAgent, settings: dict[str, str]
-) -> None:
-    """A plan of a leader before the records' own: its log may have been cut before they were written."""
-    tp = TopicPartition(topic(), 0)
-    produce(tp.topic, [str(i) for i in range(10)], partition=0)
-    home, wanted = reader(), [OffsetRange(tp, 0, 10)]
-    agents.tell(home, Ahead({tp: 0}, leader_epochs={tp: 0}))
-    agents.await_read(home, {tp: 10})
-    assert near.ask(home, Piece(tuple(wanted), {}, {tp: 1}), include_headers=False) == ([], wanted)
-    assert near.ask(home, Piece(tuple(wanted), {}, {tp: 0}), include_headers=False)[1] == []
 
 
 def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told(
