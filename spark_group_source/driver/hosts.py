@@ -7,17 +7,22 @@ Messages come on the channel's thread, one after the other from each peer. Order
 nothing here waits, and no lock of this module is held while an event is handed in.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from spark_group_source.channel.codec import WireError
+from spark_group_source.channel.messages import Ahead
 from spark_group_source.group import events as ev
 from spark_group_source.kafka import Runtime
 from spark_group_source.members import messages as ms
 from spark_group_source.members.link import Link
 from spark_group_source.members.remote import RemoteMember
 from spark_group_source.model import TopicPartition
+
+log = logging.getLogger(__name__)
 
 _Order = tuple[int, ms.Order]
 """Of which client, and what."""
@@ -35,7 +40,7 @@ class Peer(Protocol):
     """The other end of one channel."""
 
     def send(self, message: Any) -> object:
-        """Send; never raises, never waits."""
+        """Send; never waits. Raises WireError: this is no message of the channel."""
 
     def drop(self, reason: str) -> object:
         """Cut it; any thread."""
@@ -76,7 +81,7 @@ class Hosts:
         """A message of an agent's. One that is no host of this run is told so."""
         host = message.host
         if self._closed is not None:
-            peer.send(self._dismissal(self._closed))
+            _send(peer, self._dismissal(self._closed))
             return
         with self._lock:
             new = peer not in self._hosts
@@ -93,7 +98,7 @@ class Hosts:
             link = self._links.get(host)
         if link is None:
             if not new:
-                peer.send(self._dismissal("it is none of this run's agents"))
+                _send(peer, self._dismissal("it is none of this run's agents"))
             return
         link.other_took(message.taken)
         if message.report is not None:
@@ -102,14 +107,14 @@ class Hosts:
         elif message.over:
             self._handle(ev.HostGone(host=host, reason=message.over))
         elif not new:
-            peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
+            _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
             broken = ev.HostGone(host=host, reason="it does not take what it is told")
             self._handle(broken if link.broken else ev.HostHeard(host=host))
             if message.stock:
                 self._handle(ev.HostStocked(host=host, stock=message.stock))
 
-    def closed(self, peer: Peer) -> None:
-        """A channel is cut."""
+    def closed(self, peer: Peer, reason: str) -> None:
+        """A channel is cut; nothing happens if it was not the newest one of an agent."""
         with self._lock:
             host = self._hosts.pop(peer, None)
             if host is None or self._peers.get(host) is not peer:
@@ -117,6 +122,7 @@ class Hosts:
             del self._peers[host]
             if (link := self._links.get(host)) is not None:
                 link.connect(None)
+        log.info("the channel to agent %s is cut: %s", host, reason)
         self._handle(ev.HostCut(host=host))
 
     def _report(self, host: str, report: ms.Report) -> None:
@@ -136,8 +142,8 @@ class Hosts:
             if peer is None:
                 return  # cut meanwhile; it will come again
             link = self._links.setdefault(host, Link(self._runtime))
-            peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
-            link.connect(partial(self._send, peer, link))
+            _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
+            link.connect(partial(self._order, peer, link))
 
     def dismiss(self, host: str, reason: str) -> None:
         with self._lock:
@@ -149,7 +155,14 @@ class Hosts:
         for member in gone:
             member.gone()
         if peer is not None:
-            peer.send(self._dismissal(reason))
+            _send(peer, self._dismissal(reason))
+
+    def read_ahead(self, host: str, ahead: Ahead) -> None:
+        """Let an agent read on from there, if it is here."""
+        with self._lock:
+            peer = self._peers.get(host)
+        if peer is not None:
+            _send(peer, ahead)
 
     def make(self, join: ev.Join) -> RemoteMember:
         """The member that a slot is to have at one of the agents."""
@@ -180,9 +193,17 @@ class Hosts:
         if link is not None:
             link.tell((client, order))
 
-    def _send(self, peer: Peer, link: Link[_Order], number: int, order: _Order) -> None:
+    def _order(self, peer: Peer, link: Link[_Order], number: int, order: _Order) -> None:
         client, what = order
-        peer.send(ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms, number=number, client=client, order=what))
+        _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms, number=number, client=client, order=what))
 
     def _dismissal(self, reason: str) -> ms.AgentOrders:
         return ms.AgentOrders(taken=0, lease_ms=self._lease_ms, over=reason)
+
+
+def _send(peer: Peer, message: object) -> None:
+    try:
+        peer.send(message)
+    except WireError:
+        log.exception("a message that the channel does not take")
+        peer.drop("what was to be said to it cannot be said")

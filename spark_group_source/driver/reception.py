@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from spark_group_source.channel.client import Address
-from spark_group_source.channel.codec import WireError
 from spark_group_source.channel.messages import Ahead, Claim, Given, NotGiven, TaskEnded
 from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.server import Peer, Server
@@ -62,14 +61,13 @@ class Reception:
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
-        self._agents: dict[Peer, _Agent] = {}
         places_ = places(options.coordinator_host, options.bootstrap_servers)
         self._told = places_.told
         self._server = Server(
             ms.CODEC,
             self.secret,
             on_message=self._heard,
-            on_closed=self._closed,
+            on_closed=hosts.closed,
             died=died,
             hosts=places_.bind,
             port=options.coordinator_port,
@@ -101,11 +99,8 @@ class Reception:
         held: dict[str, list[TopicPartition]] = {}
         for one in lent:
             held.setdefault(one.host, []).extend(one.partitions)
-        with self._lock:
-            agents = {agent.host: peer for peer, agent in self._agents.items()}
         for host, tps in held.items():
-            if (peer := agents.get(host)) is not None:
-                _send(peer, _ahead(offset, tps))
+            self._hosts.read_ahead(host, _ahead(offset, tps))
 
     # --- on the channel's thread ------------------------------------------------------------------------------------
 
@@ -116,18 +111,9 @@ class Reception:
             case TaskEnded():
                 self._ended(message)
             case ms.AgentReport():
-                with self._lock:
-                    agent = self._agents.setdefault(peer, _Agent(peer, message.host))
-                self._hosts.take(agent, message)
+                self._hosts.take(peer, message)
             case _:
                 peer.drop(f"it said {type(message).__name__}, which is not for it to say")
-
-    def _closed(self, peer: Peer, reason: str) -> None:
-        with self._lock:
-            agent = self._agents.pop(peer, None)
-        if agent is not None:
-            log.info("the channel to agent %s is cut: %s", agent.host, reason)
-            self._hosts.closed(agent)
 
     def _ended(self, task: TaskEnded) -> None:
         with self._lock:
@@ -150,27 +136,6 @@ class Reception:
             topic_ids={topic: ids[topic] for topic in {tp.topic for tp in tps} & ids.keys()},
             leader_epochs={tp: epochs[tp] for tp in tps & epochs.keys()},
         )
-
-
-class _Agent:
-    """One agent's channel, as ``hosts`` knows it."""
-
-    def __init__(self, peer: Peer, host: str) -> None:
-        self._peer, self.host = peer, host
-
-    def send(self, message: ms.AgentOrders) -> None:
-        _send(self._peer, message)
-
-    def drop(self, reason: str) -> None:
-        self._peer.drop(reason)
-
-
-def _send(peer: Peer, message: Any) -> None:
-    try:
-        peer.send(message)
-    except WireError:
-        log.exception("a message that the channel does not take")
-        peer.drop("what was to be said to it cannot be said")
 
 
 def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:

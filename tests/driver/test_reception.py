@@ -5,6 +5,7 @@ The channel and both of its ends are real; the task's reading and the run are th
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}
 SOON_S = 20
 HERE = "executor-1"
-NOBODY: Any = None
+NOBODY: Any = SimpleNamespace(closed=lambda *_: None)
 """In place of agents."""
 
 

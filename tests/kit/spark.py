@@ -274,7 +274,7 @@ class SparkRun:
         channel, message = item
         assert self._coordinator is not None
         if message is None:
-            self._coordinator.hosts.closed(channel)
+            self._coordinator.hosts.closed(channel, "cut")
         else:
             self._coordinator.hosts.take(channel, message)
 

@@ -93,7 +93,7 @@ class Pair:
     def reconnect(self) -> None:
         """What is under way is lost."""
         before, self.wire = self.wire, Wire(self)
-        self.hosts.closed(before)
+        self.hosts.closed(before, "cut")
         self.open()
 
     def lend(self) -> RemoteMember:
@@ -239,7 +239,7 @@ def test_a_newer_channel_of_an_agent_closes_the_older_one_whose_end_says_nothing
     before, pair.wire = pair.wire, Wire(pair)
     pair.open()
     assert before.cut
-    pair.hosts.closed(before)
+    pair.hosts.closed(before, "cut")
     assert not [event for event in pair.events if isinstance(event, ev.HostCut)]
 
 
