@@ -5,6 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from spark_group_source.executor import fetch
 from spark_group_source.executor.agent import near
 from spark_group_source.executor.agent.home import Home
 from spark_group_source.executor.ranges import ReadOptions
@@ -14,11 +15,21 @@ from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 def read(settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any) -> Iterator[pa.RecordBatch]:
     """The batches, straight from the brokers; ``options`` as for :func:`read_near`."""
-    return read_near(None, settings, ranges, **options)
+    return fetch.read_ranges(*_arguments(settings, ranges, **options))
 
 
 def read_near(
-    home: Home | None,
+    home: Home, settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any
+) -> Iterator[pa.RecordBatch]:
+    """The same, from the agent what that has in memory.
+
+    Args:
+        options: those of :class:`ReadOptions`; ``topic_ids``, ``leader_epochs``, ``tally``.
+    """
+    return near.read_near(home, *_arguments(settings, ranges, **options))
+
+
+def _arguments(
     settings: Mapping[str, str],
     ranges: Iterable[OffsetRange],
     *,
@@ -26,7 +37,6 @@ def read_near(
     leader_epochs: Mapping[TopicPartition, int] | None = None,
     tally: Tally | None = None,
     **options: Any,
-) -> Iterator[pa.RecordBatch]:
-    """The same, from the agent what that has in memory; ``options`` are those of :class:`ReadOptions`."""
+) -> tuple[Piece, ReadOptions, Tally]:
     piece = Piece(tuple(ranges), topic_ids or {}, leader_epochs or {})
-    return near.read_near(home, piece, ReadOptions(settings, **options), tally or Tally())
+    return piece, ReadOptions(settings, **options), tally or Tally()

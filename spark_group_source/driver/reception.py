@@ -23,7 +23,7 @@ from spark_group_source.group import events as ev
 from spark_group_source.group.claims import Claims, Plan, Unknown
 from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.members import messages as ms
-from spark_group_source.model import TopicPartition
+from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.options.table import Options
 
 log = logging.getLogger(__name__)
@@ -129,13 +129,7 @@ class Reception:
             plan = self._claims.plan(claim.plan)
         if isinstance(piece, Unknown) or plan is None:
             return NotGiven(reason=piece.reason if isinstance(piece, Unknown) else "its plan is gone")
-        tps = {r.tp for r in piece.ranges}
-        ids, epochs = plan.offset.topic_ids, plan.offset.leader_epochs
-        return Given(
-            ranges=piece.ranges,
-            topic_ids={topic: ids[topic] for topic in {tp.topic for tp in tps} & ids.keys()},
-            leader_epochs={tp: epochs[tp] for tp in tps & epochs.keys()},
-        )
+        return Given(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
 
 
 def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:

@@ -28,6 +28,7 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor.agent import near, start
 from spark_group_source.executor.agent.processes import Process, executor
+from spark_group_source.executor.fetch import read_ranges
 from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tally import Tally
 from spark_group_source.members.messages import CODEC
@@ -81,7 +82,7 @@ def read_piece(options: Options, piece: Piece, call: Call, read: ReadOptions) ->
     """
     tally = Tally()
     if not call.agents:
-        yield from near.read_near(None, piece, read, tally)
+        yield from read_ranges(piece, read, tally)
         if tally.lost:
             ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=tally.lost)
             _line(call).report(ended, connect=True)
@@ -89,7 +90,10 @@ def read_piece(options: Options, piece: Piece, call: Call, read: ReadOptions) ->
     at = executor()
     home = _agent(options, call, at) if at is not None else None
     with _claimed(call, piece, name_of(at), tally) as given:
-        yield from near.read_near(home, given, read, tally)
+        if home is None:
+            yield from read_ranges(given, read, tally)
+        else:
+            yield from near.read_near(home, given, read, tally)
 
 
 def name_of(at: Process | None) -> str:

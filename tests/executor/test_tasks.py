@@ -12,7 +12,7 @@ from spark_group_source.channel.proof import Secret
 from spark_group_source.channel.server import Peer, Server
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor import tasks
-from spark_group_source.executor.agent import near, start
+from spark_group_source.executor.agent import start
 from spark_group_source.executor.agent.start import Order
 from spark_group_source.executor.ranges import ReadOptions
 from spark_group_source.executor.tasks import Call
@@ -115,7 +115,7 @@ def test_all_clients_of_an_executor_that_names_its_rack_have_it(
     read: list[Mapping[str, str]] = []
     monkeypatch.setattr(tasks, "_lines", {})
 
-    def read_near(_: object, __: object, given: ReadOptions, ___: object) -> list[object]:
+    def read_ranges(_: object, given: ReadOptions, __: object) -> list[object]:
         read.append(given.settings)
         return []
 
@@ -123,7 +123,7 @@ def test_all_clients_of_an_executor_that_names_its_rack_have_it(
         peer.send(GIVEN, answers=asks)
 
     monkeypatch.setattr(start, "start", lambda order, _: orders.append(order))
-    monkeypatch.setattr(near, "read_near", read_near)
+    monkeypatch.setattr(tasks, "read_ranges", read_ranges)
     with listening(answers) as call:
         reader = GroupStreamReader(Options.parse(given | more))
         assert list(reader.read(RangesPartition(Piece(), call))) == []

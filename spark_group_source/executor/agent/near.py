@@ -36,22 +36,13 @@ READ_BYTES = 64 << 10
 """Columns that are larger are read into their place; a larger buffer would hold a copy of each."""
 
 
-def read_near(home: Home | None, piece: Piece, options: ReadOptions, tally: Tally) -> Iterator[pa.RecordBatch]:
+def read_near(home: Home, piece: Piece, options: ReadOptions, tally: Tally) -> Iterator[pa.RecordBatch]:
     """What :func:`~spark_group_source.executor.fetch.read_ranges` yields, and from the agent what that has in memory.
-
-    Args:
-        home: of the agent; None reads everything directly.
-        piece: what is read.
-        options: how brokers are read.
-        tally: counts what is read, and from where.
 
     Raises:
         GroupError: as ``read_ranges`` does. Nothing is raised for an agent.
     """
-    batches: list[pa.RecordBatch] = []
-    rest = list(piece.ranges)
-    if home is not None and rest:
-        batches, rest = ask(home, piece, include_headers=options.include_headers, tally=tally)
+    batches, rest = ask(home, piece, include_headers=options.include_headers, tally=tally)
     batches.reverse()
     while batches:
         yield batches.pop()  # and its memory goes when Spark has it
@@ -63,7 +54,9 @@ def ask(
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
     """The rows that the agent has of the beginnings of a piece's ranges, and what is left of them."""
     ranges = piece.ranges
-    wanted = Given(ranges=ranges, topic_ids=piece.topic_ids, leader_epochs=piece.leader_epochs)
+    if not ranges:
+        return [], []
+    wanted = Given(**piece._asdict())
     until_s = time.monotonic() + ASK_S
     try:
         with connected(home, until_s) as connection:
