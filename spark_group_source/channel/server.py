@@ -73,8 +73,8 @@ class Limits:
 
 
 class Peer:
-    """One connection. :meth:`send`, :meth:`answer` and :meth:`drop` are for any thread; sending never waits, and closes
-    a peer that does not take what it is sent."""
+    """One connection. :meth:`send` and :meth:`drop` are for any thread; sending never waits, and closes a peer
+    that does not take what it is sent."""
 
     def __init__(self, server: "Server", writer: asyncio.StreamWriter) -> None:
         self._server, self._writer = server, writer
@@ -234,7 +234,7 @@ class Server:
 
     # --- for any thread ---------------------------------------------------------------------------------------------
 
-    def start(self, deadline_s: float = START_S) -> int:
+    def start(self) -> int:
         """Listen; returns the port.
 
         Raises:
@@ -248,8 +248,8 @@ class Server:
         except RuntimeError as exc:
             self._close_listening()
             raise ChannelBroken(f"the control channel's thread cannot be started: {exc}") from exc
-        if not self._started.wait(deadline_s) or self._loop is None:
-            raise ChannelBroken(f"the control channel did not start within {deadline_s:.0f} s")
+        if not self._started.wait(START_S) or self._loop is None:
+            raise ChannelBroken(f"the control channel did not start within {START_S:.0f} s")
         return port
 
     def stop(self, deadline_s: float = STOP_S) -> bool:

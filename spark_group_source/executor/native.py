@@ -26,13 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_group_source.errors import SetupError
-from spark_group_source.executor.questions import (
-    METADATA_TIMEOUT_S,
-    Question,
-    Requests,
-    bounds_question,
-    topics_question,
-)
+from spark_group_source.executor.questions import EARLIEST, LATEST, METADATA_TIMEOUT_S, Question, Requests
 from spark_group_source.executor.records import (
     Bounds,
     Cut,
@@ -364,11 +358,28 @@ class NativeClient(Client):
 
     def ask_topics(self, names: Sequence[str]) -> Question[Told]:
         """Ask what brokers know of these topics."""
-        return topics_question(self._requests, names, self.look_for_brokers)
+        ask = self._requests
+        return Question(
+            ask,
+            lambda: (ask.describe_topics(names),),
+            lambda events: ask.topics_in(events[0]),
+            self.look_for_brokers,
+        )
 
     def ask_bounds(self, tp: TopicPartition) -> Question[Bounds]:
-        """Ask the partition's leader what its log holds."""
-        return bounds_question(self._requests, tp, self.look_for_brokers)
+        """Ask the partition's leader what its log holds: two requests, because one has room for one offset of a
+        partition."""
+        ask = self._requests
+
+        def read(events: list[int]) -> Bounds | Event:
+            low, high = (ask.offset_in(event, tp) for event in events)
+            if isinstance(low, Event):
+                return low
+            return high if isinstance(high, Event) else Bounds(low[0], *high)
+
+        return Question(
+            ask, lambda: (ask.list_offset(tp, EARLIEST), ask.list_offset(tp, LATEST)), read, self.look_for_brokers
+        )
 
     def clear(self) -> None:
         """Nothing is assigned or asked any more."""

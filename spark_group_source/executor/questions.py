@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from spark_group_source.executor.records import Bounds, Event, Told, TopicTold
+from spark_group_source.executor.records import Event, Told, TopicTold
 from spark_group_source.librdkafka import POLL_MS, Client, text
 from spark_group_source.model import TopicPartition
 
@@ -26,7 +26,8 @@ METADATA_TIMEOUT_S = 1.0
 """How long a metadata request is waited for: when topics are new to the client, and before a question is repeated."""
 
 _READ_UNCOMMITTED = 0
-_EARLIEST, _LATEST = -2, -1
+EARLIEST, LATEST = -2, -1
+"""Offsets of a log to ask for."""
 NO_ANSWER = -185
 """librdkafka's "timed out"."""
 NO_ID = "A" * 22
@@ -200,26 +201,3 @@ class Question(Generic[T]):
         for numbers in self._sent:
             self._requests.give_up(numbers)
         self._sent = {}
-
-
-def topics_question(requests: Requests, names: Sequence[str], look: Callable[[], None]) -> Question[Told]:
-    """What brokers say of these topics."""
-    wanted = sorted(names)
-    return Question(
-        requests, lambda: (requests.describe_topics(wanted),), lambda events: requests.topics_in(events[0]), look
-    )
-
-
-def bounds_question(requests: Requests, tp: TopicPartition, look: Callable[[], None]) -> Question[Bounds]:
-    """What the partition's leader says of its log. Two requests, because one has room for one offset of a partition."""
-
-    def send() -> tuple[int, ...]:
-        return requests.list_offset(tp, _EARLIEST), requests.list_offset(tp, _LATEST)
-
-    def read(events: list[int]) -> Bounds | Event:
-        low, high = (requests.offset_in(event, tp) for event in events)
-        if isinstance(low, Event):
-            return low
-        return high if isinstance(high, Event) else Bounds(low[0], *high)
-
-    return Question(requests, send, read, look)

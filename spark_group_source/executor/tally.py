@@ -41,7 +41,16 @@ class Tally:
     def end(self) -> None:
         """All that was planned is read or skipped; one warning tells what was skipped."""
         self._ended = True
-        self._warn()
+        if not (joined := self.joined()):
+            return
+        named = [f"{lost.range} ({lost.range.size}): {lost.reason}" for lost in joined[:RANGES_IN_WARNING_MAX]]
+        more = len(joined) - len(named)
+        log.warning(
+            "data loss: %d planned offsets were skipped, failOnDataLoss is false: %s%s",
+            sum(lost.range.size for lost in joined),
+            "; ".join(named),
+            f"; and {more} more ranges" if more else "",
+        )
 
     @property
     def lost(self) -> tuple[OffsetRange, ...]:
@@ -58,21 +67,3 @@ class Tally:
             else:
                 found.append(lost)
         return found
-
-    @property
-    def offsets(self) -> int:
-        """How many were skipped."""
-        return sum(lost.range.size for lost in self._lost)
-
-    def _warn(self) -> None:
-        joined = self.joined()
-        if not joined:
-            return
-        named = [f"{lost.range} ({lost.range.size}): {lost.reason}" for lost in joined[:RANGES_IN_WARNING_MAX]]
-        more = len(joined) - len(named)
-        log.warning(
-            "data loss: %d planned offsets were skipped, failOnDataLoss is false: %s%s",
-            self.offsets,
-            "; ".join(named),
-            f"; and {more} more ranges" if more else "",
-        )

@@ -22,7 +22,7 @@ from kit.mock_cluster import Api, MockCluster
 from reading import read as read_batches
 
 from spark_group_source.answers import Meaning, Request, meaning
-from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
+from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.executor import failures, fetch, intake, questions, ranges, records, tally
 from spark_group_source.executor.inquiry import Patience
 from spark_group_source.executor.questions import ANSWER_S_MAX, Question
@@ -249,12 +249,6 @@ def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
     with caplog.at_level(logging.WARNING), as_soon_as(over(4 * GRACE_S), cluster.set_broker_up, 1):
         assert read(fail_on_data_loss=False) == list(range(COUNT))
     assert "data loss" not in caplog.text
-
-
-def test_a_broker_that_stays_away_is_a_timeout_also_when_loss_is_no_failure(cluster: MockCluster, read: Read) -> None:
-    cluster.set_broker_down(1)
-    with pytest.raises(ReadTimeout, match=r"orders-0\[0,20\)"):
-        read(fail_on_data_loss=False, deadline_s=3 * GRACE_S)
 
 
 def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockCluster, read: Read) -> None:
@@ -494,7 +488,6 @@ def test_what_was_skipped_is_joined_where_they_touch() -> None:
         ("orders-0[9,10)", 1),
         ("orders-1[10,12)", 2),
     ]
-    assert lost.offsets == 10
 
 
 # --- leader epochs

@@ -1,12 +1,8 @@
 """Clients of an executor that says in which rack it is read from the replica there: seen by what passes each node."""
 
 import os
-import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import agents
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
@@ -15,9 +11,6 @@ from kit.faulty_cluster import FaultyCluster
 from kit.proxy import Direction
 from reading import read as read_batches
 
-from spark_group_source.channel.messages import Ahead
-from spark_group_source.executor.agent import start
-from spark_group_source.executor.agent.processes import Process
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
 
@@ -77,45 +70,12 @@ def leader_of(cluster: FaultyCluster, tp: TopicPartition) -> int:
     return int(partition_of(admin, tp).leader)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2, None], ids=["leader", "second", "third", "nowhere"])
 def test_a_task_reads_from_the_replica_in_its_executors_rack(
-    faulty_three: FaultyCluster, tp: TopicPartition, passed: Passed, steps: int
+    faulty_three: FaultyCluster, tp: TopicPartition, passed: Passed, steps: int | None
 ) -> None:
-    near_node = 1 + (leader_of(faulty_three, tp) - 1 + steps) % 3
-    given = settings(faulty_three, {"ZONE": f"rack-{near_node}"})
+    near_node = 1 + (leader_of(faulty_three, tp) - 1 + (steps or 0)) % 3
+    given = settings(faulty_three, {"ZONE": "elsewhere" if steps is None else f"rack-{near_node}"})
     rows = sum(batch.num_rows for batch in read_batches(given, [OffsetRange(tp, 0, RECORDS)]))
     assert rows == RECORDS
-    assert read_from(passed) == near_node
-
-
-def test_an_executor_without_a_rack_or_in_none_of_theirs_reads_from_the_leader(
-    faulty_three: FaultyCluster, tp: TopicPartition, passed: Passed
-) -> None:
-    given = settings(faulty_three, {"ZONE": "elsewhere"})
-    assert sum(batch.num_rows for batch in read_batches(given, [OffsetRange(tp, 0, RECORDS)])) == RECORDS
-    assert read_from(passed) == leader_of(faulty_three, tp)
-
-
-@pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(start, "_BEGIN", agents.BEGIN)
-    yield
-    for pid in agents.living():
-        os.kill(pid, signal.SIGKILL)
-        agents.await_ended(pid)
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_an_agent_reads_ahead_from_the_replica_in_its_executors_rack(
-    faulty_three: FaultyCluster, tp: TopicPartition, passed: Passed
-) -> None:
-    near_node = 1 + leader_of(faulty_three, tp) % 3
-    order = start.Order("racks", settings(faulty_three, {"ZONE": f"rack-{near_node}"}))
-    home = start.start(order, Process.of(os.getpid()))
-    assert home is not None
-    agents.await_ready(home)
-    agents.tell(home, Ahead({tp: 0}))
-    agents.await_read(home, {tp: RECORDS})
     assert read_from(passed) == near_node

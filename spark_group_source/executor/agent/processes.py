@@ -48,11 +48,6 @@ class Watch:
         ready = {fd for fd, _ in poll.poll(round(wait_s * 1000))}
         return self._fd in ready or not self._process.lives()
 
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
 
 def executor() -> Process | None:
     """The executor of the task that runs in this process; None where that cannot be seen.
