@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from channel.words import CODEC, SOON_S, Connected, Listening, Ping, Pong
+from channel.words import SOON_S, Connected, Listening, Ping, Pong
 from spark_group_source.channel.proof import FIELD_BYTES, GREETING, Secret
-from spark_group_source.channel.server import Server
 from spark_group_source.errors import ChannelBroken
 
 
@@ -98,19 +97,9 @@ def test_a_server_that_comes_later_is_found() -> None:
     thread = threading.Thread(target=lambda: found.put(Connected([(host, port)], secret)))
     thread.start()
     threading.Event().wait(0.2)  # it has been there once
-    server = Server(
-        CODEC,
-        secret,
-        on_message=lambda *_: None,
-        on_closed=lambda *_: None,
-        died=lambda _: None,
-        hosts=[host],
-        port=port,
-    )
-    server.start()
-    found.get(timeout=SOON_S).close()
-    thread.join(SOON_S)
-    assert server.stop()
+    with Listening(secret=secret, port=port):
+        found.get(timeout=SOON_S).close()
+        thread.join(SOON_S)
 
 
 def test_closing_ends_the_waiting_for_messages() -> None:

@@ -316,18 +316,9 @@ def test_a_port_that_is_taken_is_said_with_the_remedy() -> None:
 
 
 def test_it_listens_at_all_addresses_with_one_port() -> None:
-    server = Server(
-        CODEC,
-        Secret.new(),
-        on_message=lambda *_: None,
-        on_closed=lambda *_: None,
-        died=lambda _: None,
-    )
-    port = server.start()
-    hosts = ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]
-    for host in hosts:
-        socket.create_connection((host, port), timeout=SOON_S).close()
-    assert server.stop()
+    with Listening(hosts=()) as there:
+        for host in ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])]:
+            socket.create_connection((host, there.port), timeout=SOON_S).close()
 
 
 def test_half_of_the_files_of_a_process_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 import queue
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from spark_group_source.channel.client import Client
 from spark_group_source.channel.codec import Codec, Envelope
@@ -55,7 +55,15 @@ CODEC = Codec([Everything, Ping, Pong, Inner])
 class Listening:
     """A server that answers each Ping with its Pong, and keeps all that it is told."""
 
-    def __init__(self, *, limits: Limits | None = None, secret: Secret | None = None, codec: Codec = CODEC) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        secret: Secret | None = None,
+        codec: Codec = CODEC,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        port: int = 0,
+    ) -> None:
         self.secret = secret or Secret.new()
         self.heard: queue.Queue[tuple[Peer, Any]] = queue.Queue()
         self.closed: queue.Queue[tuple[Peer, str]] = queue.Queue()
@@ -66,12 +74,13 @@ class Listening:
             on_message=self._hear,
             on_closed=lambda peer, reason: self.closed.put((peer, reason)),
             died=self.died.put,
-            hosts=["127.0.0.1"],
+            hosts=hosts,
+            port=port,
             limits=limits or Limits(),
         )
         self.port = self.server.start()
 
-    def __enter__(self) -> "Listening":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from channel.words import Listening
 
 from spark_group_source.channel.messages import Claim, Given, NotGiven
-from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Peer, Server
+from spark_group_source.channel.server import Peer
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.executor import tasks
 from spark_group_source.executor.agent import start
@@ -30,20 +30,9 @@ Answers = Callable[[Peer, Any, int], None]
 @contextmanager
 def listening(answers: Answers) -> Iterator[Call]:
     """A stream reader that answers like this."""
-    secret = Secret.new()
-    server = Server(
-        CODEC,
-        secret,
-        on_message=answers,
-        on_closed=lambda *_: None,
-        died=lambda exc: None,
-        hosts=("127.0.0.1",),
-    )
-    port = server.start()
-    try:
-        yield Call((("127.0.0.1", port),), secret, "run", CLAIM.plan, CLAIM.task, late=True)
-    finally:
-        server.stop()
+    with Listening(codec=CODEC) as there:
+        there.server._on_message = answers
+        yield Call((("127.0.0.1", there.port),), there.secret, "run", CLAIM.plan, CLAIM.task, late=True)
 
 
 def test_a_connection_that_swallows_a_claim_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

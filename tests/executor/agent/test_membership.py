@@ -6,11 +6,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+from channel.words import Listening
 from kafka_words import await_until
 
 from spark_group_source.channel.messages import Ahead
-from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Peer, Server
+from spark_group_source.channel.server import Peer
 from spark_group_source.executor.agent import membership
 from spark_group_source.executor.agent.membership import Membership
 from spark_group_source.members import messages as ms
@@ -19,7 +19,7 @@ LEASE_MS = 600_000
 """No test lives so long: what ends an agent here is no lease."""
 
 
-class Reader:
+class Reader(Listening):
     """A stream reader that takes every agent, and answers its first report alone."""
 
     lease_ms = LEASE_MS
@@ -28,18 +28,9 @@ class Reader:
         self.first: list[ms.AgentReport] = []
         self.last: list[ms.AgentReport] = []
         self.peers: list[Peer] = []
-        self.secret = Secret.new()
-        self.server = Server(
-            ms.CODEC,
-            self.secret,
-            on_message=self._heard,
-            on_closed=lambda *_: None,
-            died=lambda exc: None,
-            hosts=("127.0.0.1",),
-        )
-        self.port = self.server.start()
+        super().__init__(codec=ms.CODEC)
 
-    def _heard(self, peer: Peer, message: Any, _: int) -> None:
+    def _hear(self, peer: Peer, message: Any, asks: int) -> None:
         assert isinstance(message, ms.AgentReport)
         if message.over:
             self.last.append(message)
@@ -51,9 +42,8 @@ class Reader:
 
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    started = Reader()
-    yield started
-    started.server.stop()
+    with Reader() as started:
+        yield started
 
 
 @contextmanager
