@@ -126,13 +126,10 @@ class Hosts:
         self._handle(ev.HostCut(host=host))
 
     def _report(self, host: str, report: ms.Report) -> None:
-        if (member := self._of(host, report.slot, report.client)) is not None:
-            member.take(report)
-
-    def _of(self, host: str, slot: int, client: int) -> RemoteMember | None:
         with self._lock:
-            member = self._members.get((slot, client))
-        return member if member is not None and member.host == host else None
+            member = self._members.get((report.slot, report.client))
+        if member is not None and member.host == host:
+            member.take(report)
 
     # --- orders, under the coordinator's lock -----------------------------------------------------------------------
 

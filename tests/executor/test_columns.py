@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from unittest.mock import patch
 
 import numpy as np
@@ -134,18 +135,27 @@ def test_header_bytes_count_for_the_bound_of_a_batch() -> None:
 # --- timestamps
 
 
-def assembled(*stamps_ms: int) -> list[int]:
+def batch_of(*stamps_ms: int, kind: int = 1) -> pa.RecordBatch:
     count = len(stamps_ms)
-    batch = records.assemble(
+    return records.assemble(
         [Cut(TP, 0, 1), Cut(TP._replace(partition=1), 1, count)],
         pa.nulls(count, pa.binary()),
         pa.nulls(count, pa.binary()),
         np.arange(100, 100 + count),
         np.array(stamps_ms, dtype=np.int64),
-        np.ones(count, dtype=np.int32),
+        np.full(count, kind, dtype=np.int32),
         None,
     )
-    return [int(us) for us in batch.column("timestamp").cast(pa.int64()).to_pylist()]
+
+
+def assembled(*stamps_ms: int) -> list[int]:
+    return [int(us) for us in batch_of(*stamps_ms).column("timestamp").cast(pa.int64()).to_pylist()]
+
+
+def test_B31_a_record_without_timestamp_is_one_millisecond_before_the_epoch() -> None:
+    """Only brokers of long ago can send one."""
+    row = batch_of(-1, -1, kind=0).to_pylist()[0]
+    assert (row["timestamp"], row["timestampType"]) == (datetime(1969, 12, 31, 23, 59, 59, 999_000, UTC), -1)
 
 
 @given(stamp_ms=st.integers(-records.TIMESTAMP_MS_MAX, records.TIMESTAMP_MS_MAX))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer, Producer
 from confluent_kafka import TopicPartition as KafkaTopicPartition
@@ -24,13 +23,13 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kafka_words import SASL_PASSWORD, SASL_USER, produce_to
+from kafka_words import produce_to
 from kit.broker_cluster import BrokerCluster
 from kit.fake_reader import FakeChunk, FakeClient, FakeQuestion, Message
 from kit.mock_cluster import MockCluster
 from reading import read as read_batches
 
-from spark_group_source.errors import AccessDenied, DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
+from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.executor import fetch, intake, native, ranges, records, tally
 from spark_group_source.executor.native import NativeClient
 from spark_group_source.executor.records import Cut, arrow_schema, spark_ddl
@@ -45,7 +44,6 @@ DEADLINE_S = 60.0
 NEVER_MS = 600_000
 LONG_S = 300.0
 """A deadline that no test waits for: it would end in a ReadTimeout, and what is found at once does not wait for it."""
-NO_STAMP = datetime(1970, 1, 1, tzinfo=UTC) - timedelta(milliseconds=1)
 
 
 @pytest.fixture
@@ -179,21 +177,6 @@ def test_B26_an_open_transaction_is_waited_for_until_the_deadline(
     with pytest.raises(ReadTimeout, match="open transaction"):
         read(of(name, 0, 2), deadline_s=2.0)
     assert offsets(read(of(name, 0, 2), isolation="read_uncommitted")) == [0, 1]
-
-
-def test_B31_a_record_without_timestamp_is_one_millisecond_before_the_epoch() -> None:
-    """Only brokers of long ago can send one, so the assembly is asked directly."""
-    batch = records.assemble(
-        [Cut(TopicPartition("t", 0), 0, 1)],
-        pa.array([None], pa.binary()),
-        pa.array([b"v"], pa.binary()),
-        np.array([0]),
-        np.array([-1]),
-        np.array([0], dtype=np.int32),
-        None,
-    )
-    row = batch.to_pylist()[0]
-    assert (row["timestamp"], row["timestampType"]) == (NO_STAMP, -1)
 
 
 _SPARK_READS = """
@@ -803,32 +786,6 @@ def test_settings_for_members_do_not_disturb_a_reader(
 
 
 # ------------------------------------------------------------------------------------------------------ what is shown
-
-
-def sasl(broker: BrokerCluster, password: str) -> dict[str, str]:
-    return {
-        "bootstrap.servers": broker.sasl_bootstrap_servers,
-        "security.protocol": "SASL_PLAINTEXT",
-        "sasl.mechanism": "PLAIN",
-        "sasl.username": SASL_USER,
-        "sasl.password": password,
-    }
-
-
-def test_refused_credentials_are_reported_before_the_deadline_and_never_shown(broker: BrokerCluster) -> None:
-    with pytest.raises(AccessDenied) as caught:
-        list(read_batches(sasl(broker, "wrong-secret"), [of("orders", 0, 5)], deadline_s=LONG_S))
-    assert broker.sasl_bootstrap_servers in str(caught.value)
-    assert "wrong-secret" not in repr(caught.value) + str(caught.value.fields)
-    assert pickle.loads(pickle.dumps(caught.value)).fields == caught.value.fields
-
-
-def test_credentials_are_used(broker: BrokerCluster, topic: TopicFactory, produce: Produce) -> None:
-    name = topic()
-    produce(name, ["0", "1"], partition=0)
-    rows = list(read_batches(sasl(broker, SASL_PASSWORD), [of(name, 0, 2)], deadline_s=DEADLINE_S))
-    assert sum(batch.num_rows for batch in rows) == 2
-    assert SASL_PASSWORD not in repr(fetch.idle)
 
 
 def test_a_refused_setting_is_named_without_its_value() -> None:

@@ -14,6 +14,7 @@ from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
 from spark_group_source.answers import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
+from spark_group_source.executor import fetch
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -55,6 +56,7 @@ def test_members_questions_commits_deletions_and_tasks_work(
     assert "transactions are not allowed" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)
+    assert PASSWORD not in repr(fetch.idle)
 
 
 @pytest.mark.slow

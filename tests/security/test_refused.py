@@ -1,5 +1,6 @@
 """Wrong passwords and certificates: told at the start, with what to check and without a secret."""
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -66,4 +67,6 @@ def test_a_task_is_refused_as_well(case: str, guarded: Guarded, group_id: str) -
     given = Engine(query(CASES[case][0](guarded), group_id, "t")).options
     with pytest.raises(AccessDenied, match="as the executors see them") as failure:
         list(read_batches(given.consumer_settings(), [OffsetRange(TopicPartition("t", 0), 0, 5)], deadline_s=60))
-    assert WRONG not in str(failure.value)
+    assert given.bootstrap_servers in str(failure.value)
+    assert WRONG not in repr(failure.value) + str(failure.value.fields)
+    assert pickle.loads(pickle.dumps(failure.value)).fields == failure.value.fields
