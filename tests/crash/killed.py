@@ -317,7 +317,9 @@ class Hammer:
             said = each.log.read_text(errors="replace").count("LedgerConflict: ")
             account.wrong += [f"{each.home.name}: {said} times LedgerConflict"] * bool(said)
         left = [process for each in self.applications for process in each.left]
-        _, still = psutil.wait_procs([process for process in left if OUTLIVES not in _command(process)], END_S)
+        # A number that is another process's by now, or a thread's, is nobody who is left.
+        left = [process for process in left if process.is_running() and OUTLIVES not in _command(process)]
+        _, still = psutil.wait_procs(left, END_S)
         account.wrong += [f"{len(still)} processes did not end: {[_command(one) for one in still[:2]]}"] * bool(still)
 
 
