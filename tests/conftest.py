@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ from scenes import WIDTH, Scene
 
 from spark_group_source.cli import shared
 from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import delta_jars, kafka_tools_jars, spark_kafka_jars
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,6 +65,11 @@ __all__ = [
 # An example's time says something of the machine alone: here others run beside it.
 settings.register_profile("beside others", deadline=None)
 settings.load_profile("beside others")
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in the background of a shell: what tests start would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's Python workers: else python3 of the PATH
 
@@ -160,10 +167,12 @@ _shared: list[BrokerCluster] = []
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Start one Kafka for all workers before the first of them, unless no test needs it. It ends with this process,
-    however that ends."""
+    however that ends. What is downloaded once for a machine is there then: no test waits for it."""
     if "not jvm" in node.config.option.markexpr:
         return
     if not _shared:
+        for resolve in (delta_jars, kafka_tools_jars, spark_kafka_jars):
+            resolve()
         _shared.append(BrokerCluster(sasl={SASL_USER: SASL_PASSWORD}, java_options=SHARED_JAVA_OPTIONS))
         _shared[0].start()
     node.workerinput["servers"] = _shared[0].bootstrap_servers, _shared[0].sasl_bootstrap_servers

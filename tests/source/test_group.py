@@ -118,7 +118,7 @@ def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str
         with Engine(given, first.log) as second:
             await_until(lambda: second.step() is None and len(second.rows) >= 8, what="the rows of our four partitions")
             after = describe(scene.admin, scene.group)
-        assert after == before
+        assert (after.state, after.members) == (before.state, before.members)
         assert other.rebalances == rebalances
         ours = {(row.topic, row.partition) for row in second.rows}
         assert ours.isdisjoint(other.partitions) and len(ours) == 4
