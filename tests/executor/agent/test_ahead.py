@@ -104,8 +104,7 @@ KINDS = {"plain": (3, plain_records), "transactions": (3, transactions), "large"
          "many": (300, few_of_each)}  # fmt: skip
 
 
-@pytest.mark.parametrize("headers", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "headers"), [("plain", True), *((kind, False) for kind in KINDS)], ids=str)
 def test_rows_from_memory_are_those_of_a_direct_read(
     topic: TopicFactory,
     produce: Produce,

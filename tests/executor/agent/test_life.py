@@ -92,18 +92,20 @@ def test_workers_of_one_executor_start_one_agent() -> None:
         assert agents.living() == [home.pid]
 
 
-def test_an_executor_that_is_told_the_name_of_sparks_daemon_is_not_taken_for_it() -> None:
-    with executor(WORKER, order(), conf="spark.python.daemon.module=pyspark.daemon") as jvm:
+@pytest.mark.parametrize(
+    ("command", "conf"),
+    [
+        ((FORKING, order(), "1"), ""),
+        ((WORKER, order()), ""),
+        ((WORKER, order()), "spark.python.daemon.module=pyspark.daemon"),
+    ],
+    ids=["daemon", "no daemon", "no daemon, but its name"],
+)
+def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[str, ...], conf: str) -> None:
+    with executor(*command, conf=conf) as jvm:
         (place,) = homes_told(jvm, 1)
         agents.await_ready(home := Home(Path(place)))
         assert home.path.name.startswith(f"{jvm.pid}-")
-
-
-@pytest.mark.parametrize("command", [(FORKING, order(), "1"), (WORKER, order())], ids=["daemon", "no daemon"])
-def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[str, ...]) -> None:
-    with executor(*command) as jvm:
-        (place,) = homes_told(jvm, 1)
-        agents.await_ready(home := Home(Path(place)))
         agent = Process.of(home.pid)
         assert agent is not None
         parent = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -145,8 +147,10 @@ def test_where_no_executor_can_be_seen_tasks_read_directly(
 # ------------------------------------------------------------------------------------------------------------ secrets
 
 
-def test_secrets_are_seen_nowhere(agent: Callable[..., Home]) -> None:
+def test_secrets_are_seen_nowhere_and_its_folders_are_closed_to_others(agent: Callable[..., Home]) -> None:
     home = agent(settings={"sasl.password": SECRET}, given={"secret": SECRET})
+    for folder in (directory(), homes.agents(), home.path):
+        assert folder.stat().st_mode & 0o077 == 0
     for name in ("cmdline", "environ"):
         assert SECRET.encode() not in Path(f"/proc/{home.pid}/{name}").read_bytes()
     agents.state(home)
@@ -288,9 +292,3 @@ def test_what_an_agent_says_is_bounded(agent: Callable[..., Home]) -> None:
     home = agent(given={"members": "Talkative"})
     assert home.log.stat().st_size <= LOG_BYTES_MAX
     await_until(lambda: "is ready" in home.log.read_text(), STARTED_S, what="the last that it said")
-
-
-def test_no_folder_of_an_agent_is_open_to_others(agent: Callable[..., Home]) -> None:
-    home = agent()
-    for folder in (directory(), homes.agents(), home.path):
-        assert folder.stat().st_mode & 0o077 == 0
