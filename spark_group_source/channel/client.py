@@ -48,7 +48,7 @@ class Client:
 
     def __init__(self, addresses: Sequence[Address], codec: Codec, secret: Secret, within_s: float) -> None:
         self._codec, self._secret = codec, secret
-        self._sending = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.RLock()
         self._asked = 0
         self.ended: str | None = None
         """Why it ended, if it has."""
@@ -124,14 +124,15 @@ class Client:
         Raises:
             ChannelBroken: the connection has ended.
         """
-        try:
-            if self.ended is None and not self._poll.poll(max(0, int(within_s * 1000))):
-                return None
-            if self.ended is None:
-                body = receive(self._socket, FRAME_BYTES_MAX + MAC_BYTES, monotonic() + SEND_S)
-                return self._codec.decode(self._in.open(body))
-        except (OSError, WireError, ValueError) as exc:
-            self.close(_text(exc))
+        with self._receiving:
+            try:
+                if self.ended is None and not self._poll.poll(max(0, int(within_s * 1000))):
+                    return None
+                if self.ended is None:
+                    body = receive(self._socket, FRAME_BYTES_MAX + MAC_BYTES, monotonic() + SEND_S)
+                    return self._codec.decode(self._in.open(body))
+            except (OSError, WireError, ValueError) as exc:
+                self.close(_text(exc))
         raise ChannelBroken(f"the control channel is closed: {self.ended}")
 
     def request(self, message: Any, within_s: float) -> Any:
@@ -154,7 +155,8 @@ class Client:
         with contextlib.suppress(OSError):
             self.ended = self.ended or reason
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that receives
-        self._socket.close()
+        with self._receiving:  # which may be about to wait: the number of a closed socket is soon another file's
+            self._socket.close()
 
 
 def _text(exc: BaseException) -> str:

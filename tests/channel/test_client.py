@@ -112,6 +112,32 @@ def test_closing_ends_the_waiting_for_messages() -> None:
         assert "closed by this side" in failed[0]
 
 
+def test_a_socket_is_not_closed_under_a_thread_that_is_about_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number would be the next file's, and the thread would wait for that."""
+    with Listening() as there, there.client() as client:
+        about, go, real = threading.Event(), threading.Event(), client._poll
+
+        class Late:
+            def poll(self, wait_ms: int) -> object:
+                about.set()
+                go.wait(SOON_S)
+                return real.poll(wait_ms)
+
+        monkeypatch.setattr(client, "_poll", Late())
+        failed: list[str] = []
+        waiting = threading.Thread(target=lambda: failed.append(client.gone()))
+        closing = threading.Thread(target=client.close)
+        waiting.start()
+        assert about.wait(SOON_S)
+        closing.start()
+        closing.join(0.3)
+        assert client._socket.fileno() >= 0
+        go.set()
+        for thread in (closing, waiting):
+            thread.join(SOON_S)
+        assert "closed by this side" in failed[0] and client._socket.fileno() < 0
+
+
 def test_a_question_that_is_not_answered_ends_at_its_deadline() -> None:
     with Listening() as there, there.client() as client:
         there.server._on_message = lambda *_: None
