@@ -2,7 +2,7 @@
 
 Runs in: ``tests.bench agents`` and ``test_churn``. A kill is over when the group has committed all that was produced
 before it, and when every member lives beside an executor again; these are the two times. Deliberately absent: faults of
-the channel (``churn_channel``).
+the channel (``channel_faults``).
 """
 
 import contextlib
