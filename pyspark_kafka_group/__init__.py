@@ -10,9 +10,9 @@ Spark that does not fit it is a source that says so at ``load()``.
 
 from typing import TYPE_CHECKING, Any
 
-from spark_group_source import fits
+from spark_group_source import compatibility
 
-if TYPE_CHECKING or fits.problem() is None:
+if TYPE_CHECKING or compatibility.problem() is None:
     from spark_group_source.source import KafkaGroupDataSource as DefaultSource
 else:
     from pyspark.sql.datasource import DataSource
@@ -21,7 +21,7 @@ else:
         """In place of the source."""
 
         def __init__(self, options: Any) -> None:  # noqa: ARG002 - Spark's signature
-            fits.check()
+            compatibility.check()
 
         @classmethod
         def name(cls) -> str:

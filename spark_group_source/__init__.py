@@ -23,8 +23,8 @@ from spark_group_source.errors import (
     SourceError,
     TopicMissing,
 )
-from spark_group_source.group.statistics import Statistics
-from spark_group_source.host.runs import drain
+from spark_group_source.host.run_files import drain
+from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
     from spark_group_source.cli.public import describe, reset
@@ -70,9 +70,9 @@ def __getattr__(name: str) -> Any:
 
         return GroupListener
     if name == "KafkaGroupDataSource":
-        from spark_group_source import fits
+        from spark_group_source import compatibility
 
-        fits.check()  # another Spark lacks what the next line imports
+        compatibility.check()  # another Spark lacks what the next line imports
         from spark_group_source.source import KafkaGroupDataSource
 
         return KafkaGroupDataSource

@@ -20,24 +20,24 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from spark_group_source import fits
+from spark_group_source import compatibility
 from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
-from spark_group_source.executor.records import spark_ddl
-from spark_group_source.group.offsets import StreamOffset, parse
-from spark_group_source.group.plan import pack
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
-from spark_group_source.parcel import Packed
+from spark_group_source.pickling import Packed
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.planner import pack
+from spark_group_source.reader.records import spark_ddl
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_group_source.driver.coordinator import Coordinator
-    from spark_group_source.driver.hosts import Lent
-    from spark_group_source.driver.reception import Reception
-    from spark_group_source.executor.tasks import Call
-    from spark_group_source.host.runs import Load, Publisher
+    from spark_group_source.agents.connected_agents import Lent
+    from spark_group_source.agents.control_server import Reception
+    from spark_group_source.agents.task import Call
+    from spark_group_source.host.run_files import Load, Publisher
     from spark_group_source.metrics.endpoint import Endpoint
+    from spark_group_source.runtime.coordinator import Coordinator
 
 
 FORMAT = "kafka-group"
@@ -66,7 +66,7 @@ class KafkaGroupDataSource(Packed, DataSource):
     """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        fits.check()
+        compatibility.check()
         super().__init__(dict(options))
         self._parsed = Options.parse(self.options)
         self._path = tuple(sys.path)
@@ -156,7 +156,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         return [RangesPartition(Piece.of(ranges, parsed.topic_ids, parsed.leader_epochs)) for ranges in tasks]
 
     def _claimed(self, reception: "Reception", batch: StreamOffset, lent: "list[Lent]") -> Sequence[InputPartition]:
-        from spark_group_source.executor.tasks import Call
+        from spark_group_source.agents.task import Call
 
         plan = reception.cut(batch, lent)
         late = plan.binding == "late"
@@ -194,8 +194,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
-            from spark_group_source.driver.coordinator import Coordinator
-            from spark_group_source.host.runs import Load, Publisher
+            from spark_group_source.host.run_files import Load, Publisher
+            from spark_group_source.runtime.coordinator import Coordinator
 
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
@@ -229,8 +229,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         assert isinstance(partition, RangesPartition)
         options = self._options.on_executor(os.environ)
-        from spark_group_source.executor.fetch import read_ranges
-        from spark_group_source.executor.ranges import ReadOptions
+        from spark_group_source.reader.fetch import read_ranges
+        from spark_group_source.reader.range_reader import ReadOptions
 
         read = ReadOptions(
             options.consumer_settings(),
@@ -241,14 +241,14 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         )
         if partition.call is None:  # what agents need is not even loaded: a worker's first task would wait for it
             return read_ranges(partition.piece, read)
-        from spark_group_source.executor.tasks import read_piece
+        from spark_group_source.agents.task import read_piece
 
         return read_piece(options, partition.piece, partition.call, read)
 
 
 def _received(options: Options, coordinator: "Coordinator") -> "Reception | None":
     """Where agents and tasks reach this run, if it can listen."""
-    from spark_group_source.driver.reception import Reception
+    from spark_group_source.agents.control_server import Reception
 
     reception = Reception(options, hosts=coordinator.hosts, died=coordinator.died, read=coordinator.read)
     try:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_group_source.executor import fetch
-from spark_group_source.executor.agent import near
-from spark_group_source.executor.agent.home import Home
-from spark_group_source.executor.ranges import ReadOptions
-from spark_group_source.executor.tally import Tally
+from spark_group_source.agents.agent_folder import Home
+from spark_group_source.agents.prefetch import near
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.reader import fetch
+from spark_group_source.reader.range_reader import ReadOptions
+from spark_group_source.reader.read_counts import Tally
 
 
 def read(settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any) -> Iterator[pa.RecordBatch]:

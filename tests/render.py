@@ -13,12 +13,12 @@ import typer
 
 from spark_group_source import answers, errors
 from spark_group_source.cli import app as cli
-from spark_group_source.group import states
-from spark_group_source.group.states import HostState, PartitionState, RunState, SlotState
 from spark_group_source.metrics import groups as group_metrics
 from spark_group_source.metrics import run as run_metrics
 from spark_group_source.metrics.endpoint import Metric
 from spark_group_source.options.table import OPTIONS as ALL_OPTIONS
+from spark_group_source.protocol import states
+from spark_group_source.protocol.states import HostState, PartitionState, RunState, SlotState
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import proofs

@@ -17,8 +17,8 @@ from typing import Any
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 
-from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset, parse
 
 # For Spark's Python workers, also those of child processes: else they are the python3 of the PATH.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

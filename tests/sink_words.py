@@ -13,10 +13,10 @@ import pytest
 from delta_files import living_files
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
-from spark_group_source.delta.access import Writer
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.delta.table_writer import Writer
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -19,10 +19,10 @@ from confluent_kafka import Consumer
 from kafka_words import Record, await_progress
 from reading import read as read_batches
 
-from spark_group_source.driver.coordinator import Coordinator
-from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.kafka import Runtime
 from spark_group_source.options.table import Options
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.runtime.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

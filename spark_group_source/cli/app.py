@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from spark_group_source import __version__, fits
+from spark_group_source import __version__, compatibility
 from spark_group_source.cli import shared
 from spark_group_source.cli.group import describe, list_groups, watch
 from spark_group_source.cli.ledger import ledger_app
@@ -38,7 +38,7 @@ from spark_group_source.cli.shared import (
     table_of,
 )
 from spark_group_source.errors import OptionError, SourceError
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 
 SPARKS = ("pyspark.errors", "py4j")
 """Where Spark's own errors come from: a table or path that it cannot read."""
@@ -70,7 +70,7 @@ class _Commands(TyperGroup):
             typer.echo(f"error: {type(exc).__name__}: {exc}", err=True)
             raise typer.Exit(RETRIABLE if getattr(exc, "retriable", False) else FINAL) from exc
         except ModuleNotFoundError as exc:  # Spark is no dependency, and most commands do without
-            if (trouble := fits.problem()) is None:
+            if (trouble := compatibility.problem()) is None:
                 raise
             typer.echo(f"error: SetupError: {trouble}", err=True)
             raise typer.Exit(FINAL) from exc
@@ -217,7 +217,7 @@ def jars() -> None:
 @app.command()
 def drain(
     group: GroupOption,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = runs.DRAIN_S,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="The longest wait.")] = run_files.DRAIN_S,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -228,12 +228,12 @@ def drain(
     """
     with console.status("waiting for the batch in hand ..."):
         if checkpoint is None:
-            count = runs.drain(group, timeout_s=timeout_s)
+            count = run_files.drain(group, timeout_s=timeout_s)
         else:
-            from spark_group_source.delta import board
+            from spark_group_source.delta import checkpoint_status
 
             with shared.checkpoint_files(checkpoint) as (files, root):
-                count = board.drain(board.Notices(files, root), group, timeout_s=timeout_s)
+                count = checkpoint_status.drain(checkpoint_status.Notices(files, root), group, timeout_s=timeout_s)
     if as_json:
         typer.echo(json.dumps({"group": group, "drained": count}))
     else:

@@ -31,7 +31,7 @@ from spark_group_source.cli.shared import (
     table_of,
 )
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.group.statistics import Statistics
+from spark_group_source.protocol.statistics import Statistics
 
 INTERVAL_MIN_S = 0.2
 EVENTS_MAX = 8
@@ -101,15 +101,15 @@ def describe(
     ledgers = {}
     with shared.session(table is not None) as spark:
         if spark is not None and table is not None:
-            from spark_group_source.delta.kept import read_ledger
+            from spark_group_source.delta.ledger_store import read_ledger
 
             ledgers = {name: kept.offsets for name in names if (kept := read_ledger(spark, table, name)) is not None}
     elsewhere = []
     if checkpoint is not None:
-        from spark_group_source.delta import board
+        from spark_group_source.delta import checkpoint_status
 
         with shared.checkpoint_files(checkpoint) as (files, root):
-            elsewhere = [board.last(board.Notices(files, root), names[0])]
+            elsewhere = [checkpoint_status.last(checkpoint_status.Notices(files, root), names[0])]
     everything = not (offsets or members or state)
     asked = offsets or everything or as_json
     found = []

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from spark_group_source.delta.entries import Ledger
-    from spark_group_source.delta.history import Commit
+    from spark_group_source.delta.ledger_format import Ledger
+    from spark_group_source.delta.table_history import Commit
 
 TableArgument = Annotated[str, typer.Argument(help="A Delta table, by path or name.")]
 
@@ -51,11 +51,11 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
 @ledger_app.command("verify")
 def verify(table: TableArgument, as_json: JsonOption = False) -> None:
     """Compare the rows of a table with the ledgers of its groups; exit 1 if something does not fit."""
-    from spark_group_source.delta import verified
+    from spark_group_source.delta import verification
 
     with shared.session(True) as spark:
         assert spark is not None
-        found = verified.verify(spark, table)
+        found = verification.verify(spark, table)
     if as_json:
         typer.echo(json.dumps({**found._asdict(), "findings": [one._asdict() for one in found.findings]}, indent=2))
     else:
@@ -71,16 +71,16 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
 
 
 def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
-    from spark_group_source.delta import access, kept, names
+    from spark_group_source.delta import ledger_store, table_names, table_writer
 
-    history = access.existing(spark, table).history()
-    found = kept.ledgers(history)
+    history = table_writer.existing(spark, table).history()
+    found = ledger_store.ledgers(history)
     last: dict[str, Commit] = {}
     for commit in history.commits():
         last |= {group: commit for group in found.keys() - last.keys() if commit.has_ledger(group)}
         if len(last) == len(found):
             break
-    described = spark.sql(f"DESCRIBE HISTORY {names.sql_name(history.table)}")
+    described = spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(history.table)}")
     at = {row["version"]: str(row["timestamp"]) for row in described.select("version", "timestamp").collect()}
     return [_group(group, ledger, last.get(group), at) for group, ledger in found.items()]
 

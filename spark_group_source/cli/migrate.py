@@ -216,7 +216,7 @@ def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dic
     ledger = None
     with shared.session(table is not None) as spark:
         if spark is not None and table is not None:
-            from spark_group_source.delta.kept import required_ledger
+            from spark_group_source.delta.ledger_store import required_ledger
 
             ledger = required_ledger(spark, table, group)
     if described.state == DEAD and not committed and ledger is None:

@@ -43,7 +43,7 @@ def describe(
     """
     ledger = None
     if table is not None:
-        from spark_group_source.delta.kept import read_ledger
+        from spark_group_source.delta.ledger_store import read_ledger
 
         found = read_ledger(_session(spark), table, group)
         ledger = {} if found is None else found.offsets
@@ -85,7 +85,7 @@ def reset(
 def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapping[TopicPartition, int]:
     if table is None:
         raise OptionError("to='ledger' needs table: the Delta table whose ledger is meant")
-    from spark_group_source.delta.kept import required_ledger
+    from spark_group_source.delta.ledger_store import required_ledger
 
     return required_ledger(_session(spark), table, group).offsets
 

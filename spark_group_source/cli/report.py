@@ -20,10 +20,10 @@ from rich.text import Text
 
 from spark_group_source.cli.shared import cells, table_of
 from spark_group_source.errors import GroupError
-from spark_group_source.group.names import parse_note
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.kafka import GroupAdmin, GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import parse_note
 
 DEAD = "dead"
 """Kafka's word for a group that it has nothing of."""
@@ -135,7 +135,7 @@ def look(
     """
     described = admin.group(group)
     committed = admin.committed(group) if offsets or described.state == DEAD else {}
-    here = runs.read(group)
+    here = run_files.read(group)
     mine = {(doc["stream"], doc["pid"]) for doc in here}
     running = (*here, *(doc for doc in elsewhere if (doc["stream"], doc["pid"]) not in mine))
     if described.state == DEAD and not (described.members or committed or ledger or running):

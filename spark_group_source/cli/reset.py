@@ -41,12 +41,12 @@ from spark_group_source.cli.shared import (
     console,
     table_of,
 )
-from spark_group_source.delta.entries import Ledger, LedgerDamaged
+from spark_group_source.delta.ledger_format import Ledger, LedgerDamaged
 from spark_group_source.errors import GroupError, OptionError
-from spark_group_source.group import names
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET, LATEST_OFFSET, parse_offsets
+from spark_group_source.protocol import identifiers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -211,7 +211,7 @@ def plan(
         ledger: of the table that is reset too, if there is one.
         topics: those that exist now. Partitions of others are left out: Kafka would refuse all for one of them.
     """
-    notes = {tp: names.parse_note(at.metadata) for tp, at in committed.items()}
+    notes = {tp: identifiers.parse_note(at.metadata) for tp, at in committed.items()}
     epoch = 1 + max([note.epoch for note in notes.values()] + [0 if ledger is None else ledger.epoch])
     offsets = {tp: at.offset for tp, at in committed.items()}
     if ledger is not None:
@@ -225,15 +225,15 @@ def plan(
     offsets = {
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
     }
-    texts = dict.fromkeys(offsets, names.reset_text(epoch))
+    texts = dict.fromkeys(offsets, identifiers.reset_text(epoch))
     for tp in offsets.keys() & notes.keys() - targets.keys():
         note = notes[tp]
         if note.stream is not None:
-            texts[tp] = names.note_text(note.stream, note.seq, epoch, followed=note.followed, cut=note.cut)
+            texts[tp] = identifiers.note_text(note.stream, note.seq, epoch, followed=note.followed, cut=note.cut)
     return Reset(epoch, offsets, texts)
 
 
-def _of_void_batch(note: names.Note | None, ledger: Ledger) -> bool:
+def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
     """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
     return note is not None and note.stream in ledger.void and note.epoch < ledger.epoch
 
@@ -267,12 +267,12 @@ def reset(
     )
     if not execute:
         return GroupReset(group, moves, None)
-    from spark_group_source.delta import kept
+    from spark_group_source.delta import ledger_store
 
     ledger = None
     if spark is not None and table is not None:
         with contextlib.suppress(LedgerDamaged):  # nobody can read it: it is written anew
-            ledger = kept.read_ledger(spark, table, group)
+            ledger = ledger_store.read_ledger(spark, table, group)
     known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
     topics = admin.existing(tp.topic for tp in known)
     found = plan(targets, committed, ledger, topics)
@@ -281,7 +281,7 @@ def reset(
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
         gone = {tp.topic for tp in known} - topics.keys()
         reason = f"spark-group reset {found.epoch}"
-        kept.set_ledger(
+        ledger_store.set_ledger(
             spark, table, group, found.offsets, reason=reason, topic_ids=ids, epoch=found.epoch, deleted=gone
         )
     return GroupReset(group, moves, found.epoch)
@@ -376,7 +376,7 @@ def reset_command(
             with shared.checkpoint_files(str(to_checkpoint)) as (files, root):
                 to = Offsets(positions(files, root, group, batch), written=False)
         elif to == "ledger":
-            from spark_group_source.delta.kept import required_ledger
+            from spark_group_source.delta.ledger_store import required_ledger
 
             assert spark is not None
             to = Offsets(required_ledger(spark, str(table), group).offsets, written=False)

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from spark_group_source import fits
+from spark_group_source import compatibility
 from spark_group_source.cli.shared import settings_in
-from spark_group_source.delta import names
+from spark_group_source.delta import table_names
 from spark_group_source.errors import GroupError
-from spark_group_source.host.runs import drain
+from spark_group_source.host.run_files import drain
 from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
 
 if TYPE_CHECKING:
@@ -110,18 +110,18 @@ def run(
         raise typer.BadParameter("give one of --topics and --pattern")
     if kafka_prefix and schema is None:
         raise typer.BadParameter("--kafka-prefix is for the columns beside parsed fields: give --schema too")
-    names.require_apart(names.canonical(table), checkpoint)
+    table_names.require_apart(table_names.canonical(table), checkpoint)
     files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
     source = given | files | _from_command_line(option or [])
     timing = _timing(trigger)
     _log_to_stderr(log_level)
-    fits.check()
+    compatibility.check()
     from spark_group_source.delta.sink import DeltaSink
 
     spark = _session(f"{group} -> {table}")
     try:
         _check_delta(spark)
-        fits.check_session(spark)
+        compatibility.check_session(spark)
         transform = None if schema is None else parsed(_ddl(spark, schema), prefix=kafka_prefix)
         columns = tuple(partition_by or ())
         sink = DeltaSink(table, transform=transform, partition_by=columns, merge_schema=merge_schema)

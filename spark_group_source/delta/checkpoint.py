@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyspark.errors import AnalysisException
 
 from spark_group_source.errors import CheckpointMismatch, OptionError
-from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset, parse
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -21,9 +21,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from spark_group_source.delta import names
-from spark_group_source.delta.history import LogFiles
-from spark_group_source.delta.races import CommitRace
+from spark_group_source.delta import table_names
+from spark_group_source.delta.commit_race import CommitRace
+from spark_group_source.delta.table_history import LogFiles
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -168,7 +168,7 @@ class NativeWriter:
         columns = [field["name"] for field in json.loads(schema)["fields"]]
         partitions = list(self._log.opened.metadata().partition_columns)
         folder = f"{FOLDER}/{uuid.uuid4()}"
-        writer = rows.select(*map(names.quoted, columns)).write.mode("error")
+        writer = rows.select(*map(table_names.quoted, columns)).write.mode("error")
         writer = writer.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         with _timestamps_with_statistics(self._spark):
             (writer.partitionBy(*partitions) if partitions else writer).parquet(f"{self._log.location}/{folder}")

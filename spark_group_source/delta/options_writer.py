@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
 
-from spark_group_source.delta import names, races
+from spark_group_source.delta import commit_race, table_names
 from spark_group_source.errors import OptionError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class OptionsWriter:
         Raises:
             OptionError: the folder has other files.
         """
-        writer = self._spark.createDataFrame([], rows.schema).writeTo(names.sql_name(self._table)).using("delta")
+        writer = self._spark.createDataFrame([], rows.schema).writeTo(table_names.sql_name(self._table)).using("delta")
         if self._partition_by:
             from pyspark.sql import functions as F
 
@@ -80,7 +80,7 @@ class OptionsWriter:
                         "another folder, or remove what is there",
                         table=self._table,
                     ) from exc
-                if attempt == CREATE_ATTEMPTS_MAX or not (races.is_race(exc) or condition in _NOT_EMPTY):
+                if attempt == CREATE_ATTEMPTS_MAX or not (commit_race.is_race(exc) or condition in _NOT_EMPTY):
                     raise
                 threading.Event().wait(random.uniform(0, CREATE_WAIT_MAX_S))
 
@@ -124,18 +124,18 @@ class OptionsWriter:
         if self._partition_by:
             writer = writer.partitionBy(*self._partition_by)
         try:
-            if names.is_path(self._table):
+            if table_names.is_path(self._table):
                 writer.save(self._table)
             else:
                 writer.saveAsTable(self._table)
         except Exception as exc:  # py4j's own, where PySpark does not know the class
-            if races.is_race(exc):
-                raise races.CommitRace(str(exc)) from exc
+            if commit_race.is_race(exc):
+                raise commit_race.CommitRace(str(exc)) from exc
             raise
 
     def _empty(self, columns: Sequence[str] | None) -> "DataFrame":
-        table = names.read(self._spark, self._table)
-        schema = (table if columns is None else table.select(*map(names.quoted, columns))).schema
+        table = table_names.read(self._spark, self._table)
+        schema = (table if columns is None else table.select(*map(table_names.quoted, columns))).schema
         return self._spark.createDataFrame([], schema)
 
 

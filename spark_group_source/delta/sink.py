@@ -2,7 +2,7 @@
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: Kafka,
 members, the source: what a batch holds comes from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
-its log (:mod:`kept`), and what follows from the two from :func:`ledger.decide`.
+its log (:mod:`kept`), and what follows from the two from :func:`ledger_decision.decide`.
 
 Every commit holds the rows, the number of the group's commits as a ``SetTransaction``, and the offset JSON with the
 ledger of the group in its ``userMetadata``. A batch is compared with the ledger before it; of two commits with one
@@ -16,17 +16,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from spark_group_source import fits
-from spark_group_source.delta import access, board, kept, ledger, names, races, turns
-from spark_group_source.delta.access import TableAccess, Writer
+from spark_group_source import compatibility
+from spark_group_source.delta import (
+    checkpoint_status,
+    commit_race,
+    ledger_decision,
+    ledger_store,
+    table_names,
+    table_writer,
+    write_guard,
+)
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
-from spark_group_source.delta.entries import APP_PREFIX, Ledger
-from spark_group_source.delta.history import Aged, History, LogFiles, note_of
-from spark_group_source.delta.ledger import Write
+from spark_group_source.delta.ledger_decision import Write
+from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
+from spark_group_source.delta.table_history import Aged, History, LogFiles, note_of
+from spark_group_source.delta.table_writer import TableAccess, Writer
 from spark_group_source.errors import LedgerConflict, OptionError
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -89,8 +97,8 @@ class DeltaSink:
         storage_options: Mapping[str, str] | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        access.check_writer(writer)
-        self.table = names.canonical(table)
+        table_writer.check_writer(writer)
+        self.table = table_names.canonical(table)
         self.transform = transform
         self.partition_by = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
         self.merge_schema = merge_schema
@@ -121,20 +129,20 @@ class DeltaSink:
             log=self._logs.pop() if self._logs else None,
         )
         if not self._table_id:
-            names.require_apart(self.table, planned.root)
-            fits.check_session(spark)
+            table_names.require_apart(self.table, planned.root)
+            compatibility.check_session(spark)
             self._prepare(table, df)
         elif table.log is not None:
             self._refuse_retention(table)  # the properties are at hand
-        with turns.turn(self._table_id, self.table, planned) as turn:
+        with write_guard.turn(self._table_id, self.table, planned) as turn:
             attempt = _Attempt(self, table, df, planned, turn)
-            written = races.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
+            written = commit_race.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
         if table.log is not None:
             self._logs.append(table.log)
-        safe = turns.everywhere(planned)
+        safe = write_guard.everywhere(planned)
         for offset in written:
             if safe:
-                runs.mark_durable(offset.stream, offset.seq)
+                run_files.mark_durable(offset.stream, offset.seq)
             _notify(spark, planned, offset)
 
     def _prepare(self, table: TableAccess, df: "DataFrame") -> None:
@@ -149,9 +157,9 @@ class DeltaSink:
         retention = table.retention()
         if retention is not None:
             raise OptionError(
-                f"table {self.table} sets {names.RETENTION} = {retention!r}: Delta would forget the numbers of the "
-                "group's commits, which tell a replay from a new batch. Unset it: ALTER TABLE "
-                f"{names.sql_name(self.table)} UNSET TBLPROPERTIES ('{names.RETENTION}')",
+                f"table {self.table} sets {table_names.RETENTION} = {retention!r}: Delta would forget the "
+                "numbers of the group's commits, which tell a replay from a new batch. Unset it: ALTER TABLE "
+                f"{table_names.sql_name(self.table)} UNSET TBLPROPERTIES ('{table_names.RETENTION}')",
                 table=self.table,
             )
 
@@ -163,7 +171,7 @@ class _Attempt:
     """The attempts to commit one batch."""
 
     def __init__(
-        self, sink: DeltaSink, table: TableAccess, df: "DataFrame", planned: PlannedBatch, turn: turns.Turn
+        self, sink: DeltaSink, table: TableAccess, df: "DataFrame", planned: PlannedBatch, turn: write_guard.Turn
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.turn = sink, table, df, planned, turn
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
@@ -190,7 +198,9 @@ class _Attempt:
             offset.group: self._ledger(history, offset.group, known.get(offset.group)) for offset in planned.offsets
         }
         others = planned.other_sources > 0
-        decision = ledger.decide(planned.offsets, ledgers, table=sink.table, batch_id=planned.batch_id, others=others)
+        decision = ledger_decision.decide(
+            planned.offsets, ledgers, table=sink.table, batch_id=planned.batch_id, others=others
+        )
         if isinstance(decision, Write):
             self._write(history, decision)
         else:
@@ -204,7 +214,7 @@ class _Attempt:
         except Aged as aged:
             return self._begun_anew(history, group, aged)
         if found is not None:
-            kept.refuse_restored(history, found, after=-1 if known is None else known.table_version)
+            ledger_store.refuse_restored(history, found, after=-1 if known is None else known.table_version)
             self.sink._known[group] = found.at(history.version)
         return found
 
@@ -269,27 +279,29 @@ class _Attempt:
                     "%s: planned before reset %d of the group, so nothing of it is written: %s",
                     where,
                     verdict.ledger.epoch,
-                    ledger.shown(verdict.drop),
+                    ledger_decision.shown(verdict.drop),
                 )
             elif verdict.drop:
                 log.warning(
                     "%s: %d offsets are in the table already and are left out: %s",
                     where,
                     sum(r.size for r in verdict.drop),
-                    ledger.shown(verdict.drop),
+                    ledger_decision.shown(verdict.drop),
                 )
             if verdict.recreated:
                 topics = ", ".join(verdict.recreated)
                 log.warning("%s: topic %s was deleted and created again; its offsets start afresh", where, topics)
             if verdict.skipped:
-                log.info("%s: others had %s", where, ledger.shown(verdict.skipped))
+                log.info("%s: others had %s", where, ledger_decision.shown(verdict.skipped))
 
 
 def _notify(spark: "SparkSession", planned: PlannedBatch, offset: StreamOffset) -> None:
     """Have the run's notices kept in its checkpoint, where one is known and can be written."""
     if planned.run_id not in (None, ONLY_RUN):
-        run = board.run_name(str(planned.run_id))
-        board.keep(run, offset.group, offset.stream, lambda: board.place_of(spark, planned.root))
+        run = checkpoint_status.run_name(str(planned.run_id))
+        checkpoint_status.keep(
+            run, offset.group, offset.stream, lambda: checkpoint_status.place_of(spark, planned.root)
+        )
 
 
 def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
@@ -305,8 +317,8 @@ def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFr
     types = [(field.name, field.dataType.simpleString()) for field in df.schema.fields]
     if any(types.count(column) != 1 for column in ROW_COLUMNS.items()):
         raise LedgerConflict(
-            f"table {table} must not get {ledger.shown(drop)} (again), and the sink cannot leave these rows out: it "
-            f"needs the columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has "
+            f"table {table} must not get {ledger_decision.shown(drop)} (again), and the sink cannot leave these rows "
+            f"out: it needs the columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has "
             f"{dict(types)}. Nothing was written. Select and rename columns in DeltaSink(..., transform=...), not "
             "before writeStream",
             table=table,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.streaming import StreamingQueryListener
 
-from spark_group_source.group.statistics import Statistics
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
+from spark_group_source.protocol.statistics import Statistics
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.listener import (
@@ -47,7 +47,7 @@ class GroupListener(StreamingQueryListener):
         """A batch is done."""
         for source in event.progress.sources:
             name = _stream_of(source.endOffset)
-            found = runs.snapshot(*name) if name else None
+            found = run_files.snapshot(*name) if name else None
             if found is not None:
                 self._receive(event.progress, found)
 

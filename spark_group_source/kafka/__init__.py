@@ -8,11 +8,11 @@ ours here, once.
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_place
-from spark_group_source.kafka.epochs import EpochEnds
+from spark_group_source.kafka.environment import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
+from spark_group_source.kafka.leader_epochs import EpochEnds
 from spark_group_source.kafka.record_times import RecordTime, RecordTimes
-from spark_group_source.kafka.runtime import Empty, Queue, Runtime, Thread
 from spark_group_source.kafka.settings import check_settings
 from spark_group_source.kafka.translation import (
     CommittedOffset,

@@ -16,8 +16,8 @@ from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka.asking import RefusalWatch, Retry
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
     Asker,
     GroupDescription,

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS

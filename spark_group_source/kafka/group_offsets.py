@@ -13,8 +13,8 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.asking import Retry
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.retry import Retry
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, CommittedOffset, portions, to_kafka
 from spark_group_source.model import TopicPartition

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import CODES, Request
-from spark_group_source.kafka.asking import RefusalWatch, Retry
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import Asker
 from spark_group_source.librdkafka import (
     CLIENT,

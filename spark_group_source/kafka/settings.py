@@ -9,7 +9,7 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
 from spark_group_source.options.callables import CALLABLES, imported
 from spark_group_source.options.client import without_secrets
 from spark_group_source.options.java import RENAMED

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
-from spark_group_source.group import events as ev
 from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread, take_place
-from spark_group_source.members.shares import Share, SlotMember
+from spark_group_source.members.slot_member import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
+from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
 

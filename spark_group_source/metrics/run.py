@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from spark_group_source.group.states import RunState, SlotState
-from spark_group_source.group.statistics import Statistics
 from spark_group_source.metrics.endpoint import Metric, Sample, since_s
+from spark_group_source.protocol.states import RunState, SlotState
+from spark_group_source.protocol.statistics import Statistics
 
 PREFIX = "kafka_group_source_"
 RUN = ("group", "stream")

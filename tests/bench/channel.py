@@ -27,15 +27,15 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.channel.client import Client
-from spark_group_source.channel.codec import Codec
-from spark_group_source.channel.messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
-from spark_group_source.channel.proof import Secret
-from spark_group_source.channel.server import Limits, Peer, Server
-from spark_group_source.driver.reception import set_aside
-from spark_group_source.group.claims import Claims, Piece, Plan
-from spark_group_source.group.offsets import StreamOffset
+from spark_group_source.agents.channel.client import Client
+from spark_group_source.agents.channel.codec import Codec
+from spark_group_source.agents.channel.handshake import Secret
+from spark_group_source.agents.channel.server import Limits, Peer, Server
+from spark_group_source.agents.control_server import set_aside
+from spark_group_source.agents.task_messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.claims import Claims, Piece, Plan
+from spark_group_source.protocol.offsets import StreamOffset
 
 AGENTS = (5, 50, 500)
 SLOTS_EACH, PARTITIONS_EACH, TASKS_EACH = 10, 200, 20

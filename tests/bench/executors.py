@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Producer
 
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
-from spark_group_source.executor.agent.home import Home, agents
-from spark_group_source.host.runs import directory
+from spark_group_source.agents.agent_folder import Home, agents
+from spark_group_source.host.run_files import directory
 from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
-    from spark_group_source.executor.records import BATCH_ROWS_MAX, spark_ddl
+    from spark_group_source.reader.records import BATCH_ROWS_MAX, spark_ddl
 
     class Reader(DataSourceStreamReader):
         at = 0
@@ -97,7 +97,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
 
             import pyarrow as pa
 
-            from spark_group_source.executor.records import arrow_schema
+            from spark_group_source.reader.records import arrow_schema
 
             def batch(count: int) -> pa.RecordBatch:
                 columns = [

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from bench.throughput import session
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

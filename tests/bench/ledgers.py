@@ -35,8 +35,8 @@ from sink_source import offset
 from sink_words import Query, actions, commits, one, rows
 
 from bench.throughput import session
-from spark_group_source.delta import races
-from spark_group_source.delta.access import Writer
+from spark_group_source.delta import commit_race
+from spark_group_source.delta.table_writer import Writer
 from spark_group_source.local.broker import Broker
 
 if TYPE_CHECKING:
@@ -187,11 +187,11 @@ def counted() -> Iterator[list[int]]:
         def emit(self, record: logging.LogRecord) -> None:
             count[0] += "another writer was first" in record.getMessage()
 
-    handler, level = Counting(), races.log.level
-    races.log.addHandler(handler)
-    races.log.setLevel(logging.INFO)
+    handler, level = Counting(), commit_race.log.level
+    commit_race.log.addHandler(handler)
+    commit_race.log.setLevel(logging.INFO)
     try:
         yield count
     finally:
-        races.log.removeHandler(handler)
-        races.log.setLevel(level)
+        commit_race.log.removeHandler(handler)
+        commit_race.log.setLevel(level)

@@ -14,15 +14,15 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.group import events as ev
-from spark_group_source.group.loss import Heights
-from spark_group_source.group.machine import Machine
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.plan import Planner
-from spark_group_source.group.rules import Rules
-from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.data_loss import Heights
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.planner import Planner
+from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.states import RunState
 
 SIZES = (100, 1_000, 10_000, 100_000)
 SLOTS = 500

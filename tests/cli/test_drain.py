@@ -13,17 +13,17 @@ from scenes import Scene
 from streams import numbered
 
 from spark_group_source import DeltaSink
-from spark_group_source.delta import board
-from spark_group_source.delta.board import Notices
+from spark_group_source.delta import checkpoint_status
 from spark_group_source.delta.checkpoint import Files
+from spark_group_source.delta.checkpoint_status import Notices
 from spark_group_source.errors import GroupError
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 
 CLI_S = 120
 
 
-RUN, DRAIN = (f"c/{board.FOLDER}/etl.{what}.json" for what in ("run", "drain"))
+RUN, DRAIN = (f"c/{checkpoint_status.FOLDER}/etl.{what}.json" for what in ("run", "drain"))
 
 
 class Folder:
@@ -48,7 +48,7 @@ class Folder:
 def test_a_request_names_the_run_and_waits_for_its_word() -> None:
     notices = Folder()
     notices.then = {"drained": True}
-    assert board.drain(notices.place, "etl", timeout_s=10) == 1
+    assert checkpoint_status.drain(notices.place, "etl", timeout_s=10) == 1
     assert json.loads(notices.files[DRAIN]) == {"run": "r1"}
 
 
@@ -56,14 +56,14 @@ def test_a_run_that_says_nothing_in_time_is_told_with_its_age() -> None:
     with pytest.raises(
         GroupError, match=r"in process 7 on host h, whose last notice is \d+ s old, did not end its batch within 0 s"
     ):
-        board.drain(Folder().place, "etl", timeout_s=0)
+        checkpoint_status.drain(Folder().place, "etl", timeout_s=0)
 
 
 def test_a_run_that_was_started_again_meanwhile_was_not_asked() -> None:
     notices = Folder()
     notices.then = {"run": "r2", "drained": True}
     with pytest.raises(GroupError, match="was started again meanwhile"):
-        board.drain(notices.place, "etl", timeout_s=10)
+        checkpoint_status.drain(notices.place, "etl", timeout_s=10)
 
 
 def test_where_no_run_said_anything_that_is_said() -> None:
@@ -71,7 +71,7 @@ def test_where_no_run_said_anything_that_is_said() -> None:
     for half in ('{"group": "et', ""):
         notices.files[RUN] = half
         with pytest.raises(GroupError, match="c has no notice of a run in group 'etl'"):
-            board.last(notices.place, "etl")
+            checkpoint_status.last(notices.place, "etl")
 
 
 @pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
@@ -79,12 +79,12 @@ def test_a_run_drains_when_it_is_meant(
     asked: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notices, pids = Folder(), list[int]()
-    monkeypatch.setattr(runs, "ask_to_drain", pids.append)
+    monkeypatch.setattr(run_files, "ask_to_drain", pids.append)
     notices.files[DRAIN] = json.dumps({"run": asked})
-    watch = board._Watch("r1", "etl", 7, lambda: notices.place)
+    watch = checkpoint_status._Watch("r1", "etl", 7, lambda: notices.place)
     watch.look({"pid": 7, "group": "etl", "drained": drained})
     assert pids == then
-    said = board.last(notices.place, "etl")
+    said = checkpoint_status.last(notices.place, "etl")
     assert (said["run"], said["drained"]) == ("r1", drained)
 
 
@@ -92,10 +92,10 @@ def test_a_run_drains_when_it_is_meant(
 def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board, "LOOK_S", 0.5)
+    monkeypatch.setattr(checkpoint_status, "LOOK_S", 0.5)
     name, table = scene.topic(2), scene.folder / "table"
     job = scene.job(subscribe=name)
-    folder = job.checkpoint / board.FOLDER
+    folder = job.checkpoint / checkpoint_status.FOLDER
     folder.mkdir(parents=True)
     (folder / f"{scene.group}.drain.json").write_text('{"run": "of yesterday"}')
     elsewhere = {**os.environ, "TMPDIR": str(scene.folder)}  # what runs of this host say is not found there

@@ -4,9 +4,9 @@ import pytest
 from kit.harness import tps
 
 from spark_group_source.cli.report import Clock, Expiry, clock_of, expiries, near
-from spark_group_source.group.names import note_text, parse_note, reset_text
 from spark_group_source.kafka import GroupDescription, GroupMember
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import note_text, parse_note, reset_text
 
 A, B, C = tps("orders", 0, 1, 2)
 OLD = TopicPartition("former", 0)

@@ -21,13 +21,13 @@ from scenes import Scene, Shown
 from streams import Job, Outsider, forget, numbered, planned, readers_below
 
 from spark_group_source import DeltaSink
-from spark_group_source.delta import kept
+from spark_group_source.delta import ledger_store
 from spark_group_source.delta.checkpoint import by_spark, positions
-from spark_group_source.delta.kept import read_ledger
+from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.errors import OptionError
-from spark_group_source.group.names import Note, parse_note
 from spark_group_source.kafka import GroupAdmin, ListedGroup
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import Note, parse_note
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -376,7 +376,7 @@ def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
         raise OSError("killed")
 
     with monkeypatch.context() as killed:
-        killed.setattr(kept, "set_ledger", die)
+        killed.setattr(ledger_store, "set_ledger", die)
         assert run("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
     assert {note.epoch for note in notes(scene).values()} == {1}
     with pytest.raises(Exception, match=r"Kafka says 3, the table holds up to 10"):

@@ -8,10 +8,10 @@ from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandRuntime, refusal
 
 from spark_group_source.cli.reset import plan, targets
-from spark_group_source.delta.entries import Ledger
-from spark_group_source.group.names import Note, note_text, parse_note, reset_text
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, Topic
 from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.protocol.identifiers import Note, note_text, parse_note, reset_text
 
 P0, P1, P2 = (TopicPartition("orders", p) for p in range(3))
 TOPICS = {"orders": Topic("id-1", 3)}

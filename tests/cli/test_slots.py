@@ -7,7 +7,7 @@ from kit.run_harness import RunHarness
 from rich.console import Console
 
 from spark_group_source.cli.group import _slots
-from spark_group_source.group.statistics import Statistics
+from spark_group_source.protocol.statistics import Statistics
 
 NOW_S = 100.0
 

@@ -29,7 +29,7 @@ from streams import options_of
 
 from crash.lent import living
 from crash.running import progress_of, script
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 
 JOB = Path(__file__).with_name("churned.py")
 PARTITIONS = 6
@@ -163,7 +163,7 @@ class Application:
     @property
     def run(self) -> dict[str, Any]:
         """Its statistics."""
-        return next(iter(runs.read(self.group)), {})
+        return next(iter(run_files.read(self.group)), {})
 
     def members_whole(self) -> bool:
         """Every slot lives at an agent, and all partitions are assigned."""

@@ -48,7 +48,7 @@ def _behind(port: int) -> type[KafkaGroupDataSource]:
         """The stream reader tells executors another port than its own."""
 
         def streamReader(self, schema: Any) -> Any:
-            from spark_group_source.driver.reception import Reception
+            from spark_group_source.agents.control_server import Reception
 
             start = Reception.start
 

@@ -19,8 +19,8 @@ from kafka_words import Produce, await_progress, committed_of, end_offsets_of
 from streams import numbered, options_of
 
 from crash.running import job, progress_of
-from spark_group_source.executor.agent.home import agents
-from spark_group_source.host import runs
+from spark_group_source.agents.agent_folder import agents
+from spark_group_source.host import run_files
 
 SESSION_MS = 15_000
 """Not so short that a busy machine ends it."""
@@ -150,7 +150,7 @@ class Watched:
     @property
     def run(self) -> dict[str, Any]:
         """Its statistics."""
-        return next(iter(runs.read(self.group)), {})
+        return next(iter(run_files.read(self.group)), {})
 
     def lent(self) -> bool:
         run = self.run

@@ -29,9 +29,9 @@ from typer.testing import CliRunner
 from crash.lent import Watched, Where, arguments, by_executor, descendants, environment, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
+from spark_group_source.agents.agent_folder import agents
 from spark_group_source.cli.app import app
-from spark_group_source.executor.agent.home import agents
-from spark_group_source.host.runs import snapshot
+from spark_group_source.host.run_files import snapshot
 
 PARTITIONS = 4
 CHURN_S = 20

@@ -11,7 +11,7 @@ from conftest import Produce, TopicFactory
 from crash.lent import Watched, Where, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
-from spark_group_source.executor.agent.home import agents
+from spark_group_source.agents.agent_folder import agents
 from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4

@@ -19,7 +19,7 @@ from streams import options_of
 
 from crash.killed import JOB
 from crash.running import HANG_S
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import TopicPartition
 
@@ -118,7 +118,7 @@ def test_on_spark_connect_kills_a_lost_checkpoint_and_a_second_query_write_each_
         await_progress(
             lambda: committed(connected.group) == ends, connected.progress, what="the group's offsets at the end"
         )
-        assert runs.drain(connected.group, timeout_s=DRAIN_S) == 2
+        assert run_files.drain(connected.group, timeout_s=DRAIN_S) == 2
         for partition in range(PARTITIONS):
             produce(connected.topic, ["late"], partition=partition)
         stays(lambda: committed(connected.group) == ends, DRAINED_S, "a group that was drained")

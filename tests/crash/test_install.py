@@ -13,7 +13,7 @@ import pytest
 from delta_files import living_rows
 
 from crash.standalone import package_as_zip, python_without_package, standalone
-from spark_group_source import fits
+from spark_group_source import compatibility
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.jars import DELTA_COORDINATES, delta_jars
 
@@ -95,7 +95,7 @@ def test_an_environment_keeps_its_spark_byte_for_byte(asked: list[str], tmp_path
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], timeout=PIP_S, check=True)
     python = tmp_path / "env" / "bin" / "python"
     (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
-    pip("install", f"pyspark=={fits.SPARK}.0")
+    pip("install", f"pyspark=={compatibility.SPARK}.0")
     before = spark()
     assert len(before) > 1000
 
@@ -119,4 +119,4 @@ def test_an_environment_keeps_its_spark_byte_for_byte(asked: list[str], tmp_path
 
 
 def test_the_coordinates_of_delta_are_of_the_versions_that_fit() -> None:
-    assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{fits.SPARK}_2.13:{fits.DELTA}.")
+    assert DELTA_COORDINATES[0].startswith(f"io.delta:delta-spark_{compatibility.SPARK}_2.13:{compatibility.DELTA}.")

@@ -30,11 +30,11 @@ from sink_words import (
     stream,
 )
 
-from spark_group_source.delta import access, names, options_writer
-from spark_group_source.delta.access import Writer
+from spark_group_source.delta import options_writer, table_names, table_writer
 from spark_group_source.delta.checkpoint import ONLY_RUN, RUN_ID, read_planned
-from spark_group_source.delta.kept import read_ledger, set_ledger
+from spark_group_source.delta.ledger_store import read_ledger, set_ledger
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_writer import Writer
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import TopicPartition
 
@@ -278,7 +278,7 @@ def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Qu
 def test_auto_falls_back_to_writer_options_and_says_so_once(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(access, "open_log", lambda *args: None)
+    monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
     sink = query.sink(new_table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n, n + 1)))
@@ -312,10 +312,10 @@ def test_the_checkpoint_is_readable_without_java(query: Query, monkeypatch: pyte
 
 
 def test_a_relative_path_is_completed_because_sql_takes_absolute_ones_only(spark: "SparkSession") -> None:
-    whole = names.qualified(spark, "lake/orders")
+    whole = table_names.qualified(spark, "lake/orders")
     assert whole.startswith("file:/") and whole.endswith("/lake/orders")
     for table in ("/lake/orders", "s3a://bucket/orders", "file:/lake/orders", "db.orders", whole):
-        assert names.qualified(spark, table) == table
+        assert table_names.qualified(spark, table) == table
 
 
 def test_a_query_reads_each_batch_once_and_writes_it(scripted: "SparkSession", tmp_path: Path, new_table: Path) -> None:

@@ -7,7 +7,7 @@ from scenes import Scene
 from streams import numbered, planned
 
 from spark_group_source import DeltaSink
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
 
 pytestmark = pytest.mark.spark
@@ -22,7 +22,7 @@ def test_the_only_batch_of_trigger_once_is_at_kafka_when_the_run_has_ended(scene
     ends = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
     await_until(lambda: scene.committed() == ends, what="the last offsets at Kafka")
     stream = planned(one.checkpoint)[0].stream
-    await_until(lambda: runs.durable_seq(stream) == -1, what="the run that takes its mark with it")
+    await_until(lambda: run_files.durable_seq(stream) == -1, what="the run that takes its mark with it")
 
 
 def test_a_query_that_is_stopped_leaves_with_what_its_sink_has(scene: Scene) -> None:

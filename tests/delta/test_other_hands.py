@@ -8,7 +8,7 @@ import pytest
 from sink_source import offset
 from sink_words import Intruder, Query, commits, next_offsets, one, parquet_files, records, rows
 
-from spark_group_source.delta.kept import read_ledger
+from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import shared
 from spark_group_source.cli.app import app
-from spark_group_source.delta import verified
-from spark_group_source.delta.kept import set_ledger
+from spark_group_source.delta import verification
+from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.model import TopicPartition
 
 P0 = TopicPartition("orders", 0)
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("few_tasks")]
 
 
 def kinds(query: Query, table: Path) -> list[str]:
-    return [found.kind for found in verified.verify(query.spark, str(table)).findings]
+    return [found.kind for found in verification.verify(query.spark, str(table)).findings]
 
 
 def inject(table: Path, *lines: dict[str, Any]) -> None:
@@ -77,6 +77,6 @@ def test_the_command_shows_and_judges_a_clean_table_rows_behind_the_ledger_and_a
     assert bad.exit_code == 1
     assert "behind: orders-0 has rows up to offset 50, but its ledger says 40 is the next one" in bad.output
     DeltaTable(written).restore(1)
-    found = verified.verify(query.spark, table)
+    found = verification.verify(query.spark, table)
     assert [one.kind for one in found.findings] == ["restore"]
     assert found.notes == ["whether rows are missing is not compared: the log has RESTORE"]

@@ -28,7 +28,7 @@ from rebalance.conftest import make_options
 from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source import DeltaSink
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -233,7 +233,7 @@ class Soak:
 
     def _generations(self) -> dict[str, list[int]]:
         """Of each group, as the runs that are in it know it: a rebalance makes another one."""
-        return {group: [int(run["generation"]) for run in runs.read(group)] for group in self._groups.values()}
+        return {group: [int(run["generation"]) for run in run_files.read(group)] for group in self._groups.values()}
 
     def _await_whole(self, after: str) -> None:
         """Everything that is produced by now is committed by both groups."""
@@ -279,7 +279,9 @@ class Soak:
         every = produced(self._judge, [self._topic])
         self.account.produced = len(every)
         twice = other.unconfirmed()
-        counted = sum(int(run.get("maybe_twice", 0)) for group in self._groups.values() for run in runs.read(group))
+        counted = sum(
+            int(run.get("maybe_twice", 0)) for group in self._groups.values() for run in run_files.read(group)
+        )
         for query, others in zip(self._queries, [other.processed(), []], strict=True):
             counts = Counter([*query.records, *others])
             self.account.lost += sorted(every - counts.keys())

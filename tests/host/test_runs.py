@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from spark_group_source.errors import GroupError, OptionError
-from spark_group_source.group.statistics import Statistics
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
+from spark_group_source.protocol.statistics import Statistics
 
 STREAM = "9f2c0d1e2a3b"
 
@@ -21,7 +21,7 @@ STREAM = "9f2c0d1e2a3b"
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this test's runs publish. It is not there yet."""
-    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
     return tmp_path / "runs"
 
 
@@ -53,37 +53,37 @@ def other_run(directory: Path, *, driver: int, state: str = "planned", group: st
 
 
 def test_a_run_reads_which_batch_its_sink_has_and_removes_the_mark_at_its_end(directory: Path) -> None:
-    run = runs.Publisher("etl")
+    run = run_files.Publisher("etl")
     run.publish(statistics())
-    assert runs.durable_seq(STREAM) == -1
-    runs.mark_durable(STREAM, 7)
-    runs.mark_durable(STREAM, 8)
-    assert (runs.durable_seq(STREAM), runs.durable_seq("other")) == (8, -1)
+    assert run_files.durable_seq(STREAM) == -1
+    run_files.mark_durable(STREAM, 7)
+    run_files.mark_durable(STREAM, 8)
+    assert (run_files.durable_seq(STREAM), run_files.durable_seq("other")) == (8, -1)
     run.close()
-    assert runs.durable_seq(STREAM) == -1
+    assert run_files.durable_seq(STREAM) == -1
     assert list(directory.iterdir()) == []
 
 
 def test_where_a_run_serves_its_metrics_stands_in_its_statistics(directory: Path) -> None:
-    run = runs.Publisher("etl")
+    run = run_files.Publisher("etl")
     run.metrics_port = 9464
     run.publish(statistics())
-    assert [doc["metrics_port"] for doc in runs.read("etl")] == [9464]
-    found = runs.snapshot("etl", STREAM)
+    assert [doc["metrics_port"] for doc in run_files.read("etl")] == [9464]
+    found = run_files.snapshot("etl", STREAM)
     assert found is not None and found == run.last and found.metrics_port == 9464
     run.close()
 
 
 def test_a_sink_without_a_run_beside_it_leaves_nothing(directory: Path) -> None:
-    runs.mark_durable(STREAM, 7)
+    run_files.mark_durable(STREAM, 7)
     assert not directory.exists()
 
 
 @pytest.mark.parametrize("stream", ["", "../9f2c", "a/b", ".", "a.json"])
 def test_a_stream_that_is_no_name_is_no_file(directory: Path, stream: str) -> None:
     directory.mkdir(mode=0o700)
-    runs.mark_durable(stream, 7)
-    assert runs.durable_seq(stream) == -1
+    run_files.mark_durable(stream, 7)
+    assert run_files.durable_seq(stream) == -1
     assert list(directory.iterdir()) == []
 
 
@@ -105,22 +105,22 @@ def somebody_elses(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_directory_of_another_user_can_neither_stall_a_run_nor_tell_it_anything(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    runs._say_once.cache_clear()
+    run_files._say_once.cache_clear()
     real = somebody_elses(directory, tmp_path, monkeypatch, kind)
     (real / f"{os.getpid()}.json").write_text("not ours to remove")
     (real / f"{STREAM}.durable").write_text("7")
-    run = runs.Publisher("etl")
+    run = run_files.Publisher("etl")
     (real / f"{os.getpid()}.drain").touch()
     with other_run(real, driver=os.getppid()):
         assert not run.drain_asked
-        assert runs.read("etl") == []
-        assert runs.snapshot("etl", STREAM) is None
+        assert run_files.read("etl") == []
+        assert run_files.snapshot("etl", STREAM) is None
         with pytest.raises(GroupError, match=r"is not this user's alone.*TMPDIR"):
-            runs.drain("etl")
+            run_files.drain("etl")
     run.publish(statistics())
     run.close()
-    runs.mark_durable(STREAM, 9)
-    assert runs.durable_seq(STREAM) == -1 and (real / f"{STREAM}.durable").read_text() == "7"
+    run_files.mark_durable(STREAM, 9)
+    assert run_files.durable_seq(STREAM) == -1 and (real / f"{STREAM}.durable").read_text() == "7"
     assert (real / f"{os.getpid()}.json").read_text() == "not ours to remove"
     assert (real / f"{os.getpid()}.drain").exists()
     said = [record.getMessage() for record in caplog.records if str(directory) in record.getMessage()]
@@ -132,34 +132,34 @@ def test_the_directory_is_for_this_user_only_and_links_in_it_are_replaced_and_no
 ) -> None:
     former = os.umask(0)
     try:
-        runs.Publisher("etl").publish(statistics())
+        run_files.Publisher("etl").publish(statistics())
     finally:
         os.umask(former)
     assert directory.stat().st_mode & 0o777 == 0o700
     (tmp_path / "precious").write_text("keep")
     (directory / f"{STREAM}.durable").symlink_to(tmp_path / "precious")
-    runs.mark_durable(STREAM, 7)
+    run_files.mark_durable(STREAM, 7)
     assert (tmp_path / "precious").read_text() == "keep"
-    assert runs.durable_seq(STREAM) == 7
+    assert run_files.durable_seq(STREAM) == 7
 
 
 def test_a_mark_that_cannot_be_written_or_read_is_no_error(directory: Path) -> None:
     directory.mkdir(mode=0o700)
     (directory / f"{STREAM}.durable").mkdir()
-    runs.mark_durable(STREAM, 7)
-    assert runs.durable_seq(STREAM) == -1
+    run_files.mark_durable(STREAM, 7)
+    assert run_files.durable_seq(STREAM) == -1
     (directory / f"{STREAM}.durable").rmdir()
     (directory / f"{STREAM}.durable").write_text("seven")
-    assert runs.durable_seq(STREAM) == -1
+    assert run_files.durable_seq(STREAM) == -1
 
 
 @pytest.mark.parametrize("trouble", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
 def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: int
 ) -> None:
-    run = runs.Publisher("etl")
+    run = run_files.Publisher("etl")
     run.publish(statistics(seq=3))
-    runs.mark_durable(STREAM, 3)
+    run_files.mark_durable(STREAM, 3)
 
     def full(path: Path, text: str) -> None:
         path.touch()
@@ -169,15 +169,15 @@ def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
         patch.setattr(Path, "write_text", full)
         for seq in (4, 5):
             run.publish(statistics(seq=seq))
-            runs.mark_durable(STREAM, seq)
+            run_files.mark_durable(STREAM, seq)
     assert caplog.text.count("cannot be written") == 1
     assert list(directory.glob("*.part")) == [], "nothing half written is left"
-    assert runs.durable_seq(STREAM) == 3, "no batch is said to be durable that was not said to be"
-    assert [doc["seq"] for doc in runs.read("etl")] == [3]
+    assert run_files.durable_seq(STREAM) == 3, "no batch is said to be durable that was not said to be"
+    assert [doc["seq"] for doc in run_files.read("etl")] == [3]
     run.publish(statistics(seq=5), drained=True)
-    runs.mark_durable(STREAM, 5)
+    run_files.mark_durable(STREAM, 5)
     assert caplog.text.count("written to") == 2 and "again" in caplog.text
-    assert [(doc["seq"], doc["drained"]) for doc in runs.read("etl")] == [(5, True)]
+    assert [(doc["seq"], doc["drained"]) for doc in run_files.read("etl")] == [(5, True)]
 
 
 # --- one load() ------------------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def test_a_disk_that_takes_nothing_costs_statistics_and_marks_and_nothing_else(
 HOLDS = """
 import sys
 from pathlib import Path
-from spark_group_source.host import runs
-runs.directory = lambda: Path(sys.argv[1])
-load = runs.Load("a1")
+from spark_group_source.host import run_files
+run_files.directory = lambda: Path(sys.argv[1])
+load = run_files.Load("a1")
 load.hold(wait_s=0)
 print("holds", flush=True)
 sys.stdin.read()
@@ -209,27 +209,27 @@ def holder(directory: Path, end: str = "in order") -> Iterator[subprocess.Popen[
 def test_two_streams_of_one_load_are_refused(directory: Path) -> None:
     with holder(directory) as process:
         with pytest.raises(OptionError, match=rf"process {process.pid},.*Each stream needs its own load\(\)"):
-            runs.Load("a1").hold(wait_s=0)
-        other = runs.Load("b2")
+            run_files.Load("a1").hold(wait_s=0)
+        other = run_files.Load("b2")
         other.hold(wait_s=0)
         other.release()
 
 
 @pytest.mark.parametrize("end", ["in order", "killed"])
 def test_a_former_run_of_the_load_is_waited_for_however_it_ends(directory: Path, end: str) -> None:
-    load = runs.Load("a1")
+    load = run_files.Load("a1")
     with holder(directory, end) as process:
         assert process.stdin is not None
         process.stdin.close()
         load.hold(wait_s=60)
     with pytest.raises(OptionError, match=f"process {os.getpid()}"):
-        runs.Load("a1").hold(wait_s=0)
+        run_files.Load("a1").hold(wait_s=0)
     load.release()
     assert list(directory.glob("*.load")) == []
 
 
 def test_where_the_files_cannot_be_used_every_stream_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").write_text("no directory")
-    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
     for _ in range(2):
-        runs.Load("a1").hold(wait_s=0)
+        run_files.Load("a1").hold(wait_s=0)

@@ -11,7 +11,7 @@ from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Requ
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
-from spark_group_source.kafka.asking import CONFIRM_S, Retry
+from spark_group_source.kafka.retry import CONFIRM_S, Retry
 from spark_group_source.kafka.translation import Asker
 
 SETTINGS = {"bootstrap.servers": "b"}

@@ -17,12 +17,12 @@ from kafka_words import await_until, committed_of, create_topic, produce_to, set
 from streams import Engine, numbered, options_of, texts, values_of
 
 from spark_group_source.cli import report
-from spark_group_source.group import machine, positions
-from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupAdmin
 from spark_group_source.local.broker import Broker
 from spark_group_source.local.tools import kafka_consumer_groups
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import partitions, run
+from spark_group_source.protocol.statistics import Statistics
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -72,8 +72,8 @@ class Minute:
 def minute(jvm: None) -> Iterator[Minute]:
     settings = {"offsets.retention.minutes": "1"}
     with pytest.MonkeyPatch.context() as patch, Broker(settings=settings) as broker:
-        patch.setattr(positions, "RENEW_MS", RETENTION_S * 1000 // 2)
-        patch.setattr(machine, "RENEW_LOOK_MS", 2_000)
+        patch.setattr(partitions, "RENEW_MS", RETENTION_S * 1000 // 2)
+        patch.setattr(run, "RENEW_LOOK_MS", 2_000)
         yield played(broker.bootstrap_servers)
 
 

@@ -8,11 +8,11 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from hand_made import A0, A1, HandRuntime, refusal
 
-from spark_group_source.driver.coordinator import Questions
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.runtime.coordinator import Questions
 
 SETTINGS = {"bootstrap.servers": "b"}
 B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Runtime
-from spark_group_source.kafka.runtime import made
+from spark_group_source.kafka.environment import made
 
 JOIN_S = 10.0
 

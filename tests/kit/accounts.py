@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from kit.books import Book, Cause, Holding, Loss, Reader
 from kit.kafka_group import Books, Entry
 from kit.world import World
-from spark_group_source.group.names import parse_note
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import parse_note
+from spark_group_source.protocol.offsets import StreamOffset
 
 Ranges = Mapping[TopicPartition, tuple[int, int]]
 

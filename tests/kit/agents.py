@@ -16,11 +16,11 @@ from kit.cluster import Cluster
 from kit.invariants import Invariants
 from kit.runtime import SimulatedRuntime
 from kit.world import Draws, Process, Thread, World, the_thread
-from spark_group_source.group.lending import CLOSE_MS_MAX
-from spark_group_source.group.slots import HOME
-from spark_group_source.group.states import SlotState
-from spark_group_source.members import messages as ms
-from spark_group_source.members.hosted import Hosted
+from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents.hosted_member import Hosted
+from spark_group_source.protocol.placement import CLOSE_MS_MAX
+from spark_group_source.protocol.slots import HOME
+from spark_group_source.protocol.states import SlotState
 
 if TYPE_CHECKING:
     from kit.spark import SparkRun

@@ -16,8 +16,8 @@ from kit.misfortune import Ask
 from kit.runtime import Future
 from kit.wire import Question, Serve
 from kit.world import Process, the_thread
-from spark_group_source.group.names import parse_note
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import parse_note
 
 if TYPE_CHECKING:
     from kit.cluster import Cluster

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.executor.records import Cut, Event, Run, assemble, header_bytes, header_column, packed
 from spark_group_source.model import TopicPartition
+from spark_group_source.reader.records import Cut, Event, Run, assemble, header_bytes, header_column, packed
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from spark_group_source.errors import InvariantBroken
-from spark_group_source.group import events as ev
-from spark_group_source.group import names
-from spark_group_source.group.machine import Machine
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.rules import Rules
-from spark_group_source.group.states import RunState
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol import identifiers
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.states import RunState
 
 GROUP = "etl"
 STREAM = "9f2c"
@@ -225,8 +225,8 @@ class GroupHarness:
 
     def join(self, slot: int = 0, *, client: int = 1, topics: tuple[str, ...] = ("orders",)) -> ev.Join:
         """The order to make this slot's consumer."""
-        instance_id = names.instance_id(GROUP, STREAM, slot)
-        client_id = names.client_id(STREAM, slot)
+        instance_id = identifiers.instance_id(GROUP, STREAM, slot)
+        client_id = identifiers.client_id(STREAM, slot)
         return ev.Join(slot=slot, client=client, topics=topics, client_id=client_id, instance_id=instance_id)
 
     def _of(self, slot: int) -> dict[str, Any]:

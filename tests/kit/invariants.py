@@ -13,9 +13,9 @@ from kit.accounts import Accounts, Ranges, Violation, advance
 from kit.books import Cause, Holding, Loss, Reader
 from kit.kafka_client import Client, Tps
 from kit.kafka_group import Entry
-from spark_group_source.driver.worker import SHUT_OUT_S_MAX
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.runtime.request_thread import SHUT_OUT_S_MAX
 
 __all__ = ["Invariants", "Violation"]
 

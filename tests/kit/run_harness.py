@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from kit.harness import GROUP, STREAM, Commands, ManualClock, only, rules_with, tps
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.group import events as ev
-from spark_group_source.group import names
-from spark_group_source.group.machine import Machine
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.group.states import RunState
 from spark_group_source.model import StartAt, TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol import identifiers
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.states import RunState
 
 GIVEN_UP_MS = 3_000
 """How long a question waits for brokers that are away."""
@@ -209,7 +209,7 @@ class RunHarness:
             case ev.Describe():
                 there = self.clients.keys() | self.left
                 joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
-                given = {names.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
+                given = {identifiers.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
                 return ev.GroupSeen(state=self.group_state, given=given)
             case ev.End():
                 return ev.Closing(leave=step.leave)

@@ -17,7 +17,6 @@ from kit.ordinary_member import OrdinaryMember
 from kit.sinks import Idempotent, Plain, Table
 from kit.spark import GROUP, Checkpoint, Habits, MemberHost, Query, Sink, SparkRun, Trigger
 from kit.world import World
-from spark_group_source.driver.commits import MEMBER_COMMIT_S_MAX
 from spark_group_source.errors import (
     CommitFailed,
     DataLoss,
@@ -28,6 +27,7 @@ from spark_group_source.errors import (
     TopicMissing,
 )
 from spark_group_source.model import TopicPartition
+from spark_group_source.runtime.offset_commits import MEMBER_COMMIT_S_MAX
 
 PRODUCE_EVERY_MS = 400
 SHARES = (0.0, 0.002, 0.02)

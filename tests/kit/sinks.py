@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from kit.invariants import Invariants
 from kit.spark import Read, SparkRun
 from kit.world import World
-from spark_group_source.delta import ledger
-from spark_group_source.delta.entries import Ledger
-from spark_group_source.delta.ledger import Write
+from spark_group_source.delta import ledger_decision
+from spark_group_source.delta.ledger_decision import Write
+from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import LedgerConflict
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 WRITE_MS = (5, 60)
 """From the look at the table to the commit: another writer may come first."""
@@ -70,7 +70,7 @@ class Table:
         while True:
             seen = self.ledger
             try:
-                decision = ledger.decide([offset], {self._group: seen}, table=self.name, batch_id=offset.seq)
+                decision = ledger_decision.decide([offset], {self._group: seen}, table=self.name, batch_id=offset.seq)
             except LedgerConflict:
                 self.conflicts += 1
                 raise

@@ -18,18 +18,18 @@ from kit.cluster import Cluster
 from kit.invariants import Invariants, Violation
 from kit.runtime import SimulatedRuntime
 from kit.world import Process, Thread, World
-from spark_group_source.driver.coordinator import Coordinator, rules_of
+from spark_group_source.agents import member_messages as ms
 from spark_group_source.errors import DataLoss, InvariantBroken, SourceError
-from spark_group_source.group import events as ev
-from spark_group_source.group.machine import Machine
-from spark_group_source.group.offsets import StreamOffset, parse
-from spark_group_source.group.outbox import brief
-from spark_group_source.group.rules import Rules
-from spark_group_source.group.statistics import Statistics
-from spark_group_source.host import runs
-from spark_group_source.members import messages as ms
+from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.outbox import brief
+from spark_group_source.protocol.rules import Rules
+from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.statistics import Statistics
+from spark_group_source.runtime.coordinator import Coordinator, rules_of
 
 GROUP = "etl"
 POLLING_DELAY_MS = 10
@@ -104,7 +104,7 @@ class ConcurrentUpdate(Exception):
     """Another run wrote to the offset log or the commit log: Spark ends the query."""
 
 
-class Publisher(runs.Publisher):
+class Publisher(run_files.Publisher):
     """Without files."""
 
     def __init__(self, query: Query) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hand_made import A0, A1, HandRuntime, metadata
 
-from spark_group_source.driver.hosts import Hosts
+from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents.connected_agents import Hosts
+from spark_group_source.agents.hosted_member import PINGS_A_LEASE, Hosted
+from spark_group_source.agents.remote_member import RemoteMember
+from spark_group_source.agents.session import KEPT_MAX, Link
 from spark_group_source.errors import AccessDenied
-from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity
-from spark_group_source.members import messages as ms
-from spark_group_source.members.hosted import PINGS_A_LEASE, Hosted
-from spark_group_source.members.link import KEPT_MAX, Link
-from spark_group_source.members.remote import RemoteMember
-from spark_group_source.members.shares import Share
+from spark_group_source.members.slot_member import Share
+from spark_group_source.protocol import events as ev
 
 LEASE_MS = 6_000
 SETTINGS = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": "10000"}

@@ -9,12 +9,12 @@ import pytest
 from confluent_kafka import KafkaError
 from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
 
-from spark_group_source.group import events as ev
 from spark_group_source.kafka import Identity, MemberStale, Runtime
 from spark_group_source.kafka.consumer import TAKE_MS_MAX
 from spark_group_source.members.member import Member
-from spark_group_source.members.shares import Share
+from spark_group_source.members.slot_member import Share
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
 
 SESSION_MS = 10_000
 EAGER = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": str(SESSION_MS)}

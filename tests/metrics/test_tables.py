@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from metrics.scrapes import Scrape, parsed, value, values
-from spark_group_source.group.states import RunState
-from spark_group_source.group.statistics import Statistics
 from spark_group_source.kafka import GroupMember
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Metric, Published
 from spark_group_source.metrics.sweep import GroupSeen, PartitionSeen, Seen
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.states import RunState
+from spark_group_source.protocol.statistics import Statistics
 
 NOW_MS = 1_000_000
 RUN = Statistics(

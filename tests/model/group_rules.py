@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kit.harness import STREAM
 
-from spark_group_source.group import events as ev
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
 
 ALL = [TopicPartition("orders", p) for p in range(4)]
 KNOWN = {"orders": 3}  # partition 3 was added later

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_group_source.delta.checkpoint import is_ours
-from spark_group_source.group.offsets import StreamOffset, parse
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset, parse
 
 OFFSET_MAX = 2**63 - 1
 """Kafka's offsets are Java longs."""

@@ -24,10 +24,10 @@ from kafka_words import STALLED_S, await_progress, size_of
 from streams import Engine
 
 from rebalance.child import Child
-from spark_group_source.group import events as ev
-from spark_group_source.group.offsets import StreamOffset, parse
-from spark_group_source.host import runs as progress
+from spark_group_source.host import run_files as progress
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import StreamOffset, parse
 
 log = logging.getLogger(__name__)
 

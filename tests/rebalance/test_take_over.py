@@ -10,8 +10,8 @@ from kafka_words import await_progress, noted_of, set_committed
 from rebalance.accounts import stays
 from rebalance.conftest import GroupScene
 from rebalance.runs import RunProcess
-from spark_group_source.group.names import parse_note
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import parse_note
 
 
 @pytest.mark.proves("G6", level="kafka")

@@ -12,11 +12,11 @@ from kafka_words import await_until
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
-from spark_group_source.executor import fetch
 from spark_group_source.kafka import check_settings
-from spark_group_source.kafka.runtime import Runtime
+from spark_group_source.kafka.environment import Runtime
 from spark_group_source.options.callables import find, imported
 from spark_group_source.options.table import Options
+from spark_group_source.reader import fetch
 
 HERE = "security.test_callables"
 NOWHERE = "127.0.0.1:1"

@@ -14,11 +14,11 @@ from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
 from spark_group_source.answers import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
-from spark_group_source.executor import fetch
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.offset_deletion import delete_offsets
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.options.table import Options
+from spark_group_source.reader import fetch
 
 pytestmark = pytest.mark.broker
 

@@ -82,8 +82,14 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return self._mutant.source()
 
 
-P, M, S, E, L = "group/positions.py", "group/machine.py", "group/slots.py", "group/echo.py", "group/loss.py"
-LE = H = "group/lending.py"
+P, M, S, E, L = (
+    "protocol/partitions.py",
+    "protocol/run.py",
+    "protocol/slots.py",
+    "protocol/commit_schedule.py",
+    "protocol/data_loss.py",
+)
+LE = H = "protocol/placement.py"
 
 MUTANTS = [
     # --- positions
@@ -188,28 +194,28 @@ MUTANTS = [
     # --- plan
     Mutant(
         "writes-no-debts",
-        "group/plan.py",
+        "protocol/planner.py",
         "owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}",
         "owed = {}",
         "the next offset carries what Kafka may not have",
     ),
     Mutant(
         "plans-under-the-first-epoch",
-        "group/plan.py",
+        "protocol/planner.py",
         "epoch=machine.positions.epoch,",
         "epoch=0,",
         "a plan says which reset it knows",
     ),
     Mutant(
         "hides-a-rewind",
-        "group/plan.py",
+        "protocol/planner.py",
         "followed=followed & until.keys() if followed else followed,",
         "followed=frozenset(),",
         "the sink hears that a position followed somebody else",
     ),
     Mutant(
         "starts-over",
-        "group/plan.py",
+        "protocol/planner.py",
         "ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},",
         "ranges={tp: (max(0, backlogs[tp][0] - 1), end) for tp, end in until.items()},",
         "the next range starts where the last one ended",
@@ -288,7 +294,7 @@ MUTANTS = [
     ),
     Mutant(
         "reads-beyond-the-end",
-        "group/plan.py",
+        "protocol/planner.py",
         "backlogs = {tp: (at, max(at, ends.get(tp, at)))",
         "backlogs = {tp: (at, max(at, ends.get(tp, at)) + 1)",
         "a batch ends where the log ends",
@@ -303,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "calls-all-committed",
-        "driver/commits.py",
+        "runtime/offset_commits.py",
         "done = {tp: offset for tp, offset in echo.offsets.items() if echo.slots[tp] not in left}",
         "done = dict(echo.offsets)",
         "the shares of slots that are out are not committed",
@@ -317,7 +323,7 @@ MUTANTS = [
     ),
     Mutant(
         "ends-at-a-failed-commit",
-        "driver/worker.py",
+        "runtime/request_thread.py",
         "            self._on_failure(work, exc)",
         "            raise",
         "a commit that fails is made again and ends nothing",
@@ -331,7 +337,7 @@ MUTANTS = [
     ),
     Mutant(
         "lets-the-clock-stand-still",
-        "driver/coordinator.py",
+        "runtime/coordinator.py",
         "                self._handle(ev.Tick())",
         "                pass",
         "deadlines are looked at whatever Spark's thread and the worker wait for",
@@ -339,14 +345,14 @@ MUTANTS = [
     # --- the sink's decision
     Mutant(
         "writes-what-it-has",
-        "delta/ledger.py",
+        "delta/ledger_decision.py",
         "                drop.append(OffsetRange(tp, start, min(recorded, end)))",
         "                pass",
         "rows that the table has are left out",
     ),
     Mutant(
         "writes-void-plans",
-        "delta/ledger.py",
+        "delta/ledger_decision.py",
         "    void = batch.epoch < known.epoch",
         "    void = False",
         "a plan of before a reset writes nothing",
@@ -370,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "joins-before-its-id",
-        "driver/coordinator.py",
+        "runtime/coordinator.py",
         "before=self._worker.await_shut_out,",
         "before=lambda: None,",
         "members join when the run has its transactional id, or knows that it cannot have it now",
@@ -425,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "forgets-what-was-not-taken",
-        "members/link.py",
+        "agents/session.py",
         "                for number, change in self._kept:\n",
         "                for number, change in ():\n",
         "a new channel begins with the changes that were not taken",
@@ -433,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "outlives-its-lease",
-        "members/hosted.py",
+        "agents/hosted_member.py",
         "if self._why_end is None and silent_ms >= self._lease_ms:",
         "if self._why_end is None and silent_ms < 0:",
         "an agent that hears nothing for a lease closes its members",
@@ -441,7 +447,7 @@ MUTANTS = [
     ),
     Mutant(
         "knows-nobody",
-        "members/remote.py",
+        "agents/remote_member.py",
         "self._identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))",
         "pass",
         "offsets of a lent slot are committed in the name that its member told",

@@ -1,9 +1,9 @@
 """Histories in which offsets grow old within seconds: whatever happens, committing them again breaks no guarantee."""
 
 import pytest
-from kit.simulation import run
+from kit import simulation
 
-from spark_group_source.group import machine, positions
+from spark_group_source.protocol import partitions, run
 
 OLD_AFTER_S = 3
 
@@ -20,17 +20,17 @@ OLD_AFTER_S = 3
 def test_G2_offsets_that_are_committed_again_and_again(
     seed: int, protocol: str, agents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(positions, "RENEW_MS", OLD_AFTER_S * 1000)
-    monkeypatch.setattr(machine, "RENEW_LOOK_MS", 1_000)
+    monkeypatch.setattr(partitions, "RENEW_MS", OLD_AFTER_S * 1000)
+    monkeypatch.setattr(run, "RENEW_LOOK_MS", 1_000)
     renewed = 0
-    renew = positions.Positions.renew
+    renew = partitions.Positions.renew
 
-    def counted(self: positions.Positions, now_ms: int) -> int:
+    def counted(self: partitions.Positions, now_ms: int) -> int:
         nonlocal renewed
         count = renew(self, now_ms)
         renewed += count
         return count
 
-    monkeypatch.setattr(positions.Positions, "renew", counted)
-    run(seed, protocol=protocol, agents=agents)
+    monkeypatch.setattr(partitions.Positions, "renew", counted)
+    simulation.run(seed, protocol=protocol, agents=agents)
     assert renewed > 0

@@ -19,11 +19,11 @@ from rebalance.ordinary import OrdinaryConsumer
 from scenes import Scene
 from streams import PROTOCOLS, Engine, Outsider, numbered, texts, values_of
 
-from spark_group_source.driver import coordinator
-from spark_group_source.driver.coordinator import rules_of
 from spark_group_source.errors import InvariantBroken, RebalanceTimeout
-from spark_group_source.group.offsets import parse
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import parse
+from spark_group_source.runtime import coordinator
+from spark_group_source.runtime.coordinator import rules_of
 
 BUDGET_MS = 4000
 REFUSAL = "can't start new thread"
@@ -176,7 +176,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
     name = scene.topic(4)
     scene.produce(name, numbered(0, 3, 4))
     monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
-    monkeypatch.setattr("spark_group_source.group.machine.SETTLE_MS_MAX", 500)  # the first batch goes without its share
+    monkeypatch.setattr("spark_group_source.protocol.run.SETTLE_MS_MAX", 500)  # the first batch goes without its share
     given = scene.options("consumer", subscribe=name)
     with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
         other.await_partitions(4)

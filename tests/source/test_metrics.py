@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from spark_group_source import source
 from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
 from spark_group_source.metrics.endpoint import Endpoint, Published
 from spark_group_source.metrics.groups import Exporter
@@ -71,7 +71,7 @@ def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_
     with one.running() as query:
         query.processAllAvailable()
         await_until(lambda: scene.committed() == scene.end_offsets(topic), what="the echo")
-        (port,) = [doc["metrics_port"] for doc in runs.read(scene.group)]
+        (port,) = [doc["metrics_port"] for doc in run_files.read(scene.group)]
 
         def at_rest() -> Scrape:
             of = scrape(port)
@@ -97,7 +97,9 @@ def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_
     assert values(outside, "kafka_group_lag_seconds", topic=topic) == [0, 0, 0]
     at = {p: value(outside, "kafka_group_committed_offset", topic=topic, partition=str(p)) for p in range(3)}
     assert at == {tp.partition: offset for tp, offset in scene.committed().items()}
-    await_until(lambda: not runs.read(scene.group), what="the end of the run's process")  # stop() returns before it
+    await_until(
+        lambda: not run_files.read(scene.group), what="the end of the run's process"
+    )  # stop() returns before it
     for closed in (port, exporter.port):
         with pytest.raises(OSError):
             scrape(closed)
@@ -116,7 +118,7 @@ def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch)
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
     options = Options.parse({**given, "metricsPort": str(taken.port), "metricsHost": "127.0.0.1"})
     with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process has it"):
-        source._measured(options, runs.Publisher("g"))
+        source._measured(options, run_files.Publisher("g"))
     taken.stop()
 
 

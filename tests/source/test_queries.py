@@ -31,9 +31,9 @@ from streams import (
 )
 
 from spark_group_source import DeltaSink, GroupListener, Statistics
-from spark_group_source.group.offsets import parse
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import parse
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -106,7 +106,7 @@ def test_B20_G2_once_takes_all_there_is_and_leaves_nothing_uncommitted_with_a_si
     for n in range(2):
         scene.produce(name, numbered(10 * n, 10 * n + 9, 2))
         one.run_into(DeltaSink(table), once=True)
-        await_until(lambda: not runs.read(scene.group), what="the end of the run")
+        await_until(lambda: not run_files.read(scene.group), what="the end of the run")
         assert scene.committed() == scene.end_offsets(name)
     assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 19)
 
@@ -385,7 +385,7 @@ def test_what_tasks_had_to_skip_is_counted_once(scene: Scene) -> None:
         assert await_until(lost, what="word of tasks") == 4
 
     def lost() -> int:
-        (run,) = runs.read(scene.group)
+        (run,) = run_files.read(scene.group)
         return int(run["records_lost"])
 
     scene.job(subscribe=name, failOnDataLoss=False).run_into(lose_and_read, availableNow=True)

@@ -94,7 +94,7 @@ def test_a_task_that_has_no_agent_loads_nothing_of_agents() -> None:
     """It would take six times as long to load as what reads, in every worker's first task."""
     said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=LOAD_S)
     loaded = set(said.stdout.split())
-    assert "spark_group_source.executor.fetch" in loaded
+    assert "spark_group_source.reader.fetch" in loaded
     assert not {name for name in loaded if ".agent" in name or ".channel" in name or ".members" in name}
 
 

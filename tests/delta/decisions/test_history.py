@@ -11,10 +11,10 @@ from deltalake import DeltaTable
 from sink_source import SCHEMA, offset
 from sink_words import Intruder, NewQuery, Query, actions, commits, next_offsets, one, records, rows
 
-from spark_group_source.delta import access
-from spark_group_source.delta.entries import Ledger
-from spark_group_source.delta.history import Commit, History, note_of
-from spark_group_source.delta.kept import Restored, read_ledger, restored, set_ledger
+from spark_group_source.delta import table_writer
+from spark_group_source.delta.ledger_format import Ledger
+from spark_group_source.delta.ledger_store import Restored, read_ledger, restored, set_ledger
+from spark_group_source.delta.table_history import Commit, History, note_of
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -243,7 +243,7 @@ def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_
 ) -> None:
     def foreign(start: int, end: int) -> None:
         frame = query.spark.createDataFrame(records(start, end, topic="foreign"), SCHEMA)
-        there = access.TableAccess(query.spark, str(table))
+        there = table_writer.TableAccess(query.spark, str(table))
         there.commit(there.history(), frame, {"theirs": start}, "not ours", needed=True)
 
     sink = query.sink(table)

@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sink_source import SCHEMA, Ranges, offset
 from sink_words import actions, commits
 
-from spark_group_source.delta import access, entries
-from spark_group_source.delta.entries import Batch, Ledger, Topic
-from spark_group_source.delta.kept import ledgers, read_ledger, set_ledger
-from spark_group_source.delta.ledger import Recorded, Verdict, Write, behind, decide, judge
+from spark_group_source.delta import ledger_format, table_writer
+from spark_group_source.delta.ledger_decision import Recorded, Verdict, Write, behind, decide, judge
+from spark_group_source.delta.ledger_format import Batch, Ledger, Topic
+from spark_group_source.delta.ledger_store import ledgers, read_ledger, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
-from spark_group_source.group.offsets import StreamOffset
 from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -172,7 +172,7 @@ def test_an_id_of_a_topic_that_the_batch_does_not_read_says_nothing() -> None:
 
 
 def test_former_topics_are_kept_through_resets_and_are_not_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "FORMER_MAX", 4)
+    monkeypatch.setattr(ledger_format, "FORMER_MAX", 4)
     now = None
     for n in range(8):
         now = judge(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", epoch=n), now).ledger
@@ -263,7 +263,7 @@ def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
 
 
 def test_streams_are_not_endless_and_a_void_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "STREAMS_MAX", 3)
+    monkeypatch.setattr(ledger_format, "STREAMS_MAX", 3)
     now = ledger({P0: 100}, epoch=1)
     for n in range(6):
         now = judge(offset(9, ranges((90, 130)), stream=f"s{n}", epoch=min(n, 1)), now).ledger
@@ -488,7 +488,7 @@ TestWriters.settings = settings(max_examples=60, stateful_step_count=15, deadlin
 @pytest.fixture
 def table(spark: "SparkSession", tmp_path: Path) -> str:
     path = tmp_path / "table"
-    access.TableAccess(spark, str(path)).create(spark.createDataFrame([], SCHEMA))
+    table_writer.TableAccess(spark, str(path)).create(spark.createDataFrame([], SCHEMA))
     return str(path)
 
 
@@ -513,7 +513,7 @@ def test_setting_a_ledger_is_one_commit_without_rows_that_moves_what_is_named_an
     with pytest.raises(OptionError, match="knows of reset 2 of group 'etl' already, so reset 1 comes too late"):
         set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
     assert offsets() == (2, {P0: 2, P1: 7})
-    found = ledgers(access.existing(spark, table).history())
+    found = ledgers(table_writer.existing(spark, table).history())
     assert {group: one and one.offsets for group, one in found.items()} == {"b": {P0: 1}, "etl": {P0: 2, P1: 7}}
 
 
@@ -537,7 +537,7 @@ def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_o
 
 def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:
     set_ledger(spark, table, "etl", {P0: 5}, reason="r", epoch=1)
-    there = access.TableAccess(spark, table)
+    there = table_writer.TableAccess(spark, table)
     note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
     there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
     with pytest.raises(LedgerConflict, match="damaged"):

@@ -10,7 +10,7 @@ from sink_source import offset
 from sink_words import Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta.native_writer import NativeWriter
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 
 DISK_KIB = 2048
 
@@ -55,7 +55,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the sink says what is durable."""
     (tmp_path / "runs").mkdir(mode=0o700)
-    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_whe
         for _ in range(2):
             with pytest.raises(Exception, match=said):
                 query.run(sink, 1, offset(1, one(10, 20)))
-    assert runs.durable_seq("s1") == 0, "Kafka must not be told of it"
+    assert run_files.durable_seq("s1") == 0, "Kafka must not be told of it"
     assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
     disk.mend()
     query.run(sink, 1, offset(1, one(10, 20)))
     query.run(query.sink(table), 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 30)
-    assert runs.durable_seq("s1") == 2
+    assert run_files.durable_seq("s1") == 2
 
 
 @pytest.mark.parametrize("place", ["table", "log", "checkpoint"])

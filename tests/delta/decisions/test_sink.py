@@ -25,17 +25,17 @@ from sink_words import (
     rows,
 )
 
-from spark_group_source.delta import names, races
+from spark_group_source.delta import commit_race, table_names
 from spark_group_source.delta.checkpoint import planned
-from spark_group_source.delta.entries import Batch
-from spark_group_source.delta.kept import set_ledger
+from spark_group_source.delta.ledger_format import Batch
+from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
 from spark_group_source.delta.sink import DeltaSink
 from spark_group_source.errors import CheckpointMismatch, LedgerConflict, OptionError
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
 
 
 def no_rows(df: Any) -> Any:
@@ -165,20 +165,20 @@ def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
 def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
     query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
     (tmp_path / "runs").mkdir(mode=0o700)
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
-    assert (runs.durable_seq("s1"), runs.durable_seq("s2")) == (0, 4)
+    assert (run_files.durable_seq("s1"), run_files.durable_seq("s2")) == (0, 4)
     query.run(sink, 1, offset(1, one(5, 6)))
     query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
-    assert runs.durable_seq("s1") == 0, "a replay: that batch is there already"
+    assert run_files.durable_seq("s1") == 0, "a replay: that batch is there already"
     with pytest.raises(LedgerConflict):
         query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
     set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
     query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
     query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-    assert runs.durable_seq("s1") == 0
+    assert run_files.durable_seq("s1") == 0
 
 
 # Idle
@@ -260,11 +260,11 @@ def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
 
     def lose(self: NativeWriter, *args: Any, **kwargs: Any) -> int:
-        raise races.CommitRace("lost")
+        raise commit_race.CommitRace("lost")
 
     monkeypatch.setattr(NativeWriter, "commit", lose)
-    monkeypatch.setattr(races, "RACE_WAIT_MAX_S", 0.0)
-    monkeypatch.setattr(races, "COMMIT_ATTEMPTS_MAX", 3)
+    monkeypatch.setattr(commit_race, "RACE_WAIT_MAX_S", 0.0)
+    monkeypatch.setattr(commit_race, "COMMIT_ATTEMPTS_MAX", 3)
     with pytest.raises(LedgerConflict, match="lost to concurrent writers 3 times"):
         query.run(query.sink(table), 1, offset(1, one(2, 5)))
     assert len(commits(table)) == 2
@@ -276,7 +276,7 @@ def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
 def test_a_table_that_forgets_batch_numbers_is_refused_whenever_it_begins_to(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 2)))
-    DeltaTable(table).alter.set_table_properties({names.RETENTION: "interval 1 days"}, raise_if_not_exists=False)
+    DeltaTable(table).alter.set_table_properties({table_names.RETENTION: "interval 1 days"}, raise_if_not_exists=False)
     for again in (sink, query.sink(table)):
         with pytest.raises(OptionError, match="UNSET TBLPROPERTIES"):
             query.run(again, 1, offset(1, one(2, 3)))
@@ -367,4 +367,4 @@ def test_a_path_and_a_name_are_told_apart(tmp_path: Path) -> None:
     assert DeltaSink(tmp_path).table == str(tmp_path)
     assert DeltaSink("delta.`/lake/orders`").table == "/lake/orders"
     assert DeltaSink(Path("orders")).table == "./orders"
-    assert [names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2
+    assert [table_names.is_path(t) for t in ("/lake/o", "s3a://b/o", "./o", "o", "db.o")] == [True] * 3 + [False] * 2

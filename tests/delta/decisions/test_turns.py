@@ -10,13 +10,13 @@ from sink_source import offset
 from sink_words import NewQuery, Query, commits, next_offsets, one, records, rows
 
 from spark_group_source.delta import checkpoint
-from spark_group_source.delta.access import TableAccess
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
-from spark_group_source.delta.history import History
 from spark_group_source.delta.sink import DeltaSink
+from spark_group_source.delta.table_history import History
+from spark_group_source.delta.table_writer import TableAccess
 from spark_group_source.errors import OptionError
-from spark_group_source.group.offsets import StreamOffset
-from spark_group_source.host import runs
+from spark_group_source.host import run_files
+from spark_group_source.protocol.offsets import StreamOffset
 
 Enter = Callable[[Query, str], None]
 """``enter(query, run)``: this thread has the batches of a run from now on."""
@@ -25,7 +25,7 @@ Enter = Callable[[Query, str], None]
 @pytest.fixture
 def enter(spark: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Enter:
     (tmp_path / "runs").mkdir(mode=0o700)
-    monkeypatch.setattr(runs, "directory", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
 
     def begin(query: Query, run: str) -> None:
         monkeypatch.setitem(spark.properties, QUERY_ID, query.id)
@@ -47,7 +47,7 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
         with pytest.raises(OptionError, match=r"handed to table .* for the second time in one run"):
             query.run(second, 0, batch)
         assert rows(table) == records(0, 5), run
-        assert runs.durable_seq("s1") == -1, "Kafka must not be told that the batch is durable"
+        assert run_files.durable_seq("s1") == -1, "Kafka must not be told that the batch is durable"
 
 
 def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
@@ -75,10 +75,10 @@ def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
     def write(n: int, *, fails: bool = False) -> None:
         batch = offset(n, one(n * 5, n * 5 + 5))
         query.run(a, n, batch)
-        between.append(runs.durable_seq("s1"))
+        between.append(run_files.durable_seq("s1"))
         if not fails:
             query.run(b, n, batch)
-            after.append(runs.durable_seq("s1"))
+            after.append(run_files.durable_seq("s1"))
 
     enter(query, "first")
     write(0)

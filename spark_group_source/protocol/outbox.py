@@ -1,0 +1,75 @@
+"""What a machine wants done by the event in hand, and the last events with what they led to: the text that explains a
+failure.
+
+Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: doing it, and what an event means.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import islice
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import StreamOffset
+
+STORY_LINES_MAX = 200
+"""Enough for several rebalances, small enough for an error text."""
+
+ITEMS_MAX = 8
+CHARS_MAX = 200
+"""What an event's partitions, and its line, are cut to."""
+OFTEN = (ev.Asked, ev.Boundary, ev.GroupSeen, ev.HostHeard, ev.HostStocked, ev.Looked, ev.TargetTaken, ev.TaskRead)
+"""Events that come so often, or are so large, that they would leave no room for others; their commands are told."""
+
+
+class Outbox:
+    """Filled while one event is taken in, emptied by whoever handed it in; the story goes on."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.commands: list[ev.Command] = []
+        self._story: deque[str] = deque(maxlen=STORY_LINES_MAX)
+
+    def begin(self, now_ms: int) -> None:
+        self.now_ms, self.commands = now_ms, []
+
+    def happened(self, event: ev.Event) -> None:
+        """An event is taken in."""
+        if not isinstance(event, OFTEN):
+            self._story.append(f"{self.now_ms} {brief(event)}")
+
+    def order(self, command: ev.Command) -> None:
+        self._story.append(f"{self.now_ms}   -> {brief(command)}")
+        self.commands.append(command)
+
+    def say(self, text: str, *, warn: bool = False) -> None:
+        """One line for the log. ``warn``: someone should look at it."""
+        self.order(ev.Say(text=text, warn=warn))
+
+    def story(self) -> str:
+        """The last :data:`STORY_LINES_MAX` events and commands, one a line, oldest first."""
+        return "\n".join(self._story)
+
+
+def brief(value: object) -> str:
+    """An event or command in one line. What is long is cut before it becomes text: plans have many partitions."""
+    parts = [f"{f.name}={_short(getattr(value, f.name))}" for f in fields(value)]  # type: ignore[arg-type]
+    text = f"{type(value).__name__}({', '.join(parts)})"
+    return text if len(text) <= CHARS_MAX else text[:CHARS_MAX] + "…"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, TopicPartition):
+        return str(value)
+    if isinstance(value, StreamOffset):
+        return f"batch {value.seq} of {value.stream} {_short(value.ranges)}"
+    if not isinstance(value, Mapping | tuple):
+        return str(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], int):
+        return f"[{value[0]},{value[-1]})"
+    more = ["…"] if len(value) > ITEMS_MAX else []
+    first = islice(value.items() if isinstance(value, Mapping) else value, ITEMS_MAX)
+    if isinstance(value, Mapping):
+        return f"{len(value)}{{{', '.join([f'{_short(key)}: {_short(item)}' for key, item in first] + more)}}}"
+    return f"{len(value)}[{', '.join([_short(item) for item in first] + more)}]"

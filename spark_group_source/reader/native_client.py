@@ -1,0 +1,395 @@
+"""The client that reads records: librdkafka's arrays of messages become Arrow columns without a Python object a record.
+
+Runs in: executor workers and agents, on 64-bit little-endian POSIX machines. Deliberately absent: making the client and
+serving its events (``librdkafka``), and decisions about ranges (``ranges``).
+
+One poll fills an array of message pointers. Numpy gathers the messages' structs by address, Arrow copies keys and
+values once, straight from the fetch buffers, and one call destroys them all.
+
+What this relies on: the public struct ``rd_kafka_message_t`` and public calls, which are librdkafka's ABI; and two
+private facts, each with a public call to fall back on, which is slower. The list that ``rd_kafka_messages_destroy``
+takes is a count followed by pointers: checked through its accessors when the library is loaded, else messages are
+destroyed singly. A message keeps its timestamp behind the public struct: compared with the public call in every batch,
+else timestamps are read by that call.
+"""
+
+import ctypes as c
+import functools
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from spark_group_source.errors import SetupError
+from spark_group_source.librdkafka import (
+    CLIENT,
+    CONSUMER,
+    INT,
+    INT64,
+    PARTITIONS,
+    POINTER,
+    POINTERS,
+    SIZE,
+    TEXT,
+    Client,
+    Library,
+    Partition,
+    Signatures,
+    text,
+)
+from spark_group_source.model import TopicPartition
+from spark_group_source.reader.records import (
+    Bounds,
+    Cut,
+    Event,
+    HeaderRow,
+    Ints,
+    Run,
+    Told,
+    Words,
+    assemble,
+    binary_column,
+    gather,
+    header_bytes,
+    header_column,
+    words_at,
+)
+from spark_group_source.reader.requests import EARLIEST, LATEST, METADATA_TIMEOUT_S, Question, Requests
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 104
+"""What is read of each message: the public struct of 72, and the private fields up to the timestamp."""
+_ERR, _RKT, _PARTITION, _PAYLOAD, _LEN, _KEY, _KEY_LEN, _OFFSET, _STAMP_TYPE, _STAMP = 0, 1, 2, 3, 4, 5, 6, 7, 11, 12
+"""Which 8-byte word of it holds what; err and partition are low halves, the timestamp's type is a high half."""
+
+_OFFSET_INVALID = -1001
+
+_CALLS: Signatures = {
+    **CLIENT,
+    "queue_get_consumer": (POINTER, POINTER),
+    "event_opaque": (POINTER, POINTER),
+    "topic_partition_get_leader_epoch": (c.c_int32, c.POINTER(Partition)),
+    "assign": (INT, POINTER, PARTITIONS),
+    "incremental_assign": (POINTER, POINTER, PARTITIONS),
+    "incremental_unassign": (POINTER, POINTER, PARTITIONS),
+    "error_destroy": (None, POINTER),
+    "metadata": (INT, POINTER, INT, POINTER, POINTERS, INT),
+    "metadata_destroy": (None, POINTER),
+    "position": (INT, POINTER, PARTITIONS),
+    "consume_batch_queue": (c.c_ssize_t, POINTER, INT, POINTER, SIZE),
+    "topic_name": (TEXT, POINTER),
+    "message_destroy": (None, POINTER),
+    "message_timestamp": (INT64, POINTER, c.POINTER(INT)),
+    "message_leader_epoch": (c.c_int32, POINTER),
+    "message_headers": (INT, POINTER, POINTERS),
+    "header_get_all": (INT, POINTER, SIZE, c.POINTER(TEXT), POINTERS, c.POINTER(SIZE)),
+    "AdminOptions_set_isolation_level": (POINTER, POINTER, INT),
+    "AdminOptions_set_opaque": (None, POINTER, POINTER),
+    "TopicCollection_of_topic_names": (POINTER, c.POINTER(TEXT), SIZE),
+    "TopicCollection_destroy": (None, POINTER),
+    "DescribeTopics": (None, POINTER, POINTER, POINTER, POINTER),
+    "event_DescribeTopics_result": (POINTER, POINTER),
+    "DescribeTopics_result_topics": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "TopicDescription_name": (TEXT, POINTER),
+    "TopicDescription_error": (POINTER, POINTER),
+    "TopicDescription_topic_id": (POINTER, POINTER),
+    "TopicDescription_partitions": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "Uuid_base64str": (TEXT, POINTER),
+    "ListOffsets": (None, POINTER, PARTITIONS, POINTER, POINTER),
+    "event_ListOffsets_result": (POINTER, POINTER),
+    "ListOffsets_result_infos": (POINTERS, POINTER, c.POINTER(SIZE)),
+    "ListOffsetsResultInfo_topic_partition": (c.POINTER(Partition), POINTER),
+}
+_LISTS: Signatures = {
+    "messages_count": (SIZE, POINTER),
+    "messages_get": (POINTER, POINTER, SIZE),
+    "messages_destroy": (None, POINTER),
+}
+"""Experimental in librdkafka 2.16: a later release may lack them."""
+
+
+@functools.cache
+def library() -> Library:
+    """The calls of librdkafka that reading takes.
+
+    Raises:
+        SetupError: they cannot be used here.
+    """
+    if sys.byteorder != "little" or c.sizeof(c.c_void_p) != 8 or os.name != "posix":
+        raise SetupError("reading needs a 64-bit little-endian POSIX machine")
+    return Library(_CALLS)
+
+
+_libc = c.CDLL(None)
+_libc.malloc.restype, _libc.malloc.argtypes = POINTER, [SIZE]
+_libc.free.restype, _libc.free.argtypes = None, [POINTER]
+
+
+@functools.cache
+def list_calls() -> Library | None:
+    """The calls for whole lists of messages; None where they are missing or the layout of a list is another one."""
+    try:
+        lists = Library(_LISTS)
+    except SetupError as exc:
+        log.warning("messages are destroyed singly, which is slower: %s", exc)
+        return None
+    block = np.array([3, 0x1110, 0x2220, 0x3330], dtype=np.uint64)
+    address = block.ctypes.data
+    if [lists.messages_count(address), *(lists.messages_get(address, at) for at in range(3))] == block.tolist():
+        return lists
+    log.warning("this librdkafka keeps lists of messages in another way; they are destroyed singly, which is slower")
+    return None
+
+
+class NativeChunk:
+    """What one poll brought. Its memory belongs to librdkafka: convert it, then ``free`` it, before the next poll."""
+
+    def __init__(self, client: "NativeClient", block: int, count: int) -> None:
+        self._lib, self._client = client.lib, client
+        self._block, self._count = block, count
+        self.runs: list[Run] = []
+        self.events: list[Event] = []
+        self.sizes: Ints = np.zeros(0, dtype=np.int64)
+        """Key and value bytes of each row, and header bytes once they are counted."""
+        self._header_rows: list[HeaderRow] = []
+        self._addresses: Words = words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
+        if count:
+            self._read()
+
+    def _read(self) -> None:
+        # One struct after the other: they are scattered over memory, so each is touched once only.
+        rows = gather(self._addresses, _MESSAGE_BYTES, 8).view(np.uint64).reshape(-1, _MESSAGE_BYTES // 8)
+        failed = rows[:, _ERR].astype(np.uint32) != 0
+        names: dict[int, str] = {0: ""}
+        if failed.any():
+            self.events = [self._event(row, names) for row in rows[failed]]
+            rows, self._addresses = rows[~failed], self._addresses[~failed]
+        self._rows: Words = rows
+        if not len(rows):
+            return
+        self.sizes = (rows[:, _LEN] + rows[:, _KEY_LEN]).view(np.int64)
+        offsets = rows[:, _OFFSET].view(np.int64)
+        partitions = rows[:, _PARTITION].astype(np.uint32).view(np.int32)
+        topics = rows[:, _RKT]
+        changes = np.flatnonzero((topics[1:] != topics[:-1]) | (partitions[1:] != partitions[:-1])) + 1
+        starts = [0, *changes.tolist(), len(rows)]
+        for first, last in itertools.pairwise(starts):
+            tp = TopicPartition(self._name(int(topics[first]), names), int(partitions[first]))
+            self.runs.append(Run(tp, first, offsets[first:last]))
+
+    def _name(self, rkt: int, names: dict[int, str]) -> str:
+        """Names are looked up per chunk: only while a message lives does its topic's address stay its own."""
+        if rkt not in names:
+            names[rkt] = self._lib.topic_name(rkt).decode()
+        return names[rkt]
+
+    def _event(self, row: Words, names: dict[int, str]) -> Event:
+        code = int(row[_ERR : _ERR + 1].view(np.int32)[0])
+        partition = int(row[_PARTITION : _PARTITION + 1].view(np.int32)[0])
+        topic = self._name(int(row[_RKT]), names)
+        # For an error the payload is its text.
+        words = c.string_at(int(row[_PAYLOAD]), int(row[_LEN])) if row[_PAYLOAD] else self._lib.err2str(code)
+        tp = TopicPartition(topic, partition) if topic and partition >= 0 else None
+        return Event(code, text(words), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
+
+    def leader_epoch(self, row: int) -> int:
+        """Of the leader that wrote it; -1 if that is not known."""
+        return int(self._lib.message_leader_epoch(int(self._addresses[row])))
+
+    def count_headers(self) -> None:
+        self._header_rows = self._headers()
+        self.sizes = self.sizes + header_bytes(self._header_rows)
+
+    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch:
+        first, last = cuts[0].first, cuts[-1].last
+        if sum(cut.last - cut.first for cut in cuts) == last - first:
+            rows, addresses = self._rows[first:last], self._addresses[first:last]
+        else:
+            at = np.concatenate([np.arange(cut.first, cut.last) for cut in cuts])
+            rows, addresses = self._rows[at], self._addresses[at]
+        stamps, stamp_types = self._stamps(rows, addresses)
+        headers = [row for cut in cuts for row in self._header_rows[cut.first : cut.last]]
+        return assemble(
+            cuts,
+            binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
+            binary_column(rows[:, _PAYLOAD], rows[:, _LEN]),
+            np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
+            stamps,
+            stamp_types,
+            header_column(headers) if include_headers else None,
+        )
+
+    def _stamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Timestamps in ms and librdkafka's type of each: read in one go if the first and the last agree with calls."""
+        kind = c.c_int()
+        sample = [0, len(rows) // 2, len(rows) - 1]
+        if not self._client.stamps_by_call:
+            stamps = np.ascontiguousarray(rows[:, _STAMP]).view(np.int64)
+            kinds = (rows[:, _STAMP_TYPE] >> np.uint64(32)).astype(np.int32)
+            if all(
+                self._lib.message_timestamp(int(addresses[at]), c.byref(kind)) == stamps[at] and kind.value == kinds[at]
+                for at in sample
+            ):
+                return stamps, kinds
+            log.warning("this librdkafka keeps timestamps elsewhere; each is asked for singly, which is slower")
+            self._client.stamps_by_call = True
+        stamps, kinds = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int32)
+        for at, address in enumerate(addresses.tolist()):
+            stamps[at] = self._lib.message_timestamp(address, c.byref(kind))
+            kinds[at] = kind.value
+        return stamps, kinds
+
+    def _headers(self) -> list[HeaderRow]:
+        get, get_all = self._lib.message_headers, self._lib.header_get_all
+        handle, name, value, size = c.c_void_p(), c.c_char_p(), c.c_void_p(), c.c_size_t()
+        rows: list[HeaderRow] = []
+        for address in self._addresses.tolist():
+            row: list[tuple[str, bytes | None]] = []
+            if get(address, c.byref(handle)) == 0:
+                while get_all(handle, len(row), c.byref(name), c.byref(value), c.byref(size)) == 0:
+                    body = None if value.value is None else c.string_at(value.value, size.value)
+                    row.append(((name.value or b"").decode(errors="replace"), body))
+            rows.append(row)
+        return rows
+
+    def free(self) -> None:
+        """Give the messages back to librdkafka. Safe to call twice; does nothing once the client is closed, and in a
+        forked child."""
+        block, self._block = self._block, 0
+        if not block or self._client.rk is None:
+            return
+        if lists := list_calls():
+            lists.messages_destroy(block)  # and the list itself
+            return
+        for address in words_at(block + 8, self._count).tolist() if self._count else ():
+            self._lib.message_destroy(address)
+        _libc.free(block)
+
+
+class NativeClient(Client):
+    """A consumer that is only ever assigned: it joins no group and commits nothing. One thread, one reader at a time.
+
+    Raises:
+        OptionError: librdkafka refuses a setting.
+        SetupError: librdkafka cannot be used here.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        super().__init__(library(), CONSUMER, settings)
+        self.stamps_by_call = False
+        self._topics: set[str] = set()
+        self._queue = self.lib.queue_get_consumer(self.rk)
+        self._requests = Requests(self)
+
+    def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Replace whatever is assigned; every position is the next offset to read."""
+        partitions = self.partitions(positions)
+        try:
+            self._raise(self.lib.assign(self.rk, partitions))
+        finally:
+            self.lib.topic_partition_list_destroy(partitions)
+        self._look_for_leaders(positions)
+
+    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Assign these as well; the others go on undisturbed."""
+        self._change(self.lib.incremental_assign, positions)
+        self._look_for_leaders(positions)
+
+    def drop(self, tps: Sequence[TopicPartition]) -> None:
+        """Stop fetching these; the others go on undisturbed."""
+        self._change(self.lib.incremental_unassign, [(tp, _OFFSET_INVALID) for tp in tps])
+
+    def move(self, tp: TopicPartition, offset: int) -> None:
+        """Go on with one assigned partition at another offset."""
+        self.drop([tp])
+        self.add([(tp, offset)])
+
+    def _change(self, call: Callable[..., int], positions: Iterable[tuple[TopicPartition, int]]) -> None:
+        partitions = self.partitions(positions)
+        error = call(self.rk, partitions)
+        self.lib.topic_partition_list_destroy(partitions)
+        if error:
+            words = text(self.lib.error_string(error))
+            self.lib.error_destroy(error)
+            raise RuntimeError(words)
+
+    def _raise(self, code: int) -> None:
+        if code:
+            raise RuntimeError(text(self.lib.err2str(code)))
+
+    def _look_for_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Without the request librdkafka finds the leaders of new topics up to a second later."""
+        new = {tp.topic for tp, _ in positions} - self._topics
+        if new:
+            self._topics |= new
+            self.look_for_brokers()
+
+    def look_for_brokers(self) -> None:
+        """Ask whichever broker answers who the others are. Takes :data:`METADATA_TIMEOUT_S` at most."""
+        found = c.c_void_p()
+        if self.lib.metadata(self.rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
+            self.lib.metadata_destroy(found)
+
+    def poll(self, rows_max: int, wait_s: float) -> NativeChunk:
+        """The records and events that are there, or come within ``wait_s``."""
+        block = _libc.malloc(8 * (rows_max + 1))
+        count = max(0, self.lib.consume_batch_queue(self._queue, round(wait_s * 1000), block + 8, rows_max))
+        c.c_uint64.from_address(block).value = count
+        chunk = NativeChunk(self, block, count)
+        self.serve()
+        while self.errors:
+            code, words = self.errors.popleft()
+            chunk.events.append(Event(code, words, None, -1))
+        return chunk
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """The next offset of each, as far as records were handed over."""
+        partitions = self.partitions((tp, _OFFSET_INVALID) for tp in tps)
+        self.lib.position(self.rk, partitions)
+        found = {tp: int(partitions.contents.elems[at].offset) for at, tp in enumerate(tps)}
+        self.lib.topic_partition_list_destroy(partitions)
+        return found
+
+    def ask_topics(self, names: Sequence[str]) -> Question[Told]:
+        """Ask what brokers know of these topics."""
+        ask = self._requests
+        return Question(
+            ask,
+            lambda: (ask.describe_topics(names),),
+            lambda events: ask.topics_in(events[0]),
+            self.look_for_brokers,
+        )
+
+    def ask_bounds(self, tp: TopicPartition) -> Question[Bounds]:
+        """Ask the partition's leader what its log holds: two requests, because one has room for one offset of a
+        partition."""
+        ask = self._requests
+
+        def read(events: list[int]) -> Bounds | Event:
+            low, high = (ask.offset_in(event, tp) for event in events)
+            if isinstance(low, Event):
+                return low
+            return high if isinstance(high, Event) else Bounds(low[0], *high)
+
+        return Question(
+            ask, lambda: (ask.list_offset(tp, EARLIEST), ask.list_offset(tp, LATEST)), read, self.look_for_brokers
+        )
+
+    def clear(self) -> None:
+        """Nothing is assigned or asked any more."""
+        if self.rk is not None:
+            self._requests.forget()
+            self._raise(self.lib.assign(self.rk, None))
+
+    def close(self) -> None:
+        """Stop the client's threads. It is in no group, so there is nothing to leave."""
+        if self.rk is not None:
+            self._requests.close()
+            self.lib.queue_destroy(self._queue)
+        super().close()

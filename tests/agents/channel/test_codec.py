@@ -1,0 +1,182 @@
+"""Messages as bytes: what is written is read, and nothing else is."""
+
+import json
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+from channel_words import CODEC, SOON_S, Everything, Inner, Ping
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Codec, Envelope, WireError
+from spark_group_source.agents.channel.frames import framed, length_of, receive
+from spark_group_source.model import OffsetRange, TopicPartition
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+longs = st.integers(-(2**63), 2**63 - 1)
+partitions = st.builds(TopicPartition, texts, longs)
+inners = st.builds(Inner, number=longs, text=st.none() | texts)
+messages = st.builds(
+    Everything,
+    text=texts,
+    number=longs,
+    yes=st.booleans(),
+    maybe=st.none() | longs,
+    either=inners | st.builds(Ping, number=longs, load=texts),
+    inner=inners,
+    inners=st.lists(inners, max_size=3).map(tuple),
+    ranges=st.lists(st.builds(OffsetRange, partitions, longs, longs), max_size=5).map(tuple),
+    assigned=st.lists(partitions, max_size=5).map(tuple),
+    offsets=st.dictionaries(partitions, st.none() | longs, max_size=5),
+    topics=st.dictionaries(texts, texts, max_size=5),
+)
+numbers = st.integers(0, 2**63 - 1)
+documents = st.recursive(
+    st.none() | st.booleans() | longs | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(messages, numbers, numbers)
+def test_a_message_is_read_as_it_was_written(message: Everything, asks: int, answers: int) -> None:
+    again = CODEC.decode(CODEC.encode(message, asks=asks, answers=answers))
+    assert again == Envelope(message, asks, answers)
+    for field in fields(Everything):  # True == 1, and a named tuple is equal to a plain one
+        assert type(getattr(again.message, field.name)) is type(getattr(message, field.name))
+    assert all(type(r) is OffsetRange and type(r.tp) is TopicPartition for r in again.message.ranges)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_and_nothing_else(data: bytes) -> None:
+    with pytest.raises(WireError):
+        CODEC.decode(data)
+
+
+@given(documents)
+def test_json_that_is_no_message_is_refused(document: Any) -> None:
+    for body in (document, [0, 0, "Everything", document], [0, 0, document, []], [document, 0, "Ping", [1, ""]]):
+        data = json.dumps(body).encode()
+        try:
+            found = CODEC.decode(data)
+        except WireError:
+            continue
+        assert (
+            json.loads(CODEC.encode(found.message, asks=found.asks, answers=found.answers)) == body
+        )  # it happened to be one
+
+
+@given(messages, st.data())
+def test_a_message_with_a_value_that_was_swapped_is_refused_or_another_message(message: Everything, data: Any) -> None:
+    body = json.loads(CODEC.encode(message))
+    at = data.draw(st.integers(0, len(body[3]) - 1))
+    body[3][at] = data.draw(documents)
+    try:
+        found = CODEC.decode(json.dumps(body).encode())
+    except WireError:
+        return
+    assert CODEC.decode(CODEC.encode(found.message)) == found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'[0,0,"Ping",[1.0,""]]',
+        b'[0,0,"Ping",[true,""]]',
+        b'[0,0,"Ping",[9223372036854775808,""]]',
+        b'[0,0,"Ping",[1]]',
+        b'[0,0,"Ping",[1,"",2]]',
+        b'[0,0,"Ping",{"number":1,"load":""}]',
+        b'[0,0,"Ping",[1,"\\ud800"]]',
+        b'[-1,0,"Ping",[1,""]]',
+        b'[0,0,"Other",[]]',
+        b'[0,0,"Ping",[NaN,""]]',
+        b'[0,0,"Ping",[1,""]] ]',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b"",
+    ],
+)
+def test_what_is_nearly_a_message_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        CODEC.decode(data)
+
+
+def test_a_key_occurs_once() -> None:
+    good = json.loads(CODEC.encode(Everything()))
+    names = [field.name for field in fields(Everything)]
+    for name, twice in (
+        ("topics", [["a", "b"], ["a", "c"]]),
+        ("offsets", [["orders", [[1, 5], [1, 6]]]]),
+    ):
+        body = json.loads(json.dumps(good))
+        body[3][names.index(name)] = twice
+        with pytest.raises(WireError, match="twice"):
+            CODEC.decode(json.dumps(body).encode())
+
+
+def test_what_is_no_message_is_not_written() -> None:
+    for wrong in (
+        replace(Everything(), number=True),
+        replace(Everything(), text="\ud800"),
+        replace(Everything(), number=2**63),
+        replace(Everything(), either=Everything()),  # type: ignore[arg-type]
+        replace(Everything(), offsets={"a": 1}),  # type: ignore[dict-item]
+        "text",
+    ):
+        with pytest.raises(WireError):
+            CODEC.encode(wrong)
+    with pytest.raises(WireError, match=f"maximum is {FRAME_BYTES_MAX}"):
+        CODEC.encode(Ping(load="x" * FRAME_BYTES_MAX))
+
+
+@pytest.mark.parametrize("topic", ["orders", "orders" * 40])
+def test_all_partitions_of_a_large_topic_are_one_message(topic: str) -> None:
+    tps = [TopicPartition(topic, p) for p in range(100_000)]
+    for message in (Everything(assigned=tuple(tps)), Everything(assigned=tuple(reversed(tps)))):
+        assert CODEC.decode(CODEC.encode(message)).message == message
+    long = Everything(ranges=tuple(OffsetRange(tp, 10**12, 10**12 + 10**5) for tp in tps[:20_000]))
+    assert CODEC.decode(CODEC.encode(long)).message == long
+
+
+def test_a_refusal_is_short_and_has_one_line() -> None:
+    with pytest.raises(WireError) as refused:
+        CODEC.decode(json.dumps([0, 0, "x\n" * 10_000, []]).encode())
+    assert len(str(refused.value)) < 200 and "\n" not in str(refused.value)
+
+
+def test_a_type_that_cannot_travel_is_refused_when_the_codec_is_made() -> None:
+    @dataclass(frozen=True)
+    class Wrong:
+        anything: Any
+
+    with pytest.raises(TypeError, match="cannot be sent"):
+        Codec([Wrong])
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), max_size=10), st.data())
+def test_frames_come_out_as_they_went_in_however_they_are_cut(bodies: list[bytes], data: Any) -> None:
+    stream = b"".join(framed(body) for body in bodies)
+    parts = []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        parts.append(stream[:cut])
+        stream = stream[cut:]
+    one, other = socket.socketpair()
+    with one, other:
+        sender = threading.Thread(target=lambda: deque(map(one.sendall, parts)))
+        sender.start()
+        assert [receive(other, 300, time.monotonic() + SOON_S) for _ in bodies] == bodies
+        sender.join()
+
+
+@pytest.mark.parametrize("length", [0, 301, 2**32 - 1])
+def test_a_frame_that_is_too_long_is_refused_by_its_length(length: int) -> None:
+    with pytest.raises(WireError, match="maximum is 300"):
+        length_of(length.to_bytes(4, "big"), 300)

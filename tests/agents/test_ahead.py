@@ -1,0 +1,369 @@
+"""Reading ahead from a real Kafka by a real agent: tasks get the rows of a direct read, whatever happens to it."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import agent_words
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, Record, TopicFactory, await_until
+from kafka_words import await_markers
+from reading import read as read_batches
+from reading import read_near
+
+from spark_group_source.agents.agent_folder import Home
+from spark_group_source.agents.prefetch import near
+from spark_group_source.agents.task_messages import Ahead, Given, Served
+from spark_group_source.errors import TopicMissing
+from spark_group_source.local.broker import Broker
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.records import arrow_schema
+
+Row = dict[str, Any]
+StartAgent = Callable[..., Home]
+COMMITTED = {"isolation.level": "read_committed"}
+
+
+@pytest.fixture
+def settings(broker: Broker) -> dict[str, str]:
+    return {"bootstrap.servers": broker.bootstrap_servers, **COMMITTED}
+
+
+def all_of(ends: Mapping[TopicPartition, int]) -> list[OffsetRange]:
+    return [OffsetRange(tp, 0, end) for tp, end in ends.items()]
+
+
+def rows_of(batches: Iterator[Any], *, include_headers: bool = False) -> list[Row]:
+    found: list[Row] = []
+    for batch in batches:
+        assert batch.schema.equals(arrow_schema(include_headers))
+        batch.validate(full=True)
+        found += batch.to_pylist()
+    last: dict[tuple[str, int], int] = {}
+    for row in found:
+        tp = row["topic"], row["partition"]
+        assert last.get(tp, -1) < row["offset"], "in the order of offsets"
+        last[tp] = row["offset"]
+    return sorted(found, key=lambda row: (row["topic"], row["partition"], row["offset"]))
+
+
+def ids_of(admin: AdminClient, name: str) -> dict[str, str]:
+    from confluent_kafka import TopicCollection
+
+    described = admin.describe_topics(TopicCollection([name]))[name].result(30)
+    return {name: str(described.topic_id)}
+
+
+# ----------------------------------------------------------------------------------------------------- the same rows
+
+
+def plain_records(name: str, produce: Produce, servers: str) -> None:
+    headers = (("h", b"1"), ("h", None), ("", b""))
+    produce(
+        name,
+        [
+            Record(None, None, 0),
+            Record(b"", b"", 0, headers=headers),
+            Record(b"v", None, 0, timestamp_ms=1),
+            Record(None, b"k", 1, headers=(("täg", b"\x00\xff"),)),
+            *(Record(b"%d" % i, b"k" * (i % 40), i % 3, headers=headers if i % 5 else ()) for i in range(3_000)),
+        ],
+    )
+
+
+def transactions(name: str, produce: Produce, servers: str) -> None:
+    """Committed and aborted ones in turns; the log ends with an abort."""
+    producer = Producer({"bootstrap.servers": servers, "transactional.id": f"tx-{os.urandom(4).hex()}"})
+    producer.init_transactions(30)
+    for number in range(12):
+        producer.begin_transaction()
+        for i in range(50):
+            producer.produce(name, f"{number}:{i}".encode(), partition=number % 3)
+        producer.flush(30)
+        if number % 2:
+            producer.abort_transaction(30)
+        else:
+            producer.commit_transaction(30)
+
+
+def large_records(name: str, produce: Produce, servers: str) -> None:
+    produce(name, [Record(os.urandom(size), b"k", size % 3) for size in (900_000, 10, 990_001, 800_000, 3, 1, 700_002)])
+
+
+def few_of_each(name: str, produce: Produce, servers: str) -> None:
+    produce(name, [Record(b"%d" % i, None, i % 300) for i in range(900)])
+
+
+KINDS = {"plain": (3, plain_records), "transactions": (3, transactions), "large": (3, large_records),
+         "many": (300, few_of_each)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "headers"), [("plain", True), *((kind, False) for kind in KINDS)], ids=str)
+def test_rows_from_memory_are_those_of_a_direct_read(
+    topic: TopicFactory,
+    produce: Produce,
+    end_offsets: Callable[[str], dict[TopicPartition, int]],
+    admin: AdminClient,
+    settings: dict[str, str],
+    reader: StartAgent,
+    kind: str,
+    headers: bool,
+) -> None:
+    partitions, fill = KINDS[kind]
+    name = topic(partitions, config={"retention.ms": "-1"})
+    fill(name, produce, settings["bootstrap.servers"])
+    await_markers(admin, name)
+    ends, ids = end_offsets(name), ids_of(admin, name)
+    home = reader(include_headers=headers)
+    agent_words.tell(home, Ahead(dict.fromkeys(ends, 0), topic_ids=ids))
+    agent_words.await_read(home, ends)
+    reading = read_batches(settings, all_of(ends), topic_ids=ids, include_headers=headers)
+    direct = rows_of(reading, include_headers=headers)
+    batches, rest = near.ask(home, Piece(tuple(all_of(ends)), ids, {}), include_headers=headers)
+    assert rest == [], "also where the log ends without a record"
+    assert rows_of(iter(batches), include_headers=headers) == direct
+    assert direct, "the comparison says something"
+    # The last of it goes a moment after the task has everything.
+    await_until(lambda: agent_words.looked(home).used == 0, agent_words.END_S, what="free memory")
+
+
+def test_a_compacted_log_is_covered_up_to_its_end(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    name = topic(
+        config={"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.01",
+                "delete.retention.ms": "100"}
+    )  # fmt: skip
+    produce(name, [Record(b"%d" % i, b"k%d" % (i % 5)) for i in range(500)], partition=0)
+    tp = TopicPartition(name, 0)
+
+    def compacted() -> int:
+        produce(name, [Record(b"push", b"push")], partition=0)  # a new segment lets the cleaner at the former one
+        end = produce(name, [Record(b"last", b"last")], partition=0)[0][1] + 1
+        rows = rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
+        return end if len(rows) < 400 else 0
+
+    end = await_until(compacted, 90, what="compaction")
+    home = reader()
+    agent_words.tell(home, Ahead({tp: 0}))
+    agent_words.await_read(home, {tp: end})
+    batches, rest = near.ask(home, Piece((OffsetRange(tp, 0, end),)), include_headers=False)
+    assert rest == []
+    assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
+
+
+def test_each_task_gets_its_own_ranges_and_no_other_row(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    """Two tasks share a partition, the later half comes first, and the agent has not all of it."""
+    name = topic(2)
+    tps = [TopicPartition(name, p) for p in range(2)]
+    for tp in tps:
+        produce(name, [str(i) for i in range(1_000)], partition=tp.partition)
+    home = reader()
+    agent_words.tell(home, Ahead({tps[0]: 100, tps[1]: 0}))
+    agent_words.await_read(home, dict.fromkeys(tps, 1_000))
+    tasks = [
+        [OffsetRange(tps[0], 500, 900), OffsetRange(tps[1], 10, 20)],
+        [OffsetRange(tps[0], 100, 500)],
+        [OffsetRange(tps[0], 0, 100), OffsetRange(tps[1], 20, 1_000)],
+    ]
+    found = []
+    for ranges in tasks:
+        tally = Tally()
+        rows = rows_of(read_near(home, settings, ranges, tally=tally))
+        assert rows == rows_of(read_batches(settings, ranges))
+        found.append((agent_words.looked(home).rows, tally.memory.total(), tally.brokers.total()))
+    assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
+
+
+def test_a_range_is_served_once_and_read_directly_then(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    """A retry, speculation, a second action: the same rows."""
+    tp = TopicPartition(topic(), 0)
+    produce(tp.topic, [str(i) for i in range(1_000)], partition=0)
+    home = reader()
+    agent_words.tell(home, Ahead({tp: 0}))
+    agent_words.await_read(home, {tp: 1_000})
+    rows = [rows_of(read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
+    assert rows[0] == rows[1] == rows[2]
+    assert len(rows[0]) == agent_words.looked(home).rows == 1_000
+
+
+def test_a_stream_is_read_from_memory_batch_after_batch(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    name = topic(3)
+    tps = [TopicPartition(name, p) for p in range(3)]
+    at = dict.fromkeys(tps, 0)
+    home, seen = reader(), []
+    agent_words.tell(home, Ahead(at))
+    for plan in range(1, 12):
+        produce(name, [Record(b"%d:%d" % (plan, i), partition=i % 3) for i in range(300)])
+        until = {tp: position + 100 for tp, position in at.items()}
+        agent_words.tell(home, Ahead(until, keep=at))
+        seen += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
+        at = until
+    assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
+    agent_words.tell(home, Ahead(at))
+    assert agent_words.looked(home).used == 0, "nothing below the next plan is kept"
+
+
+# ------------------------------------------------------------------------------------------------- when something ends
+
+
+def many(topic: TopicFactory, produce: Produce, reader: StartAgent) -> tuple[Home, list[OffsetRange]]:
+    """An agent that holds 8 MB: more than fits between two processes at a time."""
+    name = topic(2)
+    tps = [TopicPartition(name, p) for p in range(2)]
+    for tp in tps:
+        produce(name, [b"%d" % i + os.urandom(1_000) for i in range(4_000)], partition=tp.partition)
+    home = reader()
+    agent_words.tell(home, Ahead(dict.fromkeys(tps, 0)))
+    agent_words.await_read(home, dict.fromkeys(tps, 4_000))
+    return home, [OffsetRange(tp, 0, 4_000) for tp in tps]
+
+
+@pytest.mark.parametrize("moment", ["before", "while it serves"])
+def test_an_agent_that_is_killed_costs_no_row_and_doubles_none(
+    topic: TopicFactory,
+    produce: Produce,
+    settings: dict[str, str],
+    reader: StartAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    home, ranges = many(topic, produce, reader)
+    answered: list[Served] = []
+    if moment == "before":
+        os.kill(home.pid, signal.SIGKILL)
+    else:
+        receive = near.receive
+
+        def killing(*arguments: Any) -> Any:
+            answered.append(receive(*arguments))  # its rows are on their way
+            os.kill(home.pid, signal.SIGKILL)
+            return answered[0]
+
+        monkeypatch.setattr(near, "receive", killing)
+    rows = rows_of(read_near(home, settings, ranges))
+    assert rows == rows_of(read_batches(settings, ranges))
+    assert len(rows) == 8_000
+    assert [answer.rows for answer in answered] == ([] if moment == "before" else [8_000])
+
+
+def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    home, ranges = many(topic, produce, reader)
+    answer = agent_words.exchange(home, Given(ranges=tuple(ranges)))
+    assert isinstance(answer, Served) and answer.rows == 8_000  # and its connection is closed, with the rows in it
+    await_until(lambda: agent_words.looked(home).used == 0, agent_words.END_S, what="free memory")
+    assert len(rows_of(read_near(home, settings, ranges))) == 8_000
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_huge_records_stay_within_the_memory(
+    topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
+) -> None:
+    name = topic(3)
+    ends = {TopicPartition(name, p): 20 for p in range(3)}
+    for tp in ends:
+        produce(name, [os.urandom(900_000) for _ in range(20)], partition=tp.partition)
+    home = reader(memory_bytes=6_000_000)
+    agent_words.tell(home, Ahead(dict.fromkeys(ends, 0)))
+    looks: list[int] = []
+
+    def full() -> bool:
+        looks.append(agent_words.looked(home).used)
+        return looks[-1] > 4_500_000
+
+    await_until(full, agent_words.READY_S, what="as much as fits")
+    at = dict.fromkeys(ends, 0)
+    rows: list[Row] = []
+    for _ in range(100):  # what was read makes room for more
+        until = {tp: min(20, position + 3) for tp, position in at.items()}
+        rows += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
+        at = until
+        agent_words.tell(home, Ahead(at))
+        full()
+        if at == ends:
+            break
+    assert max(looks) <= 6_000_000
+    assert len(rows) == 60
+    assert agent_words.looked(home).rows > 0
+
+
+def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
+    """It neither asks brokers again and again for what it has no room for, nor looks whether it has."""
+    tp = TopicPartition(topic(), 0)
+    produce(tp.topic, [os.urandom(10_000) for _ in range(1_000)], partition=0)
+    home = reader(memory_bytes=2_000_000)
+    agent_words.tell(home, Ahead({tp: 0}))
+    await_until(lambda: agent_words.looked(home).used > 1_800_000, agent_words.READY_S, what="as much as fits")
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{home.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    def rested() -> bool:
+        before = ticks()
+        threading.Event().wait(2.0)
+        return ticks() - before <= 10  # of 200
+
+    await_until(rested, 30, what="two seconds with a twentieth of a core at most")
+
+
+# ------------------------------------------------------------------------------------------------- what is told anew
+
+
+def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_one(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, settings: dict[str, str], reader: StartAgent
+) -> None:
+    name = topic()
+    tp = TopicPartition(name, 0)
+    produce(name, [f"old {i}" for i in range(50)], partition=0)
+    old = ids_of(admin, name)
+    home = reader()
+    agent_words.tell(home, Ahead({tp: 0}, topic_ids=old))
+    agent_words.await_read(home, {tp: 50})
+    admin.delete_topics([name])[name].result(30)
+    await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
+    topic(name=name)
+    produce(name, [f"new {i}" for i in range(80)], partition=0)
+    new = ids_of(admin, name)
+    wanted = [OffsetRange(tp, 0, 50)]
+    for planned in (old, new):
+        assert near.ask(home, Piece(tuple(wanted), planned, {}), include_headers=False) == ([], wanted)
+    assert agent_words.looked(home).used == 0, "it is known to be another one now"
+    agent_words.tell(home, Ahead({tp: 0}, topic_ids=new))
+    agent_words.await_read(home, {tp: 80})
+    rows = rows_of(read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
+    assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
+    assert agent_words.looked(home).rows == 80
+
+
+def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told(
+    topic: TopicFactory, produce: Produce, reader: StartAgent, settings: dict[str, str]
+) -> None:
+    """A position that the log does not have: whether that is a loss, the task says that reads it."""
+    tp = TopicPartition(topic(), 0)
+    produce(tp.topic, [str(i) for i in range(10)], partition=0)
+    home = reader()
+    agent_words.tell(home, Ahead({tp: 50}))
+    await_until(lambda: "out of range" in home.log.read_text().lower(), agent_words.READY_S, what="trouble")
+    agent_words.tell(home, Ahead({tp: 5}))
+    agent_words.await_read(home, {tp: 10})
+    gone = OffsetRange(TopicPartition(f"{tp.topic}-gone", 0), 0, 5)
+    agent_words.tell(home, Ahead({tp: 5, gone.tp: 0}))
+    with pytest.raises(TopicMissing):
+        rows_of(read_near(home, settings, [OffsetRange(tp, 5, 10), gone]))

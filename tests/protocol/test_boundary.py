@@ -1,0 +1,263 @@
+"""A partition leaves only between batches: holds, their order and budget, and what is lost instead."""
+
+from collections.abc import Callable
+
+import pytest
+from kit.harness import HOLD_BUDGET_MS, STREAM, GroupHarness, only, tps
+
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.states import SlotState
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+RELEASE = [ev.Release(slot=0, client=1)]
+
+Way = Callable[[GroupHarness], object]
+
+
+def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
+    group.settled(A, B)
+    assert group.revoking(A) == RELEASE
+    assert group.machine.positions.ours.keys() == {B}
+    assert group.machine.statistics().slots == ("assigned",)
+    assert group.machine.statistics().holds == 0
+
+
+@pytest.mark.proves("G3", level="core")
+def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back(group: GroupHarness) -> None:
+    group.reads({A: (100, 150), B: (100, 110)})
+    group.clock.advance(ms=10)
+    assert group.revoking(A) == []
+    group.clock.advance(ms=500)
+    assert group.durable() == [ev.Echo(offsets={A: 150, B: 110}, stream=STREAM, seq=0)]
+    group.clock.advance(ms=30)
+    assert group.echoed() == RELEASE
+    statistics = group.machine.statistics()
+    assert (statistics.holds, statistics.hold_last_ms, statistics.hold_max_ms) == (1, 530, 530)
+    assert (statistics.overruns, statistics.lost, statistics.maybe_twice) == (0, 0, 0)
+    assert (statistics.commits, statistics.echo_last_ms) == (1, 30)
+
+
+def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_that_it_reads_goes_with_it() -> None:
+    for wanted, goes in (((B,), RELEASE), ((A, B), [])):
+        group = GroupHarness()
+        group.born()
+        group.reads({A: (100, 150)}, B)
+        assert group.revoking(*wanted) == goes
+        assert group.machine.positions.ours.keys() == ({A} if goes else {A, B})
+        group.durable()
+        assert group.machine.plannable() == ({A: 150} if goes else {})
+
+
+def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
+    replayed = fresh.replays({A: (100, 150), B: (40, 40)})
+    fresh.assigned(A)
+    assert fresh.revoking(A) == []
+    fresh.committed({A: 100})
+    assert fresh.feed(ev.Durable(offset=replayed)) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+    assert fresh.echoed() == RELEASE
+
+
+def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -> None:
+    group.reads({A: (100, 150), B: (100, 150)})
+    group.revoking(A)
+    group.clock.advance(ms=1_000)
+    group.revoking(B)
+    assert group.machine.next_deadline_ms() == HOLD_BUDGET_MS
+    group.durable()
+    assert group.echoed() == RELEASE
+    assert group.machine.positions.ours.keys() == set()
+
+
+def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)}, B)
+    assert group.revoking(A, B, eager=True) == []
+    group.durable()
+    assert group.echoed() == [ev.ReleaseAll(slot=0, client=1)]
+    assert group.machine.statistics().slots == (SlotState.JOINING.value,)
+    group.assigned(A, generation=2)
+    group.committed({A: 150})
+    assert group.machine.plannable() == {A: 150}
+
+
+@pytest.mark.proves("G8", level="core")
+def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)}, B)
+    group.revoking(A, B)
+    assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
+    assert group.tick(ms=1) == RELEASE
+    statistics = group.machine.statistics()
+    assert (statistics.overruns, statistics.holds, statistics.lost, statistics.maybe_twice) == (1, 1, 1, 50)
+    assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
+    assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
+    assert group.machine.positions.ours.keys() == set()
+
+
+def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
+    group.reads({A: (100, 150), B: (100, 130)})
+    group.lost(A)
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 130}, stream=STREAM, seq=0)]
+    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
+    assert group.warned() == [
+        "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
+    ]
+
+
+# --- how much of what is lost may be read twice ----------------------------------------------------------------------
+
+
+def safe_but_not_committed(g: GroupHarness) -> None:
+    g.born()
+    g.reads({A: (100, 150)})
+    g.durable()
+    g.feed(ev.EchoFailed(reason="coordinator moved"))
+    g.plan({A: (150, 160)})
+
+
+def never_committed(g: GroupHarness) -> None:
+    g.born()
+    g.assigned(A)
+    g.committed({A: None})
+    g.resolved({A: 20})
+    g.feed(ev.EchoFailed(reason="no coordinator"))
+    g.plan({A: (20, 30)})
+    g.durable()
+
+
+def known_to_kafka(g: GroupHarness) -> None:
+    g.born()
+    g.reads({B: (100, 150)}, A)
+
+
+def replayed(g: GroupHarness) -> None:
+    g.replays({A: (100, 150)})
+    g.assigned(A)
+
+
+def replayed_and_durable(g: GroupHarness) -> None:
+    offset = g.replays({A: (100, 150), B: (40, 40)})
+    g.assigned(A, B)
+    g.feed(ev.Durable(offset=offset))
+
+
+def read_by_a_former_run(g: GroupHarness) -> None:
+    g.durable({A: (100, 150), B: (40, 40)})
+    g.assigned(A, B)
+
+
+@pytest.mark.parametrize(
+    ("way", "twice"),
+    [
+        (safe_but_not_committed, 60),  # the next reader starts at 100
+        (never_committed, 10),
+        (known_to_kafka, 0),
+        (replayed, 50),
+        (replayed_and_durable, 50),
+        (read_by_a_former_run, 50),
+    ],
+)
+def test_how_much_of_a_lost_partition_its_next_reader_reads_again(fresh: GroupHarness, way: Way, twice: int) -> None:
+    way(fresh)
+    fresh.lost(A)
+    assert (fresh.machine.statistics().lost, fresh.machine.statistics().maybe_twice) == (1, twice)
+    assert only(ev.Echo, fresh.tick(ms=5_000)) == []
+
+
+def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
+    fresh: GroupHarness,
+) -> None:
+    offset = fresh.replays({A: (100, 150), B: (40, 40)})
+    fresh.assigned()
+    fresh.feed(ev.Durable(offset=offset))
+    fresh.assigned(A, B)
+    assert fresh.revoking(A, B) == []
+    assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+@pytest.mark.parametrize("at", [90, 100, 130, 150, 170])
+@pytest.mark.parametrize("durable_first", [True, False])
+def test_a_replayed_batch_counts_once_when_another_members_commit_shows(
+    fresh: GroupHarness, at: int, durable_first: bool
+) -> None:
+    """What they have not read of it is read again behind their commit."""
+    offset = fresh.replays({A: (100, 150)})
+    fresh.assigned(A)
+    if durable_first:
+        fresh.feed(ev.Durable(offset=offset))
+    fresh.committed({A: ev.Committed(offset=at, stream="another")})
+    if not durable_first:
+        fresh.feed(ev.Durable(offset=offset))
+    assert fresh.machine.statistics().maybe_twice == 50
+    fresh.lost(A)
+    assert fresh.machine.statistics().maybe_twice == 50
+
+
+# --- what is lost, and comes back ------------------------------------------------------------------------------------
+
+
+def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.lost(A)
+    assert group.machine.statistics().slots == ("assigned",)
+    assert group.lost(B) == []
+    assert group.machine.statistics().slots == ("joining",)
+    assert not group.gathered()
+
+
+def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: 100})
+    assert group.revoking(A) == []
+    group.durable()
+    assert group.echoed() == RELEASE
+
+
+def test_a_partition_that_returns_half_read_by_another_leaves_there_when_the_batch_is_durable(
+    group: GroupHarness,
+) -> None:
+    """Not before: a commit under our name from before the batch would look as if the batch came after it."""
+    group.reads({A: (100, 150)})
+    group.lost(A)
+    group.assigned(A)
+    assert group.committed({A: ev.Committed(offset=120)}) == []
+    assert group.revoking(A) == []
+    assert group.durable() == [ev.Echo(offsets={A: 120}, stream=STREAM, seq=0)]
+    assert group.echoed() == RELEASE
+
+
+def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: GroupHarness) -> None:
+    pair.reads({A: (100, 150)})
+    pair.assigned(A, slot=1)
+    assert pair.machine.statistics().assigned == (0, 1)
+    assert pair.machine.statistics().maybe_twice == 50
+    pair.committed({A: 100})
+    assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
+    assert pair.machine.positions.ours.keys() == {A}
+    assert pair.revoking(A, slot=1) == []
+
+
+def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group: GroupHarness) -> None:
+    group.reads({A: (100, 150), B: (100, 110)}, D)
+    group.revoking(A, D)
+    group.assigned(C)
+    assert group.machine.positions.ours.keys() == {B, C}
+    assert group.machine.statistics().maybe_twice == 50
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 110}, stream=STREAM, seq=0)]
+
+
+def test_a_rebalance_counts_once_for_each_word_that_changes_something(group: GroupHarness) -> None:
+    def counted() -> tuple[int, int, str]:
+        now = group.machine.statistics()
+        return now.rebalances, now.rebalanced_at_ms, now.reason
+
+    assert counted() == (0, 0, "")
+    group.assigned(A, B)
+    assert counted() == (1, 0, "slot 0 was given 2 partitions")
+    group.clock.advance(ms=7)
+    group.assigned()
+    group.revoking(B)
+    assert counted() == (2, 7, "slot 0 was asked for 1")
+    group.lost(A)
+    assert counted() == (3, 7, "slot 0 lost 1 partitions: Kafka took them away without asking")

@@ -1,0 +1,220 @@
+"""Committing to Kafka what the sink has: when, what, and what happens when it fails."""
+
+from itertools import pairwise
+
+import pytest
+from kit.harness import STREAM, GroupHarness, only, tps
+
+from spark_group_source.errors import InvariantBroken
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.commit_schedule import OUT_PAUSE_MS_MAX, SILENT_MS_MAX
+from spark_group_source.protocol.offsets import StreamOffset
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+
+
+def echo(offsets: dict[TopicPartition, int], seq: int) -> ev.Echo:
+    return ev.Echo(offsets=offsets, stream=STREAM, seq=seq)
+
+
+def run_batch(group: GroupHarness, start: int, end: int) -> list[ev.Command]:
+    group.plan({A: (start, end)})
+    return group.durable()
+
+
+@pytest.mark.proves("G2", level="core")
+def test_a_planned_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.plan({A: (100, 150)}) == []
+    assert group.tick(ms=10_000) == []
+    assert group.machine.echoed
+    assert group.durable() == [echo({A: 150}, 0)]
+    assert not group.machine.echoed
+
+
+def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
+        assert group.feed(ev.EchoFailed(reason="coordinator moved")) == []
+        assert not group.machine.echoed
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+    group.echoed()
+    assert group.machine.statistics().commits_failed == 7
+    assert len(group.warned()) == 7 and "the rows are safe" in group.warned()[0]
+    run_batch(group, 150, 160)
+    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    assert group.machine.next_deadline_ms() == group.clock() + 100, "a success makes the next pause short again"
+
+
+def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    for pause_ms in (100, 100, 200, 400):
+        assert group.feed(ev.EchoFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [echo({A: 150}, 0)]
+    assert group.machine.statistics().commits_failed == 0
+    assert group.warned() == []
+
+
+def test_a_slot_that_is_left_out_of_the_echo_stops_no_other_one(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 120)})
+    pair.revoking(B, slot=1)
+    pair.durable()
+    left = {0: "UNKNOWN_MEMBER_ID"}
+    assert pair.feed(ev.EchoDone(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
+    assert not pair.machine.echoed
+    pair.settled(C, slot=1)
+    pair.plan({C: (100, 130)})
+    assert pair.durable() == [echo({C: 130}, 1)]  # at once, without the one that waits
+    pair.echoed()
+    assert pair.tick(ms=100) == [echo({A: 150}, 1)]
+    assert pair.echoed() == []
+    assert pair.machine.echoed
+
+
+def test_a_slot_that_is_left_out_for_long_is_told_of_once_and_tried_all_the_time(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 120)})
+    pair.durable()
+    pair.feed(ev.EchoDone(offsets={B: 120}, left={0: "UNKNOWN_MEMBER_ID"}))
+    tries = []
+    for _ in range(20_000 // 50):
+        if pair.tick(ms=50) == [echo({A: 150}, 0)]:
+            tries.append(pair.clock())
+            pair.feed(ev.EchoDone(offsets={}, left={0: "UNKNOWN_MEMBER_ID"}))
+            assert bool(pair.warned()) == (pair.clock() >= SILENT_MS_MAX)
+    assert max(later - sooner for sooner, later in pairwise(tries)) == OUT_PAUSE_MS_MAX
+    (warning,) = pair.warned()
+    assert "slot 0 is not in the group at the moment (UNKNOWN_MEMBER_ID)" in warning
+    pair.assigned(generation=2)  # it is back: no pause any more
+    assert echo({A: 150}, 0) in pair.history[-2:]
+
+
+def test_the_only_slot_that_is_out_for_long_is_told_of_too(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    while group.clock() < SILENT_MS_MAX + 2 * OUT_PAUSE_MS_MAX:
+        group.feed(ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True))
+        group.tick(ms=OUT_PAUSE_MS_MAX)
+    assert [("slot 0 is not in the group" in text) for text in group.warned()] == [True]
+
+
+def test_a_slot_that_was_out_for_a_moment_is_a_new_one_the_next_time(pair: GroupHarness) -> None:
+    pair.settled(A)
+    pair.settled(B, slot=1)
+    for start in (100, 150):
+        pair.plan({A: (start, start + 50), B: (start, start + 50)})
+        pair.durable()
+        pair.feed(ev.EchoDone(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
+        assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
+        pair.echoed()
+        pair.clock.advance(ms=SILENT_MS_MAX)
+    assert pair.warned() == []
+
+
+def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group: GroupHarness) -> None:
+    """It left during the commit, an operator rewound it, and it came back: Kafka may have either offset now."""
+    group.settled(A)
+    late = run_batch(group, 100, 150)
+    group.lost(A)
+    group.assigned(A)
+    group.committed({A: ev.Committed(offset=20)})
+    assert group.revoking(A) == []
+    assert group.echoed(late) == [ev.Echo(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))]
+    assert group.echoed() == [ev.Release(slot=0, client=1)]
+
+
+@pytest.mark.proves("G6", level="core")
+def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.feed(
+        ev.MemberFailed(slot=0, client=1, reason="unknown to the group"),
+        ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
+    )
+    assert only(ev.Echo, group.tick(ms=10_000)) == []
+    assert group.machine.statistics().maybe_twice == 50
+
+
+def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
+    group.settled(A)
+    run_batch(group, 100, 150)
+    group.clock.advance(ms=40)
+    group.feed(ev.EchoFailed(reason="x"))
+    group.tick(ms=100)
+    group.clock.advance(ms=10)
+    group.echoed()
+    assert (group.machine.statistics().echo_last_ms, group.machine.statistics().echo_max_ms) == (150, 150)
+
+
+def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: GroupHarness) -> None:
+    group.reads({A: (100, 150), B: (100, 110)})
+    commands = group.durable()
+    group.lost(A)
+    assert group.echoed(commands) == []
+    assert group.machine.echoed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stream": "another", "seq": 0},
+        {"stream": STREAM, "seq": 5},
+    ],
+)
+def test_a_durable_batch_that_was_never_planned_is_a_bug(group: GroupHarness, wrong: dict[str, object]) -> None:
+    group.settled(A)
+    offset = StreamOffset(group="etl", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvariantBroken, match="The last events"):
+        group.feed(ev.Durable(offset=offset))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "seq"),
+    [
+        ({A: (100, 150)}, 1),  # a batch is left out
+        ({A: (90, 150)}, 0),  # it begins before the position
+        ({A: (110, 150)}, 0),  # it leaves a gap
+        ({C: (0, 5)}, 0),  # the partition is another member's
+        ({B: (100, 150)}, 0),  # the partition is leaving
+    ],
+)
+def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
+    group: GroupHarness, ranges: dict[TopicPartition, tuple[int, int]], seq: int
+) -> None:
+    group.settled(A, B)
+    group.feed(ev.EchoFailed(reason="x"), ev.RecordsGone(offsets={B: 100}, reason="keeps the revocation waiting"))
+    group.revoking(B)
+    with pytest.raises(InvariantBroken):
+        group.planned(group.offset(ranges, seq))
+
+
+def test_two_plans_at_a_time_are_a_bug(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)})
+    with pytest.raises(InvariantBroken, match="does not follow"):
+        group.plan({A: (100, 150)})
+
+
+def test_reading_a_batch_that_is_not_the_planned_one_is_a_bug(group: GroupHarness) -> None:
+    group.settled(A)
+    with pytest.raises(InvariantBroken, match="was not planned here"):
+        group.feed(ev.Reading(offset=group.offset({}, 4)))
+
+
+def test_a_late_answer_does_not_make_a_batch_look_committed_that_ends_where_it_said(group: GroupHarness) -> None:
+    group.settled(A)
+    late = run_batch(group, 100, 150)
+    group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again"))
+    back = group.echoed(late)
+    assert back == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
+    run_batch(group, 0, 150)
+    assert group.echoed(back) == [echo({A: 150}, 1)]
+    assert group.echoed() == [] and group.machine.echoed

@@ -1,0 +1,66 @@
+"""Events and commands are values; the machine tells its story."""
+
+import dataclasses
+import typing
+
+import pytest
+from kit.harness import GroupHarness, tps
+
+from spark_group_source.errors import BrokerUnavailable, InvariantBroken
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.outbox import STORY_LINES_MAX
+from spark_group_source.protocol.statistics import Statistics
+
+A, B = tps("orders", 0, 1)
+
+
+def test_events_commands_and_steps_are_frozen_slotted_and_built_by_names() -> None:
+    for kind in [kind for union in (ev.Event, ev.Command, ev.Step) for kind in typing.get_args(union)]:
+        assert kind.__dataclass_params__.frozen and "__slots__" in vars(kind), kind
+        assert all(field.kw_only for field in dataclasses.fields(kind)), kind
+
+
+def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) -> None:
+    group.clock.advance(ms=5)
+    group.assigned(A)
+    assert group.machine._out.story().splitlines() == [
+        "0 TopicsListed(topics=1{orders: 4})",
+        (
+            "0   -> Join(slot=0, client=1, topics=1[orders], client_id=spark-group-9f2c-0, instance_id=etl.9f2c.0, "
+            "host=, takes=False)"
+        ),
+        "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
+        "5   -> FetchCommitted(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",
+    ]
+    group.committed({A: 7})
+    group.plan({A: (7, 9)})
+    assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.machine._out.story()
+
+
+def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
+    many = tuple(TopicPartition("orders", p) for p in range(5_000))
+    for _ in range(STORY_LINES_MAX):
+        group.feed(ev.LookupFailed(partitions=many, error=BrokerUnavailable("x")))
+    lines = group.machine._out.story().splitlines()
+    assert len(lines) == STORY_LINES_MAX
+    assert max(map(len, lines)) < 250
+
+
+def test_a_broken_rule_carries_the_story(group: GroupHarness) -> None:
+    group.settled(A)
+    with pytest.raises(InvariantBroken) as broken:
+        group.plan({A: (90, 150)})
+    assert "orders-0[90,150) is planned, but the partition is at 100" in str(broken.value)
+    assert "CommittedRead" in str(broken.value)
+
+
+def test_statistics_are_a_copy(group: GroupHarness) -> None:
+    before = group.machine.statistics()
+    group.settled(A, B)
+    assert before.assigned == (0,) and before.state == "gathering"
+    after = group.machine.statistics()
+    assert (after.assigned, after.slots, after.generation, after.uncommitted) == ((2,), ("assigned",), 1, 0)
+    assert isinstance(after, Statistics) and after.as_dict()["assigned"] == (2,)
+    after.rebalances += 1
+    assert group.machine.statistics().rebalances == 1

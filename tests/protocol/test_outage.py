@@ -1,0 +1,159 @@
+"""Brokers that do not answer: a run waits for them, says so once, and ends only where its bound is over."""
+
+from typing import Any
+
+import pytest
+from kit.harness import JOINING_BUDGET_MS, tps
+from kit.run_harness import GIVEN_UP_MS, RunHarness
+
+from spark_group_source.errors import BrokerUnavailable, RebalanceTimeout
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.outage import ASK_AGAIN_MS_MAX, JITTER_SHARE, Asker, Outage
+from spark_group_source.protocol.run import START_MS_MAX
+from spark_group_source.protocol.states import RunState
+
+A, B = tps("orders", 0, 1)
+MINUTE_MS = 60_000
+
+
+def reading(**rules: Any) -> RunHarness:
+    """A run that has read a batch."""
+    run = RunHarness(**rules)
+    run.ends[A] = 10
+    assert run.batch().seq == 0
+    return run
+
+
+def down(run: RunHarness, ms: int) -> int:
+    """No broker answers for so long from now on; returns when that is over."""
+    run.down_until_ms = run.clock() + ms
+    return run.down_until_ms
+
+
+@pytest.mark.parametrize("minutes", [1, 3, 9])
+def test_an_outage_in_planning_is_waited_for_and_said_once(minutes: int) -> None:
+    run = reading()
+    run.ends[A] = 20
+    over_ms = down(run, minutes * MINUTE_MS)
+    assert run.latest().batch()[0][1:] == (10, 20)
+    assert over_ms <= run.clock() <= over_ms + ASK_AGAIN_MS_MAX * (1 + JITTER_SHARE) + GIVEN_UP_MS + 1_000
+    begun, ended = run.warned()
+    assert begun == "the brokers do not answer, and are asked again: no leaders"
+    assert ended.startswith("the brokers answer again, after ")
+
+
+def test_an_outage_shows_in_the_statistics_while_it_lasts() -> None:
+    run = reading()
+    began_ms = run.clock()
+    down(run, MINUTE_MS)
+    run.begin(ev.Asked(start=run.start, name="x"), until=RunState.LOOKING)
+    assert run.run.statistics().unreachable_since_ms == 0
+    run.feed(run.answer(run.step()))
+    assert began_ms <= run.run.statistics().unreachable_since_ms <= began_ms + 1_000
+    run.go_on()
+    assert run.run.statistics().unreachable_since_ms == 0
+
+
+@pytest.mark.proves("G8", level="core")
+def test_the_bound_is_an_option_and_the_error_says_how_long_and_what_came_last() -> None:
+    run = reading(broker_timeout_ms=2 * MINUTE_MS)
+    began_ms = run.clock()
+    down(run, 10 * MINUTE_MS)
+    with pytest.raises(BrokerUnavailable, match=r"not answered for 1\d\d s, in \d+ tries. The last one: no leaders"):
+        run.latest()
+    assert 2 * MINUTE_MS <= run.clock() - began_ms <= 2 * MINUTE_MS + 10_000
+
+
+def test_without_a_bound_it_is_waited_for_ever() -> None:
+    run = reading(broker_timeout_ms=0)
+    run.ends[A] = 20
+    down(run, 60 * MINUTE_MS)
+    assert run.latest().batch()[0][1:] == (10, 20)
+
+
+@pytest.mark.parametrize("available_now", [False, True])
+def test_at_the_start_a_wrong_address_is_told_within_half_a_minute(available_now: bool) -> None:
+    run = RunHarness()
+    began_ms = run.clock()
+    down(run, 10 * MINUTE_MS)
+    with pytest.raises(BrokerUnavailable, match="have not answered"):
+        run.call(ev.TargetAsked()) if available_now else run.latest()
+    assert START_MS_MAX <= run.clock() - began_ms <= 30_000
+
+
+@pytest.mark.parametrize("available_now", [False, True])
+def test_a_short_outage_at_the_start_is_waited_for(available_now: bool) -> None:
+    run = RunHarness()
+    run.ends = {A: 5, B: 7}
+    down(run, 6_000)
+    if available_now:
+        run.call(ev.TargetAsked())
+    assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
+
+
+def test_a_group_that_gives_nothing_because_nobody_reaches_it_is_waited_for() -> None:
+    """The members do not tell why they have no assignment; who gives up asks the brokers before."""
+    run = RunHarness()
+    run.silent = {ev.Join}
+    run.ends = {A: 5, B: 7}
+    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    over_ms = down(run, 3 * MINUTE_MS)
+    run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=3 * MINUTE_MS + 20_000)
+    run.gives = {0: (A, B)}
+    assert run.go_on().ranges == {A: (0, 5), B: (0, 7)}
+    assert run.clock() > over_ms
+
+
+def test_after_an_outage_the_group_has_its_whole_budget_again_and_no_more() -> None:
+    run = RunHarness()
+    run.silent = {ev.Join}
+    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    over_ms = down(run, 3 * MINUTE_MS)
+    with pytest.raises(RebalanceTimeout):
+        run.go_on()
+    assert over_ms + JOINING_BUDGET_MS <= run.clock() <= over_ms + JOINING_BUDGET_MS + 10_000
+
+
+def test_lookups_without_an_answer_are_an_outage_with_the_same_bound() -> None:
+    run = RunHarness(broker_timeout_ms=30_000)
+    run.silent = {ev.FetchCommitted}
+    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    for at_ms in range(1_000, 40_000, 1_000):
+        run.later(ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("moving", waited_ms=500)), ms=at_ms)
+    with pytest.raises(BrokerUnavailable, match="moving"):
+        run.go_on()
+
+
+def test_what_was_looked_at_before_an_outage_is_looked_at_anew() -> None:
+    """Partitions may have left meanwhile; those are not planned."""
+    run = reading()
+    run.ends = {A: 20, B: 5}
+    over_ms = down(run, MINUTE_MS)
+    run.later(ev.Lost(slot=0, client=1, partitions=(A,)), ms=30_000)
+    assert run.latest().batch() == [(B, 0, 5)]
+    assert run.clock() >= over_ms
+    last = run.took(ev.Look)[-1]
+    assert A not in last.ends + last.firsts
+
+
+def test_streams_ask_again_at_different_times() -> None:
+    pauses = set()
+    for name in ("9f2c", "77ab", "c0de"):
+        outage = Outage()
+        for _ in range(6):
+            outage.not_answered(Asker.CALL, BrokerUnavailable("x"), name=name, now_ms=0)
+        at_ms = outage.again_at_ms(Asker.CALL)
+        assert ASK_AGAIN_MS_MAX * (1 - JITTER_SHARE) <= at_ms <= ASK_AGAIN_MS_MAX * (1 + JITTER_SHARE)
+        pauses.add(at_ms)
+    assert len(pauses) == 3
+
+
+def test_an_outage_ends_when_the_last_question_is_answered() -> None:
+    outage = Outage()
+    assert outage.not_answered(Asker.CALL, BrokerUnavailable("x", waited_ms=500), name="n", now_ms=1_000)
+    assert not outage.not_answered(Asker.LOOKUP, BrokerUnavailable("x"), name="n", now_ms=2_000)
+    assert outage.since_ms == 500
+    assert outage.answered(Asker.CALL, now_ms=3_000) is None
+    assert outage.answered(Asker.LOOKUP, now_ms=4_000) == 2_000
+    assert outage.again_at_ms(Asker.CALL) == 0
+    assert outage.ended_ms == 4_000

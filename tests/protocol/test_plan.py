@@ -1,0 +1,373 @@
+"""The next batch: which offsets it reads, what else the checkpoint has to remember, and its packing into tasks."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.harness import GROUP, STREAM, GroupHarness, rules_with, tps
+
+from spark_group_source.errors import InvariantBroken, OptionError
+from spark_group_source.model import OffsetRange, TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset, parse
+from spark_group_source.protocol.planner import (
+    TASK_RANGES_TARGET,
+    TASK_RECORDS_TARGET,
+    TASKS_MAX,
+    Planner,
+    enough,
+    pack,
+)
+from spark_group_source.protocol.planner import cut as cut_fairly
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+OTHER = tps("payments", 0)[0]
+IDS = {"orders": "id-orders", "payments": "id-payments", "strange": "id-strange"}
+
+Ends = Mapping[TopicPartition, int]
+
+
+def cut(
+    group: GroupHarness,
+    ends: Ends,
+    planner: Planner | None = None,
+    *,
+    first: bool = False,
+    unlimited: bool = False,
+    now_ms: int = 0,
+) -> StreamOffset | None:
+    planner = planner or Planner(rules_with())
+    return planner.cut(group.machine, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
+
+
+def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:
+    """Cut the next batch, which there must be; it is in flight now."""
+    offset = cut(group, ends, planner)
+    assert offset is not None
+    group.planned(offset)
+    return offset
+
+
+# --- what it reads ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_reads_from_the_position_to_the_end_of_every_partition_that_may_be_planned(group: GroupHarness) -> None:
+    group.settled(A, B)
+    group.assigned(C)  # where it stands is not known yet
+    offset = planned(group, {A: 150, B: 100, C: 50, D: 70})
+    assert offset.ranges == {A: (100, 150), B: (100, 100)}
+    assert (offset.group, offset.stream, offset.seq) == (GROUP, STREAM, 0)
+
+
+@pytest.mark.parametrize("ends", [{A: 150}, {A: 150, B: 30}], ids=["not told", "before the position"])
+def test_a_partition_without_an_end_to_read_to_is_written_down(group: GroupHarness, ends: Ends) -> None:
+    group.settled(A, B)
+    assert planned(group, ends).ranges == {A: (100, 150), B: (100, 100)}
+
+
+def test_nothing_to_read_is_no_batch_unless_it_is_the_first(group: GroupHarness) -> None:
+    group.settled(A)
+    assert cut(group, {A: 100}) is None
+    first = cut(group, {A: 100}, first=True)
+    assert first is not None and first.ranges == {A: (100, 100)}
+
+
+def test_a_target_ends_every_partition_and_leaves_out_those_that_came_later(group: GroupHarness) -> None:
+    group.settled(A, B, C)
+    planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run waits for nothing
+    planner.take_target({A: 120, B: 90})
+    assert planner.bounded
+    assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
+    group.durable()
+    assert cut(group, {A: 150, B: 150, C: 150}, planner) is None
+
+
+def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(group: GroupHarness) -> None:
+    group.settled(A, B, C)
+    planner = Planner(rules_with(max_offsets=4))
+    ends = dict.fromkeys((A, B, C), 200)
+    offset = planned(group, ends, planner)
+    assert offset.ranges == {A: (100, 102), B: (100, 101), C: (100, 101)}
+    group.durable()
+    planner = Planner(rules_with(max_offsets=4))  # another run goes on with the turn
+    following = planned(group, ends, planner)
+    assert following.ranges == {A: (102, 103), B: (101, 103), C: (101, 102)}
+
+
+def test_too_few_records_wait_until_the_delay_since_the_last_batch_is_over(group: GroupHarness) -> None:
+    group.settled(A)
+    planner = Planner(rules_with(min_offsets=10, max_delay_ms=1_000))
+    assert cut(group, {A: 101}, planner, now_ms=5_000) is not None  # the first of a run waits for nothing
+    assert cut(group, {A: 109}, planner, now_ms=5_999) is None
+    assert cut(group, {A: 110}, planner, now_ms=5_999) is not None
+    assert cut(group, {A: 101}, planner, now_ms=6_998) is None
+    assert cut(group, {A: 101}, planner, now_ms=6_999) is not None
+
+
+# --- what else it carries --------------------------------------------------------------------------------------------
+
+
+def test_it_carries_the_positions_that_kafka_may_not_have_and_that_it_does_not_read(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
+    fresh.assigned(A)
+    fresh.committed({A: 150})
+    # B and C have not come yet: whether Kafka has their offsets nobody knows.
+    assert planned(fresh, {A: 160}).owed == {B: 40, C: 9}
+    fresh.durable()
+    fresh.assigned(B)
+    fresh.committed({B: 40})
+    assert planned(fresh, {A: 170}).owed == {C: 9}
+
+
+def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40), OTHER: (5, 9)})
+    fresh.assigned(A)
+    fresh.committed({A: 150})
+    offset = planned(fresh, {A: 160})
+    assert offset.owed == parse(offset.to_json()).owed == {B: 40, OTHER: 9}
+
+
+def test_it_keeps_what_was_known_when_the_stream_began_and_the_ids_of_what_it_reads() -> None:
+    group = GroupHarness()
+    group.born({"orders": 3})
+    group.settled(A, OTHER)
+    offset = planned(group, {A: 150})
+    assert offset.known == {"orders": 3}
+    assert offset.topic_ids == {"orders": "id-orders", "payments": "id-payments"}
+
+
+LONG_MAX = 2**63 - 1
+
+partitions = st.builds(TopicPartition, st.sampled_from(["a", "b", "orders"]), st.integers(0, 20))
+offsets = st.integers(0, 10**6)
+backlogs = st.dictionaries(
+    partitions, st.tuples(offsets, st.integers(0, 300)).map(lambda pair: (pair[0], sum(pair))), max_size=30
+)
+ranges = st.lists(
+    st.builds(
+        lambda tp, start, size: OffsetRange(tp, start, start + size), partitions, offsets, st.integers(0, 200_000)
+    ),
+    max_size=30,
+    unique_by=lambda r: r.tp,
+)
+
+
+def taken(before: dict[TopicPartition, tuple[int, int]], until: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
+    return {tp: until[tp] - position for tp, (position, _) in before.items()}
+
+
+class Backlog:
+    """Partitions that are read batch by batch."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.left = {TopicPartition(name, 0): (0, size) for name, size in sizes.items()}
+        self.seq = 0
+
+    def batch(self, max_offsets: int | None) -> list[int]:
+        until = cut_fairly(self.left, max_offsets, self.seq)
+        self.seq += 1
+        sizes = list(taken(self.left, until).values())
+        self.left = {tp: (until[tp], latest) for tp, (_, latest) in self.left.items()}
+        return sizes
+
+
+# --- a limit is shared fairly ----------------------------------------------------------------------------------------
+
+
+def test_B17_a_limit_is_shared_equally_and_what_one_cannot_use_goes_to_the_others() -> None:
+    backlog = Backlog(a=101, b=11, c=1)
+    assert [backlog.batch(10) for _ in range(4)] == [[5, 4, 1], [5, 5, 0], [8, 2, 0], [10, 0, 0]]
+
+
+def test_B17_a_restart_between_two_batches_changes_nothing() -> None:
+    steady, restarted = Backlog(a=101, b=11, c=7), Backlog(a=101, b=11, c=7)
+    for _ in range(5):
+        expected = steady.batch(4)
+        again = Backlog()
+        again.left, again.seq = dict(reversed(restarted.left.items())), restarted.seq
+        assert sorted(again.batch(4)) == sorted(expected)
+        restarted.left, restarted.seq = dict(sorted(again.left.items())), again.seq
+        assert restarted.left == steady.left
+
+
+def test_the_remainder_rotates_and_continues_where_it_stopped() -> None:
+    backlog = Backlog(a=100, b=100, c=100)
+    assert [backlog.batch(2) for _ in range(3)] == [[1, 1, 0], [1, 0, 1], [0, 1, 1]]
+    assert [backlog.batch(4) for _ in range(3)] == [[2, 1, 1], [1, 2, 1], [1, 1, 2]]
+
+
+NEAR_THE_END = {A: (LONG_MAX - 5, LONG_MAX), B: (1, LONG_MAX)}
+
+
+@pytest.mark.parametrize(
+    ("held", "limit", "seq", "until"),
+    [
+        pytest.param({A: (0, 9), B: (9, 9), C: (0, 9)}, 1, 1, {A: 0, B: 9, C: 1}, id="whose turn it is has no backlog"),
+        pytest.param(NEAR_THE_END, LONG_MAX, 0, {A: LONG_MAX, B: LONG_MAX - 4}, id="B18 the largest limit"),
+        pytest.param({A: (3, 1_000_000), B: (7, 7)}, None, 5, {A: 1_000_000, B: 7}, id="B20 no limit"),
+        pytest.param({A: (50, 20), B: (0, 1)}, None, 0, {A: 50, B: 1}, id="a log that shrank, without a limit"),
+        pytest.param({A: (50, 20), B: (0, 1)}, 1, 0, {A: 50, B: 1}, id="a log that shrank, with a limit"),
+    ],
+)
+def test_where_a_batch_ends(
+    held: Mapping[TopicPartition, tuple[int, int]], limit: int | None, seq: int, until: Ends
+) -> None:
+    assert cut_fairly(held, limit, seq) == until
+
+
+def test_a_limit_below_one_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(InvariantBroken, match="at most 0 offsets"):
+        cut_fairly({A: (0, 1)}, 0, 0)
+
+
+@given(backlogs, st.integers(1, 5_000), st.integers(0, 10**9))
+def test_the_cut_is_full_within_bounds_and_fair(
+    before: dict[TopicPartition, tuple[int, int]], limit: int, seq: int
+) -> None:
+    until = cut_fairly(before, limit, seq)
+    took = taken(before, until)
+    wanted = {tp: latest - position for tp, (position, latest) in before.items()}
+    assert until.keys() == before.keys()
+    assert all(0 <= took[tp] <= wanted[tp] for tp in before)
+    assert sum(took.values()) == min(limit, sum(wanted.values()))
+    # Max-min fair: who got less than it wanted got at least what anybody else got, but for the one spare offset.
+    short = [took[tp] for tp in before if took[tp] < wanted[tp]]
+    assert not short or min(short) >= max(took.values()) - 1
+    assert cut_fairly(dict(reversed(before.items())), limit, seq) == until
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 10**9))
+def test_the_rotation_starves_nobody(limit: int, count: int, first: int) -> None:
+    left = {TopicPartition("t", p): (0, 10**6) for p in range(count)}
+    got: Counter[TopicPartition] = Counter()
+    for seq in range(first, first - (-count // limit)):
+        until = cut_fairly(left, limit, seq)
+        got.update(taken(left, until))
+        left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
+    assert min(got.values()) >= 1
+
+
+@given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=8, max_size=8))
+def test_a_waiting_partition_is_served_although_others_come_and_go(limit: int, arrivals: list[list[int]]) -> None:
+    waiting = TopicPartition("t", 3)
+    left = {TopicPartition("t", p): (0, 1 if p == 3 else 0) for p in range(8)}
+    for seq, batch in enumerate(arrivals):
+        left = {tp: (a, b + (0 if tp == waiting else batch[tp.partition])) for tp, (a, b) in left.items()}
+        until = cut_fairly(left, limit, seq)
+        left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
+    assert left[waiting] == (1, 1)
+
+
+# --- the wait for enough records -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backlog", "at_least", "now_ms", "first", "runs"),
+    [
+        (1, 15, 1_000, True, True),
+        (14, 15, 5_999, False, False),
+        (15, 15, 1_001, False, True),
+        (14, 15, 6_000, False, True),
+        (1, None, 1_001, False, True),
+    ],
+)
+def test_B19_small_additions_wait_and_the_delay_releases_them(
+    backlog: int, at_least: int | None, now_ms: int, first: bool, runs: bool
+) -> None:
+    assert enough(backlog, at_least, last_batch_ms=1_000, now_ms=now_ms, max_delay_ms=5_000, first=first) == runs
+
+
+# --- the packing into tasks ------------------------------------------------------------------------------------------
+
+
+@given(ranges, st.none() | st.integers(1, 100), st.none() | st.integers(1_000, 300_000))
+def test_every_offset_is_in_exactly_one_task(
+    given_ranges: list[OffsetRange], min_partitions: int | None, max_records: int | None
+) -> None:
+    tasks = pack(given_ranges, min_partitions=min_partitions, max_records=max_records)
+    pieces = sorted(piece for task in tasks for piece in task)
+    assert all(task and task == sorted(task) for task in tasks)
+    assert all(len({piece.tp for piece in task}) == len(task) for task in tasks), "a client is assigned each once"
+    assert all(piece.size > 0 for piece in pieces)
+    joined: list[OffsetRange] = []
+    for piece in pieces:
+        if joined and joined[-1].tp == piece.tp and joined[-1].end == piece.start:
+            joined[-1] = OffsetRange(piece.tp, joined[-1].start, piece.end)
+        else:
+            joined.append(piece)
+    assert joined == sorted(r for r in given_ranges if r.size)
+    if min_partitions is not None:
+        assert len(tasks) >= min(min_partitions, sum(r.size for r in given_ranges))
+    if max_records is not None:
+        assert all(sum(r.size for r in task) <= max_records for task in tasks)
+    again = pack(given_ranges[::-1], min_partitions=min_partitions, max_records=max_records)
+    assert again == tasks
+
+
+def of(partition: int, start: int, end: int) -> OffsetRange:
+    return OffsetRange(TopicPartition("t", partition), start, end)
+
+
+@pytest.mark.parametrize(
+    ("given_ranges", "min_partitions", "max_records", "tasks"),
+    [
+        pytest.param(
+            [of(p, 0, TASK_RECORDS_TARGET * 4 // 5) for p in range(8)],
+            *(None, None),
+            [[of(p, 0, TASK_RECORDS_TARGET * 4 // 5)] for p in range(8)],
+            id="more than half a task is a task",
+        ),
+        pytest.param(
+            [of(0, 0, 10), of(1, 0, 10 * TASK_RECORDS_TARGET)],
+            *(None, None),
+            [[of(1, 0, 10 * TASK_RECORDS_TARGET)], [of(0, 0, 10)]],
+            id="a small one is not put on top of a big one",
+        ),
+        pytest.param(
+            [of(0, 100, 700), of(1, 0, 3)],
+            *(2, None),
+            [[of(0, 100, 700)], [of(1, 0, 3)]],
+            id="B25 there are enough tasks",
+        ),
+        pytest.param(
+            [of(0, 100, 700), of(1, 0, 3)],
+            *(4, None),
+            [[of(0, 100, 300)], [of(0, 300, 500)], [of(0, 500, 700)], [of(1, 0, 3)]],
+            id="B25 the largest is split",
+        ),
+        pytest.param(
+            [of(0, 0, 600), of(1, 0, 500)],
+            *(4, None),
+            [[of(0, 0, 300)], [of(0, 300, 600)], [of(1, 0, 250)], [of(1, 250, 500)]],
+            id="the pieces that a range has already count",
+        ),
+        pytest.param(
+            [of(0, 0, 11)], *(3, None), [[of(0, 3, 7)], [of(0, 7, 11)], [of(0, 0, 3)]], id="the remainder goes last"
+        ),
+        pytest.param(
+            [of(0, 5, 7), of(1, 0, 1)],
+            *(50, None),
+            [[of(0, 5, 6)], [of(0, 6, 7)], [of(1, 0, 1)]],
+            id="more tasks than offsets",
+        ),
+        pytest.param([of(0, 4, 4), of(1, 0, 0)], *(8, 5), [], id="empty ranges are no tasks"),
+    ],
+)
+def test_how_ranges_become_tasks(
+    given_ranges: list[OffsetRange], min_partitions: int | None, max_records: int | None, tasks: list[list[OffsetRange]]
+) -> None:
+    assert pack(given_ranges, min_partitions=min_partitions, max_records=max_records) == tasks
+
+
+def test_small_ranges_share_a_few_tasks_which_are_balanced() -> None:
+    small = [of(p, 7, 8) for p in range(1_000)]
+    assert [len(task) for task in pack(small, min_partitions=None, max_records=None)] == [TASK_RANGES_TARGET] * 4
+    sizes = [17_000, 18_000, 19_000, 20_000, 21_000, 22_000, 23_000, 24_000]
+    tasks = pack([of(i, 0, n) for i, n in enumerate(sizes)], min_partitions=None, max_records=None)
+    assert [sum(r.size for r in task) for task in tasks] == [41_000] * 4
+
+
+def test_max_records_that_would_need_too_many_tasks_is_refused() -> None:
+    with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1; .* {TASKS_MAX} are the most"):
+        pack([of(0, 0, TASKS_MAX + 1)], min_partitions=None, max_records=1)

@@ -1,0 +1,114 @@
+"""What a run does before Kafka forgets an offset, and after it did."""
+
+from kit.harness import STREAM, GroupHarness, only, tps
+
+from spark_group_source.model import LATEST
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.partitions import RENEW_LOOK_MS, RENEW_MS
+
+A, B, C = tps("orders", 0, 1, 2)
+
+
+def committed(offset: int, at_ms: int | None) -> ev.Committed:
+    return ev.Committed(offset=offset, stream=STREAM, at_ms=at_ms)
+
+
+def aged(group: GroupHarness) -> list[ev.Command]:
+    """Time passes until all that was committed before is to be committed again."""
+    return group.tick(ms=RENEW_MS + RENEW_LOOK_MS)
+
+
+def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarness) -> None:
+    group.assigned(A, B)
+    group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - RENEW_MS // 2)})
+    assert group.tick(ms=RENEW_MS // 2 - RENEW_LOOK_MS) == []
+    again = group.tick(ms=RENEW_LOOK_MS)
+    assert again == [ev.Echo(offsets={B: 6}, stream=STREAM, seq=-1)]
+    assert group.echoed(again) == []
+    assert group.tick(ms=RENEW_MS // 2) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
+    group.echoed()
+    statistics = group.machine.statistics()
+    assert (statistics.offsets_renewed, statistics.uncommitted) == (2, 0)
+    assert group.warned() == []
+
+
+def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: committed(5, group.clock())})
+    while not (again := group.tick(ms=RENEW_LOOK_MS - 1)):
+        pass
+    assert only(ev.Echo, again) and group.clock() <= 7 * 3_600_000
+
+
+def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: committed(5, group.clock())})
+    group.tick(ms=RENEW_MS - 1)
+    group.plan({A: (5, 9)})
+    group.echoed(group.durable())
+    assert group.tick(ms=RENEW_MS // 2) == []
+
+
+def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.tick(ms=RENEW_LOOK_MS) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+
+
+def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:
+    """Else the commit could arrive behind the next owner's."""
+    group.settled(A)
+    again = aged(group)
+    assert only(ev.Release, group.revoking(A)) == []
+    assert len(only(ev.Release, group.echoed(again))) == 1
+    assert group.machine.statistics().maybe_twice == 0
+
+
+def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh: GroupHarness) -> None:
+    fresh.durable({A: (100, 150), B: (40, 40)})
+    fresh.assigned(A, B, C)
+    commands = fresh.committed({A: None, B: None, C: None})
+    assert [sorted(starts.starts) for starts in only(ev.ResolveStarts, commands)] == [[C]], "C was never read"
+    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert only(ev.Echo, commands)[0].offsets == {A: 150, B: 40}, "and Kafka has it again"
+    assert fresh.machine.statistics().offsets_restored == 2
+    assert any("not at startingOffsets" in text for text in fresh.said())
+
+
+def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
+    group.reads({A: (100, 150)})
+    group.durable()
+    assert only(ev.Echo, aged(group)) == []
+    assert group.machine.statistics().offsets_renewed == 0
+
+
+def test_G5_a_plan_says_which_partitions_begin_behind_records_that_nobody_committed() -> None:
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.born({"orders": 2})
+    group.assigned(A, B, C)
+    group.committed({A: None, B: 7, C: None})
+    assert group.machine.lookups.began == {A}, "C came later: it begins at its first record"
+    group.echoed(group.resolved({A: 31, C: 0}))
+    group.plan({})
+    assert group.machine.lookups.began == {A}
+    group.durable()
+    assert group.machine.lookups.began == frozenset()
+
+
+def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
+    group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
+    group.born()
+    group.assigned(A)
+    group.committed({A: None})
+    group.echoed(group.resolved({A: 31}))
+    assert group.machine.lookups.began == {A}
+    group.lost(A)
+    group.assigned(A)
+    group.taken({A: ev.Committed(offset=50)})
+    assert group.machine.lookups.began == frozenset()
+
+
+def test_at_its_first_record_nothing_is_skipped(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: None})
+    assert group.machine.lookups.began == frozenset()

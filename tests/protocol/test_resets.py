@@ -1,0 +1,133 @@
+"""Operators move a group: by its notes a run tells a reset, a rewind and its own commits from each other."""
+
+import pytest
+from kit.harness import STREAM, GroupHarness, only, tps
+
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.lookups import SILENCES_MAX
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import RETRY_PAUSES_MS
+
+A, B, C = tps("orders", 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("seq", "goes_on"),
+    [(7, 20), (6, 20), (5, 150)],
+    ids=["as new as our memory", "moved back during our last batch", "older than our memory"],
+)
+def test_whether_a_commit_under_our_name_that_is_behind_is_believed(
+    fresh: GroupHarness, seq: int, goes_on: int
+) -> None:
+    """A former run followed an operator back, committed that under our name, and failed before the next plan; or batch
+    7 was planned before the move, or it would begin at 20."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=seq, followed=True)})
+    assert fresh.machine.plannable() == {A: goes_on}
+    assert fresh.machine.positions.followed() == ({A} if goes_on == 20 else frozenset())
+
+
+def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
+    group.settled(A)
+    group.revoking(A)
+    group.assigned(A)
+    assert group.committed({A: None}) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+
+
+def reset(offset: int, epoch: int = 1) -> ev.Committed:
+    return ev.Committed(offset=offset, epoch=epoch)
+
+
+def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
+    replayed = fresh.replays({A: (100, 150), B: (40, 40)}, owed={C: 9})
+    assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
+    fresh.assigned(A, B)
+    again = fresh.committed({A: reset(20), B: reset(30)})
+    assert again == [ev.FetchCommitted(partitions=(A, B))]  # all are looked up again, in the light of it
+    assert fresh.machine.positions.owed() == {}
+    assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
+    assert fresh.committed({A: reset(20), B: reset(30)}) == [
+        ev.Echo(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
+    ]
+    fresh.echoed()
+    fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
+    assert fresh.machine.plannable() == {A: 20, B: 30}
+    assert not any("was moved" in text for text in fresh.said())
+
+
+@pytest.mark.proves("G5", level="core")
+def test_a_batch_that_a_hidden_reset_made_void_is_not_taken_for_read(fresh: GroupHarness) -> None:
+    """A batch of a former run was pending when an operator reset the group with its table: the table leaves it out.
+    Ordinary consumers had every partition since, so that no note tells of the reset: what they have not read of the
+    batch nobody has."""
+    replayed = StreamOffset(group="etl", stream=STREAM, seq=3, known={"orders": 2}, ranges={A: (100, 150), B: (40, 60)})
+    fresh.replay(replayed)
+    fresh.feed(ev.Durable(offset=replayed))
+    fresh.assigned(A, B)
+    fresh.taken({A: ev.Committed(offset=149), B: ev.Committed(offset=40)})
+    assert fresh.machine.plannable() == {A: 149, B: 40}
+
+
+def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:
+    group.assigned(A)
+    group.committed({A: reset(20, epoch=2)})
+    group.taken({A: reset(20, epoch=2)})
+    group.plan({A: (20, 30)})
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
+
+
+def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
+    """A former run had taken the reset, and failed before it planned anything."""
+    fresh.durable({A: (100, 150)})
+    fresh.assigned(A)
+    ours = ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
+    assert fresh.committed({A: ours}) == [ev.FetchCommitted(partitions=(A,))]
+    fresh.committed({A: ours})
+    assert fresh.machine.plannable() == {A: 20}
+    assert fresh.machine.positions.followed() == {A}
+    assert fresh.machine.positions.epoch == 1
+
+
+def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
+    pair: GroupHarness,
+) -> None:
+    """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
+    first = pair.assigned(A, slot=0)
+    assert first == [ev.FetchCommitted(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
+    assert pair.assigned(B, slot=1) == []
+    answered = pair.committed({A: 100})
+    assert answered == [ev.FetchCommitted(partitions=(B,))]
+    assert answered[0].beside == ()  # type: ignore[union-attr]
+
+
+def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
+    """The reset says nothing of it, and startingOffsets=latest would leave out what came since. A table may have left
+    the batch out, because it was planned before the reset."""
+    fresh.durable({A: (100, 150), B: (40, 50)})
+    fresh.assigned(A, B)
+    fresh.committed({A: reset(20), B: None})
+    assert only(ev.ResolveStarts, fresh.committed({A: reset(20), B: None})) == []
+    fresh.echoed()
+    assert fresh.machine.plannable() == {A: 20, B: 40}
+
+
+def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for_again(group: GroupHarness) -> None:
+    asked = group.assigned(A)
+    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    assert group.feed(silent) == []
+    assert not group.machine.positions.resolved
+    assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
+    group.committed({A: ev.Committed(offset=100, stream=STREAM)})
+    assert group.machine.plannable() == {A: 100}
+
+
+def test_a_note_that_is_never_told_does_not_keep_everything_waiting(group: GroupHarness) -> None:
+    group.assigned(A)
+    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    for _ in range(SILENCES_MAX):
+        group.feed(silent)
+        group.tick(ms=RETRY_PAUSES_MS[-1])
+        assert group.machine.plannable() == {}
+    group.feed(silent)
+    assert group.machine.plannable() == {A: 100}

@@ -1,0 +1,249 @@
+"""What a run finds after a crash, an operator's rewind or a reset: the checkpoint as text, and Kafka as it was left."""
+
+from typing import Any
+
+import pytest
+from kit.harness import GROUP, STREAM, only, tps
+from kit.run_harness import ANSWER_MS, RunHarness
+
+from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import StreamOffset, parse
+
+A, B = tps("orders", 0, 1)
+PAST = StreamOffset(
+    group=GROUP,
+    stream=STREAM,
+    seq=7,
+    topic_ids={"orders": "id-orders"},
+    known={"orders": 2},
+    ranges={A: (100, 150), B: (40, 40)},
+)
+
+
+def after_a_crash(
+    before: RunHarness, offset: StreamOffset, *, durable: bool, given: tuple[TopicPartition, ...] = (A, B), **rules: Any
+) -> RunHarness:
+    """The next run finds the checkpoint, as text, and Kafka as it was left; ``offset`` is the newest of the offset log.
+
+    ``durable``: the commit log has it, too; else Spark runs the batch again first. ``given``: what it has now.
+    """
+    run = RunHarness(**rules)
+    run.committed, run.ends, run.gives = before.committed, before.ends, {0: given}
+    run.start = parse(offset.to_json())
+    if not durable:
+        run.call(ev.Reading(offset=run.start))
+    return run
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bool) -> None:
+    """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
+    starting = StartingPosition(everywhere=LATEST)
+    first = RunHarness(starting=starting)
+    first.silent = {ev.Echo}  # Kafka hears of nothing
+    first.ends = {A: 10, B: 20}
+    first.batch()
+    first.ends = {A: 10, B: 30}
+    first.batch()
+    first.latest()  # batch 1 is durable
+
+    second = after_a_crash(first, first.start, durable=True, given=(A,), starting=starting)  # somebody else has B
+    second.ends = {A: 15, B: 50}
+    planned = second.batch()
+    assert planned.ranges == {A: (10, 15)}
+    assert planned.owed == {B: 30}
+
+    third = after_a_crash(second, planned, durable=durable, starting=starting)
+    assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
+
+
+def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
+    run = RunHarness.returning(PAST)
+    run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
+    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
+    assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    again = after_a_crash(run, run.start, durable=True)
+    planned = again.batch()
+    assert planned.ranges == {A: (20, 150), B: (40, 40)}
+    assert planned.followed == {A}
+
+
+def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
+    run = RunHarness.returning(PAST)
+    run.committed[A] = ev.Committed(offset=20)
+    planned = run.latest()
+    again = after_a_crash(run, planned, durable=False)
+    again.start = planned
+    assert again.latest() is planned  # the batch moved it on: nothing is left to read
+    assert again.latest().ranges == planned.ranges
+    again.pass_time(ANSWER_MS)
+    assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
+
+
+def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
+    past = RunHarness.returning(PAST)
+    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    run = after_a_crash(past, PAST, durable=False)
+    run.pass_time(1_000)  # while Spark reads the batch: its sink writes nothing of it
+    planned = run.batch()
+    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
+    run.latest()
+    run.pass_time(ANSWER_MS)
+    assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, epoch=1)
+
+
+def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:
+    """Kafka has the end of the batch before: where the next one began is known to the checkpoint alone."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.silent = {ev.Echo}
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert planned.ranges == {A: (170, 180), B: (40, 40)}
+
+    again = after_a_crash(run, planned, durable=False, fail_on_data_loss=False)
+    again.ends = {A: 190, B: 40}
+    assert again.batch().ranges[A] == (180, 190)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_after_it(durable: bool) -> None:
+    """Kafka has the followed offset under the former batch's number, and it lies before the batch's first record."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.committed[A] = ev.Committed(offset=20)
+    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
+    followed = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    assert run.committed[A] == followed
+
+    planning = after_a_crash(run, run.start, durable=True, fail_on_data_loss=False)
+    planning.silent = {ev.Echo}
+    planning.firsts, planning.ends = {A: 30, B: 0}, {A: 80, B: 40}
+    planned = planning.batch()
+    assert planned.ranges[A] == (30, 80)
+    assert planned.lost == {A: 20}
+    assert planned.followed == {A}
+
+    again = after_a_crash(planning, planned, durable=durable, fail_on_data_loss=False)
+    assert again.committed[A] == followed
+    again.firsts, again.ends = {A: 30, B: 0}, {A: 90, B: 40}
+    assert again.batch().ranges[A] == (80, 90)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable: bool) -> None:
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.silent = {ev.Echo}
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert planned.lost == {A: 150}
+    again = after_a_crash(run, planned, durable=durable, fail_on_data_loss=False)
+    again.committed[A] = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
+    again.firsts, again.ends = {A: 0, B: 0}, {A: 190, B: 40}
+    assert again.batch().ranges[A] == (20, 190)
+
+
+@pytest.mark.parametrize("returns", ["in the batch", "behind it"])
+def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_lost_in_it(returns: str) -> None:
+    """Kafka has it where the lost records began, and the batch begins behind them."""
+    run = RunHarness.returning(PAST, fail_on_data_loss=False)
+    run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
+    planned = run.batch()
+    assert (planned.ranges[A], planned.lost) == ((170, 180), {A: 150})
+    run.lost(A, B)
+    run.committed[A] = ev.Committed(offset=150, stream=STREAM, seq=7)
+    if returns == "behind it":
+        run.latest()  # the batch is durable, and there is nothing to plan
+    run.assigned(A, B)
+    run.pass_time(ANSWER_MS)
+    run.ends = {A: 190, B: 40}
+    assert run.batch().ranges[A] == (180, 190)
+
+
+def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
+    """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
+    past = RunHarness.returning(PAST)
+    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    run = after_a_crash(past, PAST, durable=True)
+    run.ids = {"orders": "id-new"}
+    run.ends = {A: 25, B: 30}
+    planned = run.batch()
+    assert planned.ranges == {A: (20, 25), B: (30, 30)}
+    assert planned.topic_ids == {"orders": "id-new"}
+
+
+# --- as many members as there were ----------------------------------------------------------------------------------
+
+
+def coming_back(left: set[int], *, durable: bool = True, **rules: Any) -> RunHarness:
+    """A run that has one slot for each agent, of a stream with these places in the group."""
+    run = RunHarness.returning(PAST, slots=1, auto_slots=True, **rules)
+    run.left, run.gives = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
+    if not durable:
+        run.call(ev.Reading(offset=PAST))
+    return run
+
+
+def members(run: RunHarness) -> list[int]:
+    return [join.slot for join in only(ev.Join, run.history)]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_run_with_a_member_for_each_agent_begins_with_those_that_the_group_still_has(durable: bool) -> None:
+    run = coming_back({0, 1, 2}, durable=durable)
+    run.ends = {A: 160, B: 50}
+    assert run.batch().ranges == {A: (150, 160), B: (40, 50)}
+    assert members(run) == [0, 1, 2]
+    assert not only(ev.Leave, run.history)
+    assert run.said()[:1] == ["the group still has 3 members of this stream: it begins with as many"]
+
+
+def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:
+    run = coming_back({0, 2})
+    run.gives[1] = ()
+    run.batch()
+    assert members(run) == [0, 1, 2]
+
+
+def test_members_that_stay_without_agents_leave_after_a_while() -> None:
+    run = coming_back({0, 1}, shrink_ms=60_000)
+    run.batch()
+    run.feed(ev.HostCame(host="h1", executor="1"))
+    for _ in range(120):
+        run.pass_time(1_000)
+        run.feed(ev.HostHeard(host="h1"))
+        run.batch()
+    assert [leave.slot for leave in only(ev.Leave, run.history) if leave.leave] == [1]
+
+
+@pytest.mark.parametrize("left", [set(), {0}])
+def test_where_the_group_has_none_or_one_a_run_begins_with_one(left: set[int]) -> None:
+    run = coming_back(left)
+    run.gives = {0: (A, B)}
+    run.batch()
+    assert members(run) == [0]
+
+
+def test_members_of_other_streams_and_a_group_that_cannot_be_asked_at_once_change_nothing() -> None:
+    run = coming_back({0, 1})
+    run.down_until_ms = run.clock() + 10_000
+    answer = run.answer
+
+    def with_others(step: ev.Step) -> ev.Event:
+        told = answer(step)
+        if isinstance(told, ev.GroupSeen):
+            others = {"spark-group-other-7": frozenset({A}), "app-9": frozenset[TopicPartition]()}
+            return ev.GroupSeen(state=told.state, given={**told.given, **others})
+        return told
+
+    run.answer = with_others  # type: ignore[method-assign]
+    run.batch()
+    assert members(run) == [0, 1]
+
+
+def test_a_number_of_members_is_not_looked_up() -> None:
+    run = RunHarness.returning(PAST, slots=1)
+    run.left = {0, 1, 2}
+    run.batch()
+    assert members(run) == [0]
+    assert not run.took(ev.Describe)

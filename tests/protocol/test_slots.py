@@ -1,0 +1,306 @@
+"""Members that join, fail, come back or are replaced; subscriptions that change; and how a run closes."""
+
+from collections.abc import Mapping
+
+import pytest
+from kit.harness import GROUP, JOINING_BUDGET_MS, STREAM, Commands, GroupHarness, only, tps
+
+from spark_group_source.errors import Fenced, RebalanceTimeout
+from spark_group_source.options.starting import StartingPosition
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.rules import Rules
+
+A, B, C, D = tps("orders", 0, 1, 2, 3)
+
+
+# --- how a run begins -------------------------------------------------------------------------------------------------
+
+
+def test_a_new_stream_joins_with_every_slot() -> None:
+    group = GroupHarness(slots=3)
+    commands = group.born()
+    assert commands == [group.join(slot) for slot in range(3)]
+    assert group.machine.stream == STREAM and group.machine.seq == -1
+
+
+def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
+    assert fresh.assigned(A) == []
+    assert fresh.feed(ev.Tick(), ev.TopicsSeen(topics=("other",))) == []
+    assert fresh.machine.next_deadline_ms() is None
+
+
+def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
+    assert only(ev.FetchCommitted, pair.assigned(A, B, slot=0)) == [ev.FetchCommitted(partitions=(A, B))]
+    pair.assigned(C, slot=1)
+    assert not pair.gathered() and not pair.machine.positions.resolved
+    pair.committed({A: 5, B: 6})
+    assert not pair.gathered()
+    pair.committed({C: 7})
+    assert pair.gathered()
+    assert pair.machine.plannable() == {A: 5, B: 6, C: 7}
+
+
+def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
+    group = GroupHarness(slots=3)
+    group.born({"orders": 1})
+    group.settled(A, slot=0)
+    group.assigned(slot=1)
+    assert not group.gathered()  # slot 2 has not heard from Kafka yet
+    group.assigned(slot=2)
+    assert group.gathered()
+    assert group.plan({A: (100, 110)}) == []
+    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 110}, stream=STREAM, seq=0)]
+    assert group.machine.statistics().assigned == (1, 0, 0)
+
+
+def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarness) -> None:
+    commands = fresh.durable({A: (100, 150), B: (40, 40)})
+    assert commands == [fresh.join()]
+    fresh.assigned(A, B)
+    commands = fresh.committed({A: 100, B: 40})
+    # The crash came between the sink's commit and the echo: Kafka is behind, and is brought forward.
+    assert fresh.machine.plannable() == {A: 150, B: 40}
+    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
+    assert fresh.machine.seq == 7
+
+
+def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh: GroupHarness) -> None:
+    replayed = fresh.replays({A: (100, 150)})
+    fresh.assigned(A)
+    fresh.feed(ev.Durable(offset=replayed))
+    commands = fresh.committed({A: 100})
+    assert fresh.machine.plannable() == {A: 150}
+    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+
+
+def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
+    pair.settled(A)
+    assert pair.close(leave=True) == [ev.Leave(slot=0, leave=True), ev.Leave(slot=1, leave=True)]
+    assert pair.machine.closed
+    after: Commands = []
+    for event in (
+        ev.Tick(),
+        ev.TopicsSeen(topics=("other",)),
+        ev.Durable(offset=pair.offset({A: (100, 150)}, 9)),
+        ev.EchoDone(offsets={A: 1}),
+    ):
+        after += pair.feed(event)
+    after += pair.assigned(B) + pair.revoking(A) + pair.failed() + pair.fenced()
+    assert after == []
+    assert pair.machine.next_deadline_ms() is None
+
+
+# --- members that fail and come back ----------------------------------------------------------------------------------
+
+
+def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
+    for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
+        assert group.failed() == []
+        assert group.machine.statistics().slots == ("out",)
+        assert group.machine.next_deadline_ms() == group.clock() + pause_ms
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [group.join(client=client)]
+        assert group.tick(ms=0) == []
+    assert len(group.warned()) == 6  # the first failure is said, not warned of
+
+
+def test_joining_without_success_ends_the_run_with_the_last_reason(group: GroupHarness) -> None:
+    group.failed("first")
+    group.tick(ms=100)
+    group.clock.advance(ms=JOINING_BUDGET_MS - 101)
+    group.failed("still refused")
+    assert group.machine.statistics().state != "failed"
+    group.tick(ms=500)
+    assert group.clock() > JOINING_BUDGET_MS
+    (fail,) = only(ev.Fail, group.failed("the place is still taken"))
+    assert isinstance(fail.error, RebalanceTimeout)
+    assert "could not join group 'etl'" in str(fail.error) and "the place is still taken" in str(fail.error)
+    assert "3 tries" in str(fail.error)
+    assert fail.error.retriable
+    assert group.machine.closed
+    assert group.tick(ms=60_000) == []
+
+
+def test_the_joining_budget_is_used_up_to_its_end(group: GroupHarness) -> None:
+    group.failed()
+    group.tick(ms=JOINING_BUDGET_MS - 1)
+    assert only(ev.Fail, group.failed()) == []
+    group.tick(ms=200)
+    group.clock.now_ms = JOINING_BUDGET_MS
+    assert len(only(ev.Fail, group.failed())) == 1
+
+
+def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> None:
+    group.failed()
+    group.tick(ms=100)
+    group.settled(A)
+    group.clock.advance(ms=JOINING_BUDGET_MS)
+    assert only(ev.Fail, group.failed()) == []
+    assert group.tick(ms=100) == [group.join(client=3)]
+
+
+def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_again(group: GroupHarness) -> None:
+    group.settled(A)
+    doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", seen=False)
+    assert group.feed(doubt) == [ev.AskReplaced(slot=0, seen=False)]
+    group.feed(ev.ReplacedUnknown(slot=0, reason="brokers are away"))
+    assert group.tick(ms=100) == [ev.AskReplaced(slot=0, seen=False)], "still only possible"
+    assert group.feed(ev.NotReplaced(slot=0)) == []
+    assert group.tick(ms=200) == [group.join(client=2)]
+
+
+def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: GroupHarness) -> None:
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 110)})
+    assert pair.fenced() == [ev.AskReplaced(slot=0)]
+    assert pair.machine.statistics().slots == ("asking", "assigned")
+    assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
+    asking = "asking the broker whether a newer driver runs this stream"
+    assert f"slot 0's place was taken (FENCED_INSTANCE_ID): {asking}" in pair.warned()
+    assert only(ev.Echo, pair.durable())[0].offsets == {B: 110}
+    assert pair.tick(ms=60_000) == []  # it does not join before it knows
+
+
+def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
+    pair.reads({A: (100, 150)})
+    pair.fenced()
+    (fail,) = only(ev.Fail, pair.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH")))
+    assert isinstance(fail.error, Fenced) and not fail.error.retriable
+    assert "INVALID_PRODUCER_EPOCH" in str(fail.error)
+    assert fail.error.fields == {"group": "etl"}
+    assert pair.machine.closed
+    assert pair.durable() == []
+    assert pair.tick(ms=60_000) == []
+    assert pair.machine.statistics().slots == ("out", "out")
+
+
+@pytest.mark.parametrize(("leave_on_stop", "leave"), [("auto", False), ("always", True)])
+def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on_stop: str, leave: bool) -> None:
+    """Its batch may be written for long, and nobody in it would answer the group meanwhile."""
+    pair = GroupHarness(slots=2, leave_on_stop=leave_on_stop)
+    pair.born()
+    pair.settled(A, slot=0)
+    pair.settled(B, slot=1)
+    pair.plan({A: (100, 150), B: (100, 110)})
+    assert pair.revoking(B, slot=1) == []
+    assert only(ev.Leave, pair.feed(ev.Broken(error=Fenced("x")))) == [
+        ev.Leave(slot=slot, leave=leave) for slot in (0, 1)
+    ]
+
+
+def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -> None:
+    """Such as a frozen one that went on: it lost the transactional id, so it can commit nothing."""
+    group.reads({A: (100, 150)})
+    group.fenced()
+    assert group.feed(ev.NotReplaced(slot=0)) == []
+    assert group.machine.statistics().slots == ("out",)
+    assert group.tick(ms=100) == [group.join(client=2)]
+    group.assigned(A, generation=2)
+    group.committed({A: 100})
+    assert group.revoking(A) == []  # the batch in flight still reads it
+    group.durable()
+    assert group.echoed() == [ev.Release(slot=0, client=2)]
+
+
+def test_a_place_that_is_taken_again_and_again_is_not_fought_for_without_end(group: GroupHarness) -> None:
+    fails: list[ev.Fail] = []
+    while not fails and group.clock() < 2 * JOINING_BUDGET_MS:
+        group.fenced()
+        fails = only(ev.Fail, group.feed(ev.NotReplaced(slot=0)))
+        group.tick(ms=5_000)
+    assert JOINING_BUDGET_MS <= group.clock() <= JOINING_BUDGET_MS + 10_000
+    assert isinstance(fails[0].error, RebalanceTimeout)
+
+
+def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_bound(group: GroupHarness) -> None:
+    group.fenced()
+    fails: list[ev.Fail] = []
+    for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000):
+        assert group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")) == []
+        assert group.tick(ms=pause_ms - 1) == []
+        assert group.tick(ms=1) == [ev.AskReplaced(slot=0)]
+    bound_ms = Rules(group="etl", starting=StartingPosition()).broker_timeout_ms
+    while not fails and group.clock() < 2 * bound_ms:
+        fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
+        group.tick(ms=5_000)
+    assert bound_ms <= group.clock() <= bound_ms + 10_000
+    assert isinstance(fails[0].error, RebalanceTimeout)
+    assert "nobody could say by whom; the last answer: no broker" in str(fails[0].error)
+
+
+def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group: GroupHarness) -> None:
+    group.fenced()
+    unknown = ev.ReplacedUnknown(slot=0, reason="transactions are not allowed", final=True)
+    (fail,) = only(ev.Fail, group.feed(unknown))
+    assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
+    assert group.machine.statistics().slots == ("out",)
+
+
+def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:
+    group.settled(A)
+    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnknown(slot=0, reason="x", final=True)) == []
+    assert group.machine.statistics().slots == ("assigned",)
+
+
+def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
+    commands = pair.feed(ev.TopicsSeen(topics=("orders", "payments")))
+    assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
+    assert any("2 topics: orders, payments" in text for text in pair.said())
+    assert pair.feed(ev.TopicsSeen(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
+
+
+def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:
+    group.failed()
+    assert group.feed(ev.TopicsSeen(topics=("orders", "payments"))) == []
+    assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
+
+
+def came_back(*topics: str, known: Mapping[str, int], slots: int = 1) -> tuple[GroupHarness, Commands]:
+    """A run that goes on with a stream whose former run knew these topics."""
+    group = GroupHarness(slots=slots)
+    offset = StreamOffset(group=GROUP, stream=STREAM, seq=7, known=known, ranges={A: (0, 5)})
+    return group, group.goes_on(offset, topics)
+
+
+def test_a_place_that_is_taken_again_with_another_subscription_makes_the_group_rebalance() -> None:
+    """A classic broker gives it what it had and takes no notice of the other topics; a member that changes what it
+    subscribed to does make it rebalance."""
+    both = ("orders", "payments")
+    group, commands = came_back(*both, known={"orders": 4}, slots=2)
+    assert commands[:2] == [group.join(slot, topics=("orders",)) for slot in (0, 1)]
+    assert group.assigned(A)[0] == ev.Subscribe(slot=0, topics=both)
+    assert group.assigned(slot=1) == [ev.Subscribe(slot=1, topics=both)]
+    group.committed({A: None})
+    group.resolved({A: 0})
+    assert not group.gathered(), "the group has not answered to the new subscription as yet"
+    assert not only(ev.Subscribe, group.assigned(generation=2) + group.assigned(slot=1, generation=2)), "once"
+    assert group.gathered()
+    group.failed()
+    assert group.tick(ms=100) == [group.join(client=2, topics=both)]
+
+
+def test_a_place_that_is_taken_again_with_the_same_subscription_disturbs_nobody() -> None:
+    group, commands = came_back("orders", known={"orders": 4, "a former topic": 1})
+    assert commands[:1] == [group.join(topics=("orders",))]
+    assert not only(ev.Subscribe, group.assigned(A))
+
+
+def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_former_subscription_first() -> None:
+    group, _ = came_back("payments", known={"orders": 4})
+    group.failed()
+    assert group.feed(ev.TopicsSeen(topics=("payments", "refunds"))) == []
+    assert group.tick(ms=100) == [group.join(client=2, topics=("orders",))]
+    assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
+
+
+def test_an_assignment_that_is_heard_late_does_not_take_a_partition_from_the_slot_that_has_it_since(
+    pair: GroupHarness,
+) -> None:
+    pair.assigned(A, B, slot=1, generation=3)
+    pair.lost(A, slot=1)
+    pair.assigned(A, slot=0, generation=5)
+    pair.assigned(A, B, slot=1, generation=4)
+    pair.lost(A, slot=1)
+    assert pair.machine.positions.ours[A].slot == 0

@@ -1,0 +1,510 @@
+"""The four tables of states: every row is reached by some events, and any other change is a bug."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from kit.harness import STREAM, GroupHarness, tps
+from kit.run_harness import RunHarness
+
+from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
+from spark_group_source.protocol import events as ev
+from spark_group_source.protocol import partitions, placement, run, slots
+from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.placement import STAY_MS
+from spark_group_source.protocol.states import (
+    HOSTS,
+    PARTITIONS,
+    RUN,
+    SLOTS,
+    HostState,
+    PartitionState,
+    RunState,
+    SlotState,
+)
+
+A, B, C = tps("orders", 0, 1, 2)
+REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (100, 150)})
+BY_HAND = ev.Committed(offset=120)
+RESET = ev.Committed(offset=5, epoch=1)
+
+Row = tuple[Any, type]
+Way = list[Callable[[GroupHarness], object]]
+
+
+# --- ways to the states of the machine ------------------------------------------------------------------------------
+
+
+def born(g: GroupHarness) -> None:
+    g.born()
+
+
+def out(g: GroupHarness) -> None:
+    g.born()
+    g.failed()
+
+
+def assigned(g: GroupHarness) -> None:
+    g.born()
+    g.settled(A, B)
+
+
+def planned(g: GroupHarness) -> None:
+    assigned(g)
+    g.plan({A: (100, 150), B: (100, 110)})
+
+
+def revoking(g: GroupHarness) -> None:
+    planned(g)
+    g.revoking(A)
+
+
+def asking(g: GroupHarness) -> None:
+    assigned(g)
+    g.fenced()
+
+
+def close(g: GroupHarness) -> None:
+    g.close(leave=True)
+
+
+def host_came(g: GroupHarness) -> None:
+    g.host_came("h1")
+
+
+def host_here(g: GroupHarness) -> None:
+    host_came(g)
+    g.tick(ms=STAY_MS)
+
+
+def host_cut(g: GroupHarness) -> None:
+    host_came(g)
+    g.feed(ev.HostCut(host="h1"))
+
+
+def moving(g: GroupHarness) -> None:
+    assigned(g)
+    host_here(g)
+    g.feed(ev.Boundary())
+
+
+def lent(g: GroupHarness) -> None:
+    moving(g)
+    g.member_ended()
+
+
+def lent_and_assigned(g: GroupHarness) -> None:
+    lent(g)
+    g.settled(A, B)
+
+
+def lent_and_revoking(g: GroupHarness) -> None:
+    lent_and_assigned(g)
+    g.plan({A: (100, 150)})
+    g.revoking(A)
+
+
+def host_gone(g: GroupHarness) -> None:
+    g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+
+
+def lease_over(g: GroupHarness) -> None:
+    g.tick(ms=g.machine.rules.lease_ms)
+
+
+def twin_came(g: GroupHarness) -> None:
+    g.host_came("h2", executor="of h1")
+
+
+SLOT_WAYS: dict[Row, Way] = {
+    (SlotState.OUT, ev.Join): [out, lambda g: g.tick(ms=100)],
+    (SlotState.JOINING, ev.Assigned): [born, lambda g: g.assigned(A)],
+    (SlotState.ASSIGNED, ev.Assigned): [assigned, lambda g: g.assigned()],
+    (SlotState.REVOKING, ev.Assigned): [revoking, lambda g: g.assigned()],
+    (SlotState.JOINING, ev.Revoking): [born, lambda g: g.revoking()],
+    (SlotState.ASSIGNED, ev.Revoking): [planned, lambda g: g.revoking(A)],
+    (SlotState.REVOKING, ev.Revoking): [revoking, lambda g: g.revoking(B)],
+    (SlotState.REVOKING, ev.Release): [revoking, lambda g: (g.durable(), g.echoed())],
+    (SlotState.REVOKING, ev.ReleaseAll): [
+        planned,
+        lambda g: g.revoking(A, B, eager=True),
+        lambda g: (g.durable(), g.echoed()),
+    ],
+    (SlotState.JOINING, ev.Lost): [born, lambda g: g.lost()],
+    (SlotState.ASSIGNED, ev.Lost): [assigned, lambda g: g.lost(A, B)],
+    (SlotState.REVOKING, ev.Lost): [revoking, lambda g: g.lost(A, B)],
+    (SlotState.JOINING, ev.MemberFailed): [born, lambda g: g.failed()],
+    (SlotState.ASSIGNED, ev.MemberFailed): [assigned, lambda g: g.failed()],
+    (SlotState.REVOKING, ev.MemberFailed): [revoking, lambda g: g.failed()],
+    (SlotState.JOINING, ev.MemberFenced): [born, lambda g: g.fenced()],
+    (SlotState.ASSIGNED, ev.MemberFenced): [assigned, lambda g: g.fenced()],
+    (SlotState.REVOKING, ev.MemberFenced): [revoking, lambda g: g.fenced()],
+    (SlotState.ASKING, ev.NotReplaced): [asking, lambda g: g.feed(ev.NotReplaced(slot=0))],
+    (SlotState.ASKING, ev.ReplacedUnknown): [asking, lambda g: g.feed(ev.ReplacedUnknown(slot=0, reason="x"))],
+    (SlotState.JOINING, ev.Leave): [born, close],
+    (SlotState.ASSIGNED, ev.Leave): [assigned, close],
+    (SlotState.REVOKING, ev.Leave): [revoking, close],
+    (SlotState.ASKING, ev.Leave): [asking, close],
+    (SlotState.JOINING, ev.Moves): [lent, lambda g: g.stay(g.machine.rules.joining_budget_ms // 2)],
+    (SlotState.ASSIGNED, ev.Moves): [moving],
+    (SlotState.MOVING, ev.Join): [lent],
+    (SlotState.MOVING, ev.Leave): [moving, close],
+    (SlotState.JOINING, ev.HostLost): [lent, host_gone],
+    (SlotState.ASSIGNED, ev.HostLost): [lent_and_assigned, host_gone],
+    (SlotState.REVOKING, ev.HostLost): [lent_and_revoking, host_gone],
+}
+
+HOST_WAYS: dict[Row, Way] = {
+    (HostState.NEW, ev.Stayed): [born, host_here],
+    (HostState.NEW, ev.HostCame): [born, host_came, host_came],
+    (HostState.HERE, ev.HostCame): [born, host_here, host_came],
+    (HostState.CUT, ev.HostCame): [born, host_cut, host_came],
+    (HostState.NEW, ev.HostCut): [born, host_cut],
+    (HostState.HERE, ev.HostCut): [born, host_here, lambda g: g.feed(ev.HostCut(host="h1"))],
+    **{
+        (state, cause): [born, there, way]
+        for state, there in ((HostState.NEW, host_came), (HostState.HERE, host_here), (HostState.CUT, host_cut))
+        for cause, way in ((ev.HostGone, host_gone), (ev.LeaseOver, lease_over), (ev.TwinCame, twin_came))
+    },
+}
+
+
+def came(g: GroupHarness) -> None:
+    """A waits: the pause after a question that was not answered is not over."""
+    asked(g)
+    g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x")))
+
+
+def asked(g: GroupHarness) -> None:
+    g.born()
+    g.assigned(A)
+
+
+def starting(g: GroupHarness) -> None:
+    asked(g)
+    g.committed({A: None})
+
+
+def taking(g: GroupHarness) -> None:
+    asked(g)
+    g.committed({A: BY_HAND})
+    g.feed(ev.EchoFailed(reason="x"))
+
+
+def back_in_the_batch(g: GroupHarness) -> None:
+    """A was lost during the batch, somebody read a part of it, and it came back."""
+    planned(g)
+    g.lost(A)
+    g.assigned(A)
+    g.committed({A: BY_HAND})
+
+
+WAYS_TO: dict[PartitionState, Callable[[GroupHarness], None]] = {
+    PartitionState.CAME: came,
+    PartitionState.ASKED: asked,
+    PartitionState.STARTING: starting,
+    PartitionState.TAKING: taking,
+    PartitionState.READY: assigned,
+    PartitionState.PLANNED: planned,
+}
+
+
+def reset_shows(g: GroupHarness) -> None:
+    """Another partition comes, and its committed offset shows that the group was reset."""
+    g.assigned(C)
+    g.tick(ms=5_000)  # whatever pause there was is over
+    g.committed({C: RESET})
+
+
+PARTITION_WAYS: dict[Row, Way] = {
+    (PartitionState.AWAY, ev.Assigned): [asked],
+    (PartitionState.CAME, ev.FetchCommitted): [asked],
+    (PartitionState.ASKED, ev.LookupFailed): [came],
+    (PartitionState.ASKED, ev.CommittedRead): [assigned],
+    (PartitionState.ASKED, ev.TheirCommit): [taking],
+    (PartitionState.ASKED, ev.ResolveStarts): [starting],
+    (PartitionState.STARTING, ev.LookupFailed): [
+        starting,
+        lambda g: g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x"))),
+    ],
+    (PartitionState.STARTING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
+    (PartitionState.TAKING, ev.EchoDone): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
+    (PartitionState.READY, ev.Planned): [planned],
+    (PartitionState.READY, ev.Replay): [
+        lambda g: g.replay(REPLAYED),
+        lambda g: g.settled(A),
+    ],
+    (PartitionState.TAKING, ev.Replay): [back_in_the_batch],
+    (PartitionState.READY, ev.RecordsGone): [
+        assigned,
+        lambda g: g.feed(ev.RecordsGone(offsets={A: 120}, reason="x")),
+    ],
+    (PartitionState.READY, ev.Moves): [moving],
+    (PartitionState.PLANNED, ev.Durable): [planned, lambda g: g.durable()],
+    (PartitionState.PLANNED, ev.TheirCommit): [back_in_the_batch, lambda g: g.durable()],
+    **{
+        (state, ev.Release): [way, lambda g: g.revoking(A)]
+        for state, way in WAYS_TO.items()
+        if state is not PartitionState.PLANNED
+    },
+    **{(state, ev.Lost): [way, lambda g: g.lost(A)] for state, way in WAYS_TO.items()},
+    **{(state, ev.ResetSeen): [way, reset_shows] for state, way in WAYS_TO.items()},
+    (PartitionState.CAME, ev.ResetSeen): [
+        asked,
+        lambda g: g.assigned(B),
+        lambda g: g.lost(A),
+        lambda g: g.assigned(A),  # the question on its way is about the past: it waits
+        lambda g: g.committed({B: RESET}),
+    ],
+}
+
+
+# --- ways to the states of the run ----------------------------------------------------------------------------------
+
+
+def asked_for(run: RunHarness, *, drain: bool = False) -> ev.Asked:
+    return ev.Asked(start=run.start, name=STREAM, drain=drain)
+
+
+def at(state: RunState) -> Callable[[], RunHarness]:
+    """A run that was left in the middle of its first call."""
+
+    def begin() -> RunHarness:
+        run = RunHarness()
+        run.begin(asked_for(run), state)
+        return run
+
+    return begin
+
+
+def idle() -> RunHarness:
+    """All is read, and it has looked once in vain."""
+    run = RunHarness()
+    run.batch()
+    run.batch()
+    return run
+
+
+def resting() -> RunHarness:
+    run = idle()
+    run.begin(asked_for(run), RunState.RESTING)
+    return run
+
+
+def reading() -> RunHarness:
+    run = RunHarness()
+    run.call(ev.Reading(offset=run.latest()))
+    return run
+
+
+def draining() -> RunHarness:
+    run = RunHarness()
+    run.silent = {ev.Echo}
+    run.batch()
+    run.begin(asked_for(run, drain=True), RunState.DRAINING)
+    return run
+
+
+def drained() -> RunHarness:
+    run = idle()
+    run.latest(drain=True)
+    return run
+
+
+def ending() -> RunHarness:
+    run = RunHarness()
+    run.aim(run.ends)
+    run.batch()
+    run.begin(asked_for(run), RunState.ENDING)
+    return run
+
+
+def never_leaving() -> None:
+    run = RunHarness(leave_on_stop="never")
+    run.aim(run.ends)
+    run.batch()
+    run.batch()
+
+
+def unsettled() -> None:
+    run = RunHarness()
+    run.aim(run.ends)
+    run.batch()
+    run.group_state = "preparing_rebalance"
+    with pytest.raises(SourceError):
+        run.batch()
+
+
+def continued(event: type) -> None:
+    run = RunHarness()
+    run.start = REPLAYED
+    run.call(asked_for(run) if event is ev.Asked else ev.Reading(offset=REPLAYED))
+
+
+def fed(way: Callable[[], RunHarness], *events: ev.Event) -> RunHarness:
+    run = way()
+    run.feed(*events)
+    return run
+
+
+def aiming() -> RunHarness:
+    run = RunHarness()
+    run.feed(ev.TargetAsked())
+    return run
+
+
+RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
+    RunState.NEW: RunHarness,
+    RunState.AIMING: aiming,
+    RunState.STARTING: at(RunState.STARTING),
+    RunState.OPEN: idle,
+    RunState.GATHERING: at(RunState.GATHERING),
+    RunState.SETTLING: at(RunState.SETTLING),
+    RunState.RESTING: resting,
+    RunState.LOOKING: at(RunState.LOOKING),
+    RunState.PLANNED: at(RunState.PLANNED),
+    RunState.READING: reading,
+    RunState.DRAINING: draining,
+    RunState.DRAINED: drained,
+    RunState.ENDING: ending,
+    RunState.STOPPING: lambda: fed(idle, ev.Stopping()),
+    RunState.FAILED: lambda: fed(idle, ev.Replaced(reason="x")),
+    RunState.CLOSED: lambda: fed(RunHarness, ev.Stopping()),
+}
+
+
+def ask_in(state: RunState) -> None:
+    RUN_STATES[state]().latest()
+
+
+RUN_WAYS: dict[Row, Callable[[], object]] = {
+    (RunState.NEW, ev.TargetAsked): aiming,
+    (RunState.AIMING, ev.TargetTaken): lambda: RunHarness().aim({}),
+    (RunState.NEW, ev.Asked): at(RunState.STARTING),
+    (RunState.NEW, ev.Reading): lambda: continued(ev.Reading),
+    (RunState.STARTING, ev.Born): at(RunState.GATHERING),
+    (RunState.STARTING, ev.Durable): lambda: continued(ev.Asked),
+    (RunState.STARTING, ev.Replay): lambda: continued(ev.Reading),
+    (RunState.OPEN, ev.Asked): resting,
+    (RunState.GATHERING, ev.Gathered): at(RunState.SETTLING),
+    (RunState.GATHERING, ev.DrainAsked): draining,
+    (RunState.SETTLING, ev.Settled): at(RunState.LOOKING),
+    (RunState.RESTING, ev.Rested): at(RunState.LOOKING),
+    (RunState.LOOKING, ev.Planned): at(RunState.PLANNED),
+    (RunState.LOOKING, ev.NothingToRead): idle,
+    (RunState.LOOKING, ev.Unsettled): unsettled,
+    (RunState.LOOKING, ev.TargetReached): ending,
+    (RunState.PLANNED, ev.Reading): reading,
+    (RunState.PLANNED, ev.Durable): lambda: (run := at(RunState.PLANNED)()).feed(ev.Durable(offset=run.latest())),
+    (RunState.READING, ev.Reading): lambda: (run := reading()).call(ev.Reading(offset=run.latest())),
+    (RunState.READING, ev.Durable): idle,
+    (RunState.DRAINING, ev.Echoed): drained,
+    (RunState.ENDING, ev.Echoed): never_leaving,
+    (RunState.ENDING, ev.Closing): lambda: ending().go_on(),
+    (RunState.STOPPING, ev.Closing): lambda: idle().stop(),
+    **{
+        (state, ev.Asked): partial(ask_in, state)
+        for state in (RunState.PLANNED, RunState.READING, RunState.DRAINING, RunState.DRAINED, RunState.CLOSED)
+    },
+    **{
+        (state, ev.Stopping): partial(fed, RUN_STATES[state], ev.Stopping())
+        for state in RunState
+        if state is not RunState.STOPPING
+    },
+    **{
+        (state, ev.Fail): partial(fed, RUN_STATES[state], ev.Broken(error=BrokerUnavailable("x")))
+        for state in RunState
+        if state not in (RunState.FAILED, RunState.CLOSED)
+    },
+}
+
+
+# --- every row is reached -------------------------------------------------------------------------------------------
+
+
+class Recorder(dict[Row, Any]):
+    """A table that notes which of its rows were used."""
+
+    def __init__(self, table: Mapping[Any, Any]) -> None:
+        super().__init__(table)
+        self.used: set[Row] = set()
+
+    def get(self, row: Any, default: Any = None) -> Any:
+        self.used |= {row} & self.keys()
+        return super().get(row, default)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
+    """The rows that were used so far, of all tables."""
+    recorders = []
+    tables = [(run, "RUN"), (slots, "SLOTS"), (partitions, "PARTITIONS"), (placement, "HOSTS")]
+    for module, name in tables:
+        recorders.append(Recorder(getattr(module, name)))
+        monkeypatch.setattr(module, name, recorders[-1])
+    return lambda: {row for recorder in recorders for row in recorder.used}
+
+
+def by_name(rows: Iterable[Row]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", rows, ids=lambda row: f"{row[0].value}-{row[1].__name__}")
+
+
+def test_the_ways_are_those_of_the_tables() -> None:
+    assert RUN_WAYS.keys() == RUN.keys()
+    assert SLOT_WAYS.keys() == SLOTS.keys()
+    assert PARTITION_WAYS.keys() == PARTITIONS.keys()
+    assert HOST_WAYS.keys() == HOSTS.keys()
+
+
+@by_name([*SLOTS, *PARTITIONS, *HOSTS])
+def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
+    *before, step = (SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
+    for lead in before:
+        lead(fresh)
+    step(fresh)
+    assert row in used()
+
+
+@by_name(RUN)
+def test_every_row_of_the_run_is_reached(row: Row, used: Callable[[], set[Row]]) -> None:
+    RUN_WAYS[row]()
+    assert row in used()
+
+
+@pytest.mark.parametrize("state", RunState)
+def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
+    """Not always a good one, but never a loop without end, nor an error that is not ours."""
+    calls: list[Callable[[RunHarness], ev.Event]] = [
+        asked_for,
+        lambda run: ev.Reading(offset=run.start),
+        lambda run: ev.Stopping(),
+    ]
+    for ask in calls:
+        run = RUN_STATES[state]()
+        assert run.state() is state
+        try:
+            run.call(ask(run))
+        except SourceError:
+            assert run.state() is RunState.FAILED
+        run.stop()
+        assert run.state() is RunState.CLOSED
+
+
+# --- every change is a row ------------------------------------------------------------------------------------------
+
+
+def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
+    assert {*RUN.values(), RunState.NEW} == set(RunState)
+    assert {*SLOTS.values()} == set(SlotState)
+    assert {*PARTITIONS.values()} == set(PartitionState)
+    assert {*HOSTS.values()} == set(HostState)
+
+
+def test_nothing_leads_out_of_the_ends() -> None:
+    assert {to for (state, _), to in RUN.items() if state is RunState.CLOSED} == {RunState.CLOSED}
+
+
+def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
+    with pytest.raises(InvariantBroken, match="Asked in state gathering"):
+        group.born()

@@ -1,0 +1,840 @@
+"""Reading ranges from a real Kafka: which rows come, how a range ends, what a loss is, and what is waited for."""
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka import TopicPartition as KafkaTopicPartition
+from confluent_kafka.admin import AdminClient
+from conftest import Produce, Record, TopicFactory, await_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kafka_words import produce_to
+from kit.broker_cluster import BrokerCluster
+from kit.fake_reader import FakeChunk, FakeClient, FakeQuestion, Message
+from kit.mock_cluster import MockCluster
+from reading import read as read_batches
+
+from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
+from spark_group_source.librdkafka import refused_setting
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
+from spark_group_source.reader import fetch, intake, native_client, range_reader, read_counts, records
+from spark_group_source.reader.native_client import NativeClient
+from spark_group_source.reader.records import Cut, arrow_schema, spark_ddl
+
+Row = dict[str, Any]
+Read = Callable[..., list[Row]]
+
+DEADLINE_S = 60.0
+"""Without any progress, on a machine that is busy."""
+NEVER_MS = 600_000
+LONG_S = 300.0
+"""A deadline that no test waits for: it would end in a ReadTimeout, and what is found at once does not wait for it."""
+
+
+@pytest.fixture
+def read(broker: BrokerCluster) -> Read:
+    """``read(range, ..., isolation="read_committed", **options)`` -> the rows as dicts, batches checked for schema."""
+
+    def rows(
+        *wanted: OffsetRange, isolation: str = "read_committed", include_headers: bool = False, **options: Any
+    ) -> list[Row]:
+        options.setdefault("deadline_s", DEADLINE_S)
+        found: list[Row] = []
+        for batch in read_batches(
+            {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": isolation},
+            wanted,
+            include_headers=include_headers,
+            **options,
+        ):
+            assert batch.schema.equals(arrow_schema(include_headers))
+            batch.validate(full=True)
+            found.extend(batch.to_pylist())
+        return found
+
+    return rows
+
+
+def of(topic: str, start: int, end: int, partition: int = 0) -> OffsetRange:
+    return OffsetRange(TopicPartition(topic, partition), start, end)
+
+
+def offsets(rows: Sequence[Row]) -> list[int]:
+    return [row["offset"] for row in rows]
+
+
+@pytest.fixture
+def transactions(broker: BrokerCluster) -> Iterator[Callable[..., None]]:
+    """``transactions(topic, values, commit=True)`` writes the values to partition 0 in one transaction."""
+    producer = Producer(
+        {"bootstrap.servers": broker.bootstrap_servers, "transactional.id": f"tx-{os.urandom(4).hex()}"}
+    )
+    producer.init_transactions(30)
+
+    def write(topic: str, values: Sequence[str], *, commit: bool = True, leave_open: bool = False) -> None:
+        producer.begin_transaction()
+        for value in values:
+            producer.produce(topic, value.encode(), partition=0)
+        producer.flush(30)
+        if leave_open:
+            return
+        if commit:
+            producer.commit_transaction(30)
+        else:
+            producer.abort_transaction(30)
+
+    yield write
+    with contextlib.suppress(Exception):
+        producer.abort_transaction(5)
+
+
+# ------------------------------------------------------------------------------------------------------ schema, plan
+
+
+def test_the_schema_is_the_one_of_sparks_own_source() -> None:
+    assert arrow_schema(False).names == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
+    assert arrow_schema(True).field("headers").type == records.HEADERS_TYPE
+    assert all(field.nullable for field in arrow_schema(True))
+    from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    for include_headers in (False, True):
+        spark_schema = from_arrow_schema(arrow_schema(include_headers))
+        assert to_arrow_schema(spark_schema, timezone="UTC").equals(arrow_schema(include_headers))
+        assert isinstance(spark_schema, StructType)
+        names = [part.split()[0] for part in spark_ddl(include_headers).replace("key: ", "").split(", ")]
+        assert [name for name in names if name != "value:"] == spark_schema.names
+
+
+def test_ranges_that_cannot_be_are_refused(read: Read) -> None:
+    with pytest.raises(ValueError, match=r"t-0\[5,4\)"):
+        read(of("t", 5, 4))
+    with pytest.raises(ValueError, match=r"t-0\[0,10\), t-0\[40,50\)"):  # a client is assigned a partition only once
+        read(of("t", 40, 50), of("t", 0, 10))
+    assert read() == []
+    assert read(of("never-asked-for", 7, 7)) == []
+
+
+# --------------------------------------------------------------------------------------------------------- the rows
+
+
+def test_rows_of_several_ranges_come_once_each_and_nothing_outside(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic(3)
+    for partition in range(3):
+        produce(name, [f"{partition}:{i}" for i in range(100)], partition=partition)
+    rows = read(of(name, 10, 20, 0), of(name, 0, 100, 1), of(name, 99, 100, 2))
+    by_partition = {p: [row for row in rows if row["partition"] == p] for p in range(3)}
+    assert [offsets(by_partition[p]) for p in range(3)] == [list(range(10, 20)), list(range(100)), [99]]
+    assert all(row["value"] == f"{row['partition']}:{row['offset']}".encode() for row in rows)
+    assert {row["topic"] for row in rows} == {name}
+
+
+def test_B28_records_that_were_fetched_ahead_are_read_by_the_next_batch(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic()
+    produce(name, [str(i) for i in range(1000)], partition=0)  # one answer of the broker holds them all
+    for start, end in ((0, 5), (5, 10), (10, 12), (3, 7), (12, 1000)):
+        assert offsets(read(of(name, start, end))) == list(range(start, end))
+
+
+def test_B26_committed_aborted_and_marker_only_ranges(
+    topic: TopicFactory, read: Read, transactions: Callable[..., None]
+) -> None:
+    name = topic()
+    transactions(name, ["0", "1", "2", "3", "4"])  # 0-4, marker 5
+    transactions(name, ["6", "7", "8", "9", "10"], commit=False)  # 6-10, marker 11
+    transactions(name, ["12", "13", "14"])  # marker 15
+    bounds = range(0, 15, 3)
+    batches = [offsets(read(of(name, start, start + 3))) for start in bounds]
+    assert batches == [[0, 1, 2], [3, 4], [], [], [12, 13, 14]]
+    assert offsets(read(of(name, 0, 16))) == [0, 1, 2, 3, 4, 12, 13, 14]
+    assert read(of(name, 5, 6)) == [] == read(of(name, 15, 16))
+    assert offsets(read(of(name, 0, 16), isolation="read_uncommitted")) == [*range(5), *range(6, 11), 12, 13, 14]
+
+
+def test_B26_an_open_transaction_is_waited_for_until_the_deadline(
+    topic: TopicFactory, read: Read, transactions: Callable[..., None]
+) -> None:
+    name = topic()
+    transactions(name, ["0", "1"], leave_open=True)
+    with pytest.raises(ReadTimeout, match="open transaction"):
+        read(of(name, 0, 2), deadline_s=2.0)
+    assert offsets(read(of(name, 0, 2), isolation="read_uncommitted")) == [0, 1]
+
+
+_SPARK_READS = """
+import pickle, sys
+from pathlib import Path
+from pyspark.sql import SparkSession
+from spark_group_source.local.conf import local_spark_settings
+from spark_group_source.local.jars import spark_kafka_jars
+servers, topics, scratch = sys.argv[1:]
+builder = SparkSession.builder.master("local[1]")
+jars = ",".join(map(str, spark_kafka_jars()))
+for key, value in {**local_spark_settings(scratch), "spark.jars": jars, "spark.sql.extensions": ""}.items():
+    if not key.startswith("spark.sql.catalog"):
+        builder = builder.config(key, value)
+reader = builder.getOrCreate().read.format("kafka").option("kafka.bootstrap.servers", servers)
+frame = reader.option("subscribe", topics).option("includeHeaders", "true").load()
+table = frame.toArrow()
+Path(scratch, "rows").write_bytes(pickle.dumps((table.schema, table.to_pylist())))
+"""
+
+
+def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, read: Read, tmp_path: Path
+) -> None:
+    kept = {"retention.ms": "-1"}
+    names = [topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})]
+    headers = (("b", b"1"), ("a", None), ("b", b""), ("b", b"1"), ("ü", b"\x00\xff"))
+    written = [
+        Record(b"v", b"k", timestamp_ms=1_234_567_890_123, headers=headers),
+        Record(None, b"", timestamp_ms=1),
+        Record(b"", None, headers=(("", b"no name"),)),
+        Record(None, None, timestamp_ms=4_000_000_000),
+    ]
+    for name in names:
+        produce(name, written, partition=0)
+    command = [sys.executable, "-c", _SPARK_READS, broker.bootstrap_servers, ",".join(names), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYSPARK_PYTHON": sys.executable})
+    schema, expected = pickle.loads((tmp_path / "rows").read_bytes())
+    assert [(field.name, field.type) for field in schema] == [(f.name, f.type) for f in arrow_schema(True)]
+    place = itemgetter("topic", "offset")
+    rows = read(*(of(name, 0, len(written)) for name in names), include_headers=True)
+    assert sorted(rows, key=place) == sorted(expected, key=place)
+
+
+def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: BrokerCluster) -> None:
+    name = topic(config={"max.message.bytes": "20000000"})
+    producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "message.max.bytes": 20_000_000})
+    sizes = [1_500_000, 10, 17_000_000, 1_200_000, 3]
+    bodies = [os.urandom(size) for size in sizes]
+    for body in bodies:
+        producer.produce(name, body, partition=0)
+    assert producer.flush(30) == 0
+    found = list(read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 5)], deadline_s=30))
+    assert [row["value"] for batch in found for row in batch.to_pylist()] == bodies
+    for batch in found:
+        assert batch.num_rows == 1 or batch.column("value").nbytes <= 2 * records.BATCH_BYTES_MAX
+
+
+@pytest.fixture
+def lists(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """This librdkafka, or one that keeps lists of messages in another way, or has no calls for them: then what only
+    this package relies on is done without."""
+    if request.param == "as expected":
+        yield
+        return
+    if request.param == "another layout":
+        monkeypatch.setattr(np, "array", lambda *_, **__: np.zeros(4, dtype=np.uint64))
+    else:
+        monkeypatch.setitem(native_client._LISTS, "no_such_call", (None,))
+    native_client.list_calls.cache_clear()
+    assert native_client.list_calls() is None
+    assert "destroyed singly" in caplog.text
+    monkeypatch.undo()
+    yield
+    native_client.list_calls.cache_clear()
+
+
+@pytest.mark.parametrize("lists", ["as expected", "another layout", "no calls"], indirect=True)
+@pytest.mark.usefixtures("lists")
+def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
+    name = topic()
+    produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
+
+    def resident_mib() -> int:
+        fetch.close_idle()  # what it had fetched ahead depends on the machine
+        ctypes.CDLL(None).malloc_trim(0)
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
+
+    def read_all(times: int) -> None:
+        for _ in range(times):
+            found = read_batches({"bootstrap.servers": broker.bootstrap_servers}, [of(name, 0, 50_000)])
+            rows = [batch.num_rows for batch in found]
+            assert sum(rows) == 50_000 and max(rows) <= records.BATCH_ROWS_MAX
+
+    read_all(2)
+    before_mib = resident_mib()
+    read_all(8)  # 80 MiB of values in 400,000 messages
+    assert resident_mib() - before_mib < 40
+
+
+def test_a_finished_range_is_no_longer_fetched(
+    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = topic(2)
+    for partition in range(2):
+        produce(name, (b"%0100d" % i for i in range(20_000)), partition=partition)
+    client = NativeClient
+    dropped: list[TopicPartition] = []
+    drop = client.drop
+
+    def spy(self: Any, tps: Sequence[TopicPartition]) -> None:
+        dropped.extend(tps)
+        drop(self, tps)
+
+    monkeypatch.setattr(client, "drop", spy)
+    rows = read(of(name, 0, 5, 0), of(name, 0, 20_000, 1))
+    assert len(rows) == 20_005
+    assert dropped == [TopicPartition(name, 0)]
+
+
+_bytes = st.one_of(st.none(), st.binary(max_size=40), st.binary(min_size=200, max_size=400))
+# librdkafka ends a header's name at a NUL.
+_headers = st.lists(
+    st.tuples(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5),
+        st.one_of(st.none(), st.binary(max_size=20)),
+    ),
+    max_size=4,
+)
+_records = st.lists(st.tuples(_bytes, _bytes, st.integers(0, 4_000_000_000_000), _headers), min_size=1, max_size=30)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(written=_records, compression=st.sampled_from(["none", "lz4", "zstd", "gzip", "snappy"]))
+def test_any_record_comes_back_as_it_was_written(
+    written: list[tuple[bytes | None, bytes | None, int, list[tuple[str, bytes | None]]]],
+    compression: str,
+    round_trip: tuple[str, str],
+) -> None:
+    servers, name = round_trip
+    producer = Producer({"bootstrap.servers": servers, "compression.type": compression})
+    placed: list[int] = []
+    for key, value, stamp_ms, headers in written:
+        producer.produce(
+            name,
+            value,
+            key,
+            0,
+            timestamp=stamp_ms,
+            headers=headers,  # type: ignore[arg-type]  # the stub forgets bytes in the list form
+            on_delivery=lambda _, message: placed.append(message.offset()),  # type: ignore[arg-type]  # delivered
+        )
+    assert producer.flush(30) == 0
+    first = min(placed)
+    rows: list[Row] = []
+    for batch in read_batches(
+        {"bootstrap.servers": servers}, [of(name, first, first + len(written))], include_headers=True
+    ):
+        batch.validate(full=True)
+        rows.extend(batch.to_pylist())
+    epoch = datetime(1970, 1, 1, tzinfo=UTC)
+    assert [
+        (
+            row["key"],
+            row["value"],
+            (row["timestamp"] - epoch) // timedelta(milliseconds=1),
+            [(h["key"], h["value"]) for h in row["headers"] or []],
+        )
+        for row in rows
+    ] == [
+        (key, value, stamp_ms or (row["timestamp"] - epoch) // timedelta(milliseconds=1), headers)
+        for (key, value, stamp_ms, headers), row in zip(written, rows, strict=True)
+    ]
+    assert all(row["headers"] is None or row["headers"] for row in rows)
+
+
+@pytest.fixture
+def round_trip(broker: BrokerCluster, topic: TopicFactory) -> tuple[str, str]:
+    # The timestamps are far from now: too far ahead is refused by default, too long ago would be deleted.
+    limits = {"message.timestamp.after.max.ms": "9223372036854775807", "retention.ms": "-1"}
+    return broker.bootstrap_servers, topic(config=limits)
+
+
+# ------------------------------------------------------------------------------------------------ how a range ends
+
+
+def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers: str) -> str:
+    """A topic with one key overwritten 100 times, of which compaction left few: the last offsets below 100 are gone."""
+    name = topic(
+        config={
+            "cleanup.policy": "compact",
+            "segment.ms": "100",
+            "min.cleanable.dirty.ratio": "0.001",
+            "max.compaction.lag.ms": "100",
+            "delete.retention.ms": "0",
+        }
+    )
+    produce(name, [Record(b"kept", b"other")], partition=0)
+    produce(name, [Record(str(i).encode(), b"same") for i in range(99)], partition=0)
+    held = Consumer({"bootstrap.servers": servers, "group.id": name, "enable.partition.eof": True})
+
+    def is_compacted() -> bool:
+        produce(name, [Record(b"roll", b"same")], partition=0)  # rolls the segment, so that it can be compacted
+        held.assign([KafkaTopicPartition(name, 0, 0)])
+        found: list[int] = []
+        while True:
+            message = held.poll(5)
+            assert message is not None
+            if message.error():
+                break
+            found.append(message.offset() or 0)
+        return not any(90 <= offset < 100 for offset in found)
+
+    await_until(is_compacted, 60, what="compaction")
+    held.close()
+    return name
+
+
+def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster, read: Read
+) -> None:
+    name = compacted(topic, produce, admin, broker.bootstrap_servers)
+    assert offsets(read(of(name, 0, 100), deadline_s=LONG_S)) == [0]
+    assert read(of(name, 50, 100), deadline_s=LONG_S) == []
+
+
+class Silent(FakeClient):
+    """A client that brings nothing, and whose position is at 9 from the second look on."""
+
+    looks = 0
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        self.looks += 1
+        return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
+
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+        return FakeQuestion([{"t": records.TopicTold(0, "", "", 1)}])
+
+    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
+        return FakeQuestion([records.Bounds(0, 100)])
+
+
+@dataclass
+class Held:
+    """A client that is not from the pool."""
+
+    client: Any
+
+    def renew(self) -> None:
+        raise AssertionError
+
+
+def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iterator[tuple[int, int]]:
+    """(partition, offset) of each row that a reader with this client hands over."""
+    epochs = options.pop("leader_epochs", {})
+    given = range_reader.ReadOptions({}, **{"deadline_s": LONG_S, "silence_s": LONG_S, **options})
+    reader = range_reader.RangeReader(Held(client), Piece(wanted, {}, epochs), given, read_counts.Tally())
+    for batch in reader.batches():
+        yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
+
+
+T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
+
+
+class Torn(Silent):
+    """Each fetch brings offsets in pairs; the first time, the second pair comes with a wrong checksum: librdkafka says
+    so, and goes on behind it."""
+
+    polls = 0
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 9)
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
+        codes = {2: min(intake.DAMAGED), 4: intake.EOF}
+        events = [records.Event(codes[n], "", T0, 9) for n in codes if n == self.polls]
+        return FakeChunk([Message(T0, offset) for offset in at], events)
+
+
+def test_what_comes_behind_a_damaged_batch_is_fetched_again_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_reader, "TRIAGE_AFTER_S", 0.01)
+    client = Torn()
+    assert list(offsets_by(client, of("t", 1, 9))) == [(0, offset) for offset in range(1, 9)]
+    assert client.moves == [(T0, 3)]
+
+
+def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -> None:
+    client = Silent()
+    assert list(offsets_by(client, of("t", 5, 9))) == []
+    assert client.looks == 2
+
+
+class Unanswered(Silent):
+    """Nobody answers its questions. Its position moves all the same, a while after the first one was sent."""
+
+    asked = 0
+
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+        self.asked += 1
+        return FakeQuestion([])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        self.looks += self.asked
+        return dict.fromkeys(tps, 9 if self.looks > 5 else -1001)
+
+
+def test_a_range_is_read_while_a_question_about_it_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader died: who is asked may be dead too, and its successor has the records long before that is clear."""
+    monkeypatch.setattr(range_reader, "TRIAGE_AFTER_S", 0.01)
+    client = Unanswered()
+    assert list(offsets_by(client, of("t", 5, 9))) == []
+    assert client.asked == 1
+
+
+class LaterLeader(Silent):
+    """``t``-0 brings offset 0, and one of a later leader at 1, with the log's end behind it. ``t``-1 brings an offset
+    with each poll, and its leader answers when that partition is read to its end.
+
+    Args:
+        answer: what the leader of ``t``-0 says of its log.
+    """
+
+    def __init__(self, answer: records.Bounds) -> None:
+        super().__init__()
+        self.answer = answer
+        self.polls = 0
+        self.question = FakeQuestion([])
+
+    def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
+        self.polls += 1
+        if self.polls == 1 or self.moves:
+            first = [] if self.moves else [Message(T0, 0, epoch=1)]
+            messages = [*first, *(Message(T0, at, epoch=2) for at in (1, 2))]
+            return FakeChunk(messages, [records.Event(intake.EOF, "", T0, 3)])
+        if self.polls == 7:
+            self.question.answers = [self.answer]
+        return FakeChunk([Message(T1, self.polls - 2, epoch=1)] if self.polls < 7 else [])
+
+    def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, -1001)
+
+    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+        return FakeQuestion([{"t": records.TopicTold(0, "", "", 2)}])
+
+    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
+        assert tp == T0
+        return self.question
+
+
+EPOCHS = {T0: 1, T1: 1}
+
+
+def test_one_range_is_read_while_the_leader_of_another_one_is_asked() -> None:
+    """Nothing of a partition whose log may be cut is taken, nor does its log's end count, until its leader answers."""
+    client = LaterLeader(records.Bounds(0, 3, 2))
+    found: list[tuple[int, int]] = []
+    with pytest.raises(DataLoss, match=r"cut at 1 or before it.* in leader epoch 2"):
+        found.extend(offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS))
+    assert found == [(0, 0), *((1, offset) for offset in range(5))]
+
+
+def test_a_log_that_was_cut_is_skipped_where_loss_is_no_failure() -> None:
+    client, counts = LaterLeader(records.Bounds(0, 3, 2)), read_counts.Tally()
+    given = range_reader.ReadOptions({}, deadline_s=LONG_S, fail_on_data_loss=False)
+    piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
+    rows = sum(batch.num_rows for batch in range_reader.RangeReader(Held(client), piece, given, counts).batches())
+    assert rows == 6
+    counts.end()
+    assert counts.lost == (of("t", 1, 3),)
+
+
+def test_a_leader_that_counts_in_another_way_than_its_records_concludes_nothing() -> None:
+    client = LaterLeader(records.Bounds(0, 3, 0))
+    rows = offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS)
+    assert sorted(rows) == [*((0, offset) for offset in range(3)), *((1, offset) for offset in range(5))]
+    assert client.moves == [(T0, 1)]
+
+
+def test_B34_two_readers_in_one_process_each_get_their_range(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    name = topic()
+    produce(name, [str(i) for i in range(100)], partition=0)
+    servers = {"bootstrap.servers": broker.bootstrap_servers}
+
+    def start(first: int, last: int) -> Iterator[int]:
+        for batch in read_batches(servers, [of(name, first, last)]):
+            yield from batch.column("offset").to_pylist()
+
+    assert list(start(0, 1)) == [0]  # from now on a client is kept
+    one, two = start(0, 60), start(30, 100)
+    begun = [next(one)], [next(two)]
+    assert [*begun[0], *one] == list(range(60))
+    assert [*begun[1], *two] == list(range(30, 100))
+
+
+def test_B35_the_client_is_kept_and_a_retry_after_an_error_has_a_fresh_one(
+    topic: TopicFactory, produce: Produce, read: Read
+) -> None:
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+
+    def kept() -> list[object]:
+        return list(fetch.idle.values())
+
+    fetch.close_idle()
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    first = kept()
+    assert len(first) == 1
+    assert offsets(read(of(name, 1, 3))) == [1, 2]
+    assert kept() == first
+    with pytest.raises(GroupError):
+        read(of(name, 0, 4), deadline_s=0.2)
+    assert kept() == []
+    assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
+    assert kept() != first
+
+
+@pytest.mark.parametrize("answers", ["refused", "never"])
+def test_B36_a_broker_that_does_not_answer_is_named_within_the_deadline(answers: str) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        if answers == "never":
+            mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(ReadTimeout) as caught:
+            list(read_batches({"bootstrap.servers": address}, [of("orders", 7, 9)], deadline_s=2))
+    assert int(str(caught.value.fields["waited_ms"])) >= 2_000
+    assert address in str(caught.value)
+    assert "orders-0[7,9)" in str(caught.value)
+    assert answers == "never" or "refused" in str(caught.value) or "brokers are down" in str(caught.value)
+    assert caught.value.retriable
+    assert caught.value.fields["ranges"] == [("orders", 0, 7, 9)]
+
+
+def test_B36_a_broker_that_stops_answering_half_way_is_bounded_and_has_lost_nothing() -> None:
+    with MockCluster() as cluster:
+        cluster.create_topic("orders")
+        servers = {"bootstrap.servers": cluster.bootstrap_servers}
+        produce_to(Producer(servers), "orders", ["0", "1"], partition=0)
+        found = read_batches(servers, [of("orders", 0, 9)], deadline_s=2, fail_on_data_loss=False)
+        assert next(found).num_rows == 2
+        cluster.set_rtt(1, NEVER_MS)
+        with pytest.raises(ReadTimeout, match=r"orders-0\[2,9\)"):
+            list(found)
+
+
+# ------------------------------------------------------------------------------------------------------ what was lost
+
+
+def forget(admin: AdminClient, name: str, before: int) -> None:
+    admin.delete_records([KafkaTopicPartition(name, 0, before)])[KafkaTopicPartition(name, 0)].result(30)
+
+
+def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
+    topic: TopicFactory,
+    produce: Produce,
+    admin: AdminClient,
+    broker: BrokerCluster,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)
+    name = topic()
+    produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
+    reading = read_batches(
+        {
+            "bootstrap.servers": broker.bootstrap_servers,
+            "queued.max.messages.kbytes": "2000",  # nothing is fetched far ahead
+            "max.partition.fetch.bytes": "1000000",
+        },
+        [of(name, 0, 60)],
+    )
+    next(reading)
+    forget(admin, name, 50)
+    with pytest.raises(DataLoss) as caught:
+        list(reading)
+    assert caught.value.fields["available"] == (50, 60)
+
+
+@pytest.mark.parametrize("partition", [0, 1])
+def test_a_topic_or_partition_that_is_not_there(
+    topic: TopicFactory, produce: Produce, read: Read, partition: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = topic()
+    produce(there, ["0", "1"], partition=0)
+    gone = there if partition else f"{there}-gone"
+    with pytest.raises(TopicMissing, match=gone) as caught:
+        read(of(gone, 0, 5, partition), of(there, 0, 2), deadline_s=LONG_S)
+    assert caught.value.fields == {"topics": [gone]}
+    rows = read(of(gone, 0, 5, partition), of(there, 0, 2), fail_on_data_loss=False)
+    assert offsets(rows) == [0, 1]
+    assert gone in caplog.text
+
+
+# -------------------------------------------------------------------------------------------- clients and processes
+
+
+def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
+    topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = topic(1000)
+    produce(name, [Record(b"%d" % p, partition=p) for p in range(1000)])
+    opened = []
+
+    def counted(given: Mapping[str, str]) -> NativeClient:
+        opened.append(given)
+        return NativeClient(given)
+
+    fetch.close_idle()
+    monkeypatch.setattr(fetch, "NativeClient", counted)
+    wanted = [of(name, 0, 1, p) for p in range(1000)]
+    rows = read(*wanted)
+    assert sorted((row["partition"], row["value"]) for row in rows) == [(p, b"%d" % p) for p in range(1000)]
+    assert len(opened) == 1
+
+
+def test_an_abandoned_read_leaves_nothing_behind(
+    topic: TopicFactory, produce: Produce, read: Read, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = NativeClient
+    cleared: list[object] = []
+    clear = client.clear
+
+    def spy(self: Any) -> None:
+        cleared.append(self)
+        clear(self)
+
+    monkeypatch.setattr(client, "clear", spy)
+    name, other = topic(), topic()
+    produce(name, [str(i) for i in range(20_000)], partition=0)
+    produce(other, ["0", "1"], partition=0)
+    for _ in range(3):
+        reading = read_batches(
+            {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"},
+            [of(name, 0, 20_000)],
+        )
+        next(reading)
+        cleared.clear()
+        del reading
+        assert len(cleared) == 1  # nothing is fetched on while no one reads
+        assert offsets(read(of(other, 0, 2))) == [0, 1]
+        assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
+    assert len(fetch.idle) >= 1
+
+
+FORKED = """
+import json, os, signal, sys
+from spark_group_source.reader import fetch
+from spark_group_source.reader.range_reader import ReadOptions
+from spark_group_source.model import OffsetRange, Piece, TopicPartition
+given = json.loads(sys.argv[1])
+def count():
+    wanted = Piece((OffsetRange(TopicPartition(given["topic"], 0), 0, 3),))
+    return sum(batch.num_rows for batch in fetch.read_ranges(wanted, ReadOptions(given["settings"])))
+assert count() == 3  # the parent has a client now
+child = os.fork()
+if child == 0:
+    signal.alarm(given["bound_s"])  # nobody else would end it
+    found = 99
+    try:
+        found = count()
+        fetch.close_idle()
+    finally:
+        os._exit(found)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert count() == 3
+"""
+FORKED_S = 60
+
+
+def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster
+) -> None:
+    """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
+    name = topic()
+    produce(name, ["0", "1", "2"], partition=0)
+    settings = {"bootstrap.servers": broker.bootstrap_servers}
+    given = {"topic": name, "settings": settings, "bound_s": FORKED_S // 2}
+    subprocess.run([sys.executable, "-c", FORKED, json.dumps(given)], timeout=FORKED_S, check=True)
+
+
+def test_settings_for_members_do_not_disturb_a_reader(
+    topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster
+) -> None:
+    name = topic()
+    produce(name, ["0", "1"], partition=0)
+    odd = {
+        "bootstrap.servers": broker.bootstrap_servers,
+        "group.id": "g",
+        "group.instance.id": "i",
+        "group.protocol": "consumer",
+        "group.remote.assignor": "uniform",
+        "session.timeout.ms": "6000",
+        "auto.offset.reset": "earliest",
+        "enable.auto.commit": "true",
+    }
+    assert sum(batch.num_rows for batch in read_batches(odd, [of(name, 0, 1)])) == 1
+    forget(admin, name, 1)
+    with pytest.raises(DataLoss):  # and not the earliest record that is left
+        list(read_batches(odd, [of(name, 0, 2)], deadline_s=DEADLINE_S))
+
+
+# ------------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_a_refused_setting_is_named_without_its_value() -> None:
+    wrong = {"bootstrap.servers": "127.0.0.1:1", "sasl.mechanism": "PLAIN", "sasl.password": "hush", "no.such": "thing"}
+    with pytest.raises(OptionError, match=r"no\.such") as caught:
+        list(read_batches(wrong, [of("orders", 0, 5)]))
+    assert "hush" not in str(caught.value) + repr(caught.value.__cause__)
+    assert caught.value.fields == {"names": ["no.such"]}
+
+
+def test_a_secret_in_the_librarys_own_words_is_taken_out() -> None:
+    told = {"ssl.key.password": "hush", "client.id": "etl"}
+    refused = refused_setting(told, 'cannot use "hush" of "ssl.key.password" for etl')
+    assert str(refused).endswith('cannot use "***" of "ssl.key.password" for etl')
+    assert refused.fields == {"names": ["ssl.key.password"]}
+
+
+# ------------------------------------------------------------------------------------- what is trusted of librdkafka
+
+
+def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
+    topic: TopicFactory,
+    produce: Produce,
+    read: Read,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = topic(config={"retention.ms": "-1"})  # these records are old
+    produce(name, [Record(b"v", timestamp_ms=1_000 + i) for i in range(5)], partition=0)
+    monkeypatch.setattr(native_client, "_STAMP", native_client._OFFSET)
+    stamps = [row["timestamp"].microsecond for row in read(of(name, 0, 5))]
+    assert stamps == [0, 1000, 2000, 3000, 4000]
+    assert "asked for singly" in caplog.text
+
+
+def test_a_batch_has_the_rows_of_its_cuts_and_no_others(
+    topic: TopicFactory, produce: Produce, broker: BrokerCluster
+) -> None:
+    name = topic(2)
+    for partition in range(2):
+        produce(name, [f"{partition}:{i}" for i in range(100)], partition=partition)
+    client = native_client.NativeClient({"bootstrap.servers": broker.bootstrap_servers, "group.id": "reader"})
+    client.assign([(TopicPartition(name, partition), 0) for partition in range(2)])
+    chunk = client.poll(200, 30)
+    assert sorted((run.tp.partition, len(run.offsets)) for run in chunk.runs) == [(0, 100), (1, 100)]
+    cuts = [Cut(run.tp, run.first + 10, run.first + 20) for run in chunk.runs]
+    rows = chunk.batch(cuts, include_headers=False).to_pylist()
+    assert [row["value"].decode() for row in rows] == [f"{c.tp.partition}:{i}" for c in cuts for i in range(10, 20)]
+    assert [row["partition"] for row in rows] == [c.tp.partition for c in cuts for _ in range(10)]
+    chunk.free()
+    chunk.free()
+    client.close()

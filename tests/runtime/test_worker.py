@@ -1,0 +1,597 @@
+"""The worker's thread, moved by hand: what it asks and commits, in which order, and that nothing ends it."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+from confluent_kafka import TopicPartition as KafkaPartition
+from hand_made import A0, A1, HandRuntime, metadata, refusal
+
+from spark_group_source.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    CommitFailed,
+    InvariantBroken,
+)
+from spark_group_source.kafka import Admin, Identity, MemberStale
+from spark_group_source.members.member import Member
+from spark_group_source.model import LATEST, TopicPartition
+from spark_group_source.options.table import Options
+from spark_group_source.protocol import events as ev
+from spark_group_source.runtime.offset_commits import BARRED_MS, DENIED_AGAIN_MS, in_whose_name
+from spark_group_source.runtime.request_thread import Worker
+
+TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
+DENIED = refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True)
+FENCED = refusal(KafkaError._FENCED, fatal=True)
+STALE = refusal(KafkaError.ILLEGAL_GENERATION, abort=True)
+UNKNOWN = refusal(KafkaError.UNKNOWN_MEMBER_ID, abort=True)
+B0 = TopicPartition("b", 0)
+
+
+class HandMember:
+    """A slot's member that does nothing: who it is, its orders, and how its own commits end."""
+
+    def __init__(self, slot: int, runtime: HandRuntime) -> None:
+        self.slot, self.client, self.runtime = slot, 7, runtime
+        self.host = ""
+        self.static = True
+        self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
+        self.held: tuple[TopicPartition, ...] = (A0, A1, B0)
+        self.orders: list[Any] = []
+        self.committed: list[Any] = []
+        self.refusal: Exception | None = None
+
+    def order(self, order: Any) -> None:
+        self.orders.append(order)
+
+    def commit(self, share: Any, notes: Mapping[TopicPartition, str]) -> Any:
+        done = self.runtime.future()
+        if self.refusal is None:
+            self.committed.append((dict(share.offsets), {tp: notes[tp] for tp in share.offsets}))
+            done.set_result(None)
+        elif not isinstance(self.refusal, TimeoutError):
+            done.set_exception(self.refusal)
+        return done
+
+
+class Scene:
+    """A worker whose consumer shows whatever was committed."""
+
+    def __init__(self, **options: str) -> None:
+        self.runtime = HandRuntime()
+        self.handled: list[ev.Event] = []
+        self.transactions: list[bool] = []
+        """What the core was told of them."""
+        self.topics: list[Mapping[str, int] | Exception] = []
+        self.members = {slot: HandMember(slot, self.runtime) for slot in range(3)}
+        given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
+        if "subscribePattern" in given:
+            del given["subscribe"]
+        self.options = parsed = Options.parse(given)
+        self.worker = Worker(
+            parsed,
+            Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
+            runtime=self.runtime,
+            topics=self._topics,
+            handle=self._handle,
+        )
+
+    def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, ev.TransactionsSeen):
+            self.transactions.append(event.allowed)
+        else:
+            self.handled.append(event)
+
+    def _topics(self) -> Mapping[str, int]:
+        found = self.topics.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _member(self, slot: int) -> Member | None:
+        found: Any = self.members.get(slot)
+        return found  # type: ignore[no-any-return]
+
+    def run(self, *script: Callable[[], object]) -> None:
+        self.worker.start("s")
+        self.runtime.run(*script, self.worker.stop)
+
+    def ordered(self, order: Any) -> Any:
+        """As the coordinator hands it on: an echo with who holds its partitions now."""
+        return in_whose_name(order, self._member) if isinstance(order, ev.Echo) else order
+
+    def order(self, *orders: Any) -> Callable[[], None]:
+        def give() -> None:
+            for order in orders:
+                self.worker.order(self.ordered(order))
+
+        return give
+
+    def order_after(self, ms: int, order: Any) -> Callable[[], None]:
+        """The same, when so much time has passed."""
+
+        def give() -> None:
+            self.runtime.clock_ms += ms
+            self.worker.order(self.ordered(order))
+
+        return give
+
+    def shows(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.runtime.will("committed", [KafkaPartition(tp.topic, tp.partition, at, "") for tp, at in offsets.items()])
+
+    def topics_there(self, **partitions: int) -> None:
+        self.runtime.will(
+            "describe_topics", {n: SimpleNamespace(topic_id="i", partitions=range(c)) for n, c in partitions.items()}
+        )
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.Echo:
+    slots = {A0: 0, A1: 1} if slots is None else slots
+    return ev.Echo(offsets={tp: 5 + slot for tp, slot in slots.items()}, slots=slots, stream="s", seq=4, **more)
+
+
+FETCH = ev.FetchCommitted(partitions=(A0, A1, B0))
+
+# --- first things first ---------------------------------------------------------------------------------------------
+
+
+def test_an_older_driver_is_shut_out_before_anything_is_looked_up(scene: Scene) -> None:
+    scene.worker.order(FETCH)
+    scene.run()
+    assert scene.runtime.called("init_transactions", "committed") == ["init_transactions", "committed"]
+
+
+def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", TIMED_OUT, TIMED_OUT)
+    scene.shows({})
+    scene.run(*[lambda: None] * 30)
+    assert len(scene.runtime.called("init_transactions")) == 3  # one every five seconds, and none once it is ours
+    assert scene.handled == []
+
+
+# --- lookups --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
+    found = KafkaPartition("a", 0, 9, "spark-group:s:3:2:followed")
+    scene.runtime.will("committed", [found, KafkaPartition("a", 1, -1001)])
+    scene.run(scene.order(FETCH))
+    assert scene.handled == [
+        ev.CommittedRead(
+            offsets={A0: ev.Committed(offset=9, stream="s", seq=3, epoch=2, followed=True), A1: None},
+            asked=(A0, A1, B0),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("level", "asked"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
+def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: str) -> None:
+    scene = Scene(**{"kafka.isolation.level": level})
+    scene.runtime.will("list_offsets", {A0: SimpleNamespace(offset=8)})
+    scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
+    assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, asked=(A0, A1))]
+    assert scene.runtime.called("isolation") == [asked.upper()]
+
+
+def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_run(scene: Scene) -> None:
+    scene.runtime.will("committed", TIMED_OUT, *[refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)] * 2)
+    scene.run(scene.order(FETCH), scene.order(FETCH))
+    failed, broken = scene.handled
+    assert isinstance(failed, ev.LookupFailed) and failed.partitions == FETCH.partitions
+    assert isinstance(broken, ev.Broken) and isinstance(broken.error, AccessDenied)
+
+
+# --- nothing ends it ------------------------------------------------------------------------------------------------
+
+
+def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
+    """A worker that matches a pattern every 500 ms, and finds these one after the other."""
+    scene = Scene(subscribePattern="a|b", **{"kafka.topic.metadata.refresh.interval.ms": "500"})
+    scene.topics = list(topics)
+    return scene
+
+
+def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
+    scene = by_pattern(ValueError("odd"), *[{"a": 1}] * 9)
+    scene.run(lambda: None, lambda: None, scene.order(ev.AskReplaced(slot=1)))
+    broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsSeen))
+    assert isinstance(broken, ev.Broken) and isinstance(broken.error, InvariantBroken) and "odd" in str(broken.error)
+    assert answer == ev.NotReplaced(slot=1)
+
+
+def test_what_fails_in_an_order_ends_the_run_but_not_the_worker(scene: Scene) -> None:
+    scene.runtime.will("committed", ValueError("odd"))
+    scene.run(scene.order(FETCH), scene.order(ev.AskReplaced(slot=1)))
+    assert [type(event) for event in scene.handled] == [ev.Broken, ev.NotReplaced]
+
+
+def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
+    scene.worker._died(MemoryError())
+    (broken,) = scene.handled
+    assert isinstance(broken, ev.Broken)
+
+
+def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
+    scene = by_pattern(BrokerUnavailable("no"), {"a": 1, "b": 2})
+    scene.run(lambda: None, lambda: None)
+    assert scene.handled == [ev.TopicsSeen(topics=("a", "b"))]
+
+
+def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
+    scene = by_pattern(*[{"a": 1, "b": 2}] * 3)
+    scene.run(scene.order_after(500, ev.AskReplaced(slot=1)))
+    assert ev.TopicsSeen(topics=("a", "b")) in scene.handled
+
+
+# --- who is in charge -----------------------------------------------------------------------------------------------
+
+
+NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "told"),
+    [
+        (None, None, ev.NotReplaced),
+        ("send_offsets", FENCED, ev.Replaced),
+        ("send_offsets", NO_ANSWER, ev.ReplacedUnknown),
+        ("init_transactions", TIMED_OUT, ev.ReplacedUnknown),
+    ],
+    ids=["it has its id", "its id is another's", "no answer", "it has no id, and does not take it by asking"],
+)
+def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
+    if call is not None:
+        scene.runtime.will(call, answer)
+    scene.run(scene.order(ev.AskReplaced(slot=1)))
+    (event,) = scene.handled
+    assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
+    assert len(scene.runtime.called("init_transactions")) == 1
+    if call is None:
+        assert scene.runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
+
+
+def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    scene.shows({A0: 5, A1: 6})
+    question = ev.AskReplaced(slot=1)
+    only_possible = ev.AskReplaced(slot=2, seen=False)
+    scene.run(*(scene.order(order) for order in (question, echo(), question, only_possible)))
+    before, done, after, joins_again = scene.handled
+    assert isinstance(before, ev.ReplacedUnknown) and not before.final
+    assert isinstance(done, ev.EchoDone)
+    assert isinstance(after, ev.ReplacedUnknown) and after.final
+    assert joins_again == ev.NotReplaced(slot=2), "nobody was seen in its place"
+
+
+def member_at(instance: str, member: str) -> Any:
+    nothing = SimpleNamespace(topic_partitions=[])
+    return SimpleNamespace(member_id=member, client_id="c", group_instance_id=instance, host="/h", assignment=nothing)
+
+
+def group_of(*members: Any) -> dict[str, Any]:
+    """The group as a broker describes it."""
+    found = SimpleNamespace(
+        state=SimpleNamespace(name="STABLE"),
+        type=SimpleNamespace(name="CLASSIC"),
+        partition_assignor="range",
+        is_simple_consumer_group=False,
+        coordinator=SimpleNamespace(id=1, host="b", port=9092),
+        members=list(members),
+    )
+    return {"g": found}
+
+
+@pytest.fixture
+def broken(scene: Scene) -> Scene:
+    """The first commit breaks the producer for good."""
+    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.topics_there(a=2)
+    return scene
+
+
+@pytest.mark.parametrize(
+    ("instance", "member", "answer"),
+    [
+        ("g.s.0", "mine", ev.NotReplaced),
+        ("g.s.0", "another", ev.Replaced),
+        ("g.t.0", "another", ev.NotReplaced),  # of another stream
+        ("", "another", ev.NotReplaced),
+    ],
+)
+def test_G6_without_its_id_a_run_looks_who_has_its_places(
+    broken: Scene, instance: str, member: str, answer: type
+) -> None:
+    scene = broken
+    scene.worker.known_as.append("mine")
+    scene.runtime.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
+    question = ev.AskReplaced(slot=0)
+    later = scene.order_after(2 * scene.options.session_timeout_ms, question)
+    scene.run(scene.order(echo()), scene.order(question), later)
+    failed, first, second = (type(event) for event in scene.handled)
+    assert failed is ev.EchoFailed
+    assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnknown)
+    assert second is answer
+    assert len(scene.runtime.producers) == 1
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(broken: Scene, static: bool) -> None:
+    """Members without places of their own prove nothing: a newer run has members beside those of a process that was
+    frozen, and both may commit what they hold."""
+    for member in broken.members.values():
+        member.static = static
+    for _ in range(2):
+        broken.shows({A0: 5, A1: 6})
+    broken.run(*[broken.order(echo())] * 3)
+    assert [type(event) for event in broken.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
+    if static:
+        assert [len(member.committed) for member in broken.members.values()] == [1, 1, 0]
+    assert len(broken.runtime.producers) == 1 + static
+
+
+def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene) -> None:
+    """A newer driver with fewer members has the place of the first one only."""
+    broken.members[0].refusal = MemberStale("fenced", thrown_out=True)
+    for _ in range(2):
+        broken.shows({A1: 6})
+    broken.run(*[broken.order(echo())] * 3)
+    assert len(broken.runtime.producers) == 1
+
+
+def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> None:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    for _ in range(3):
+        scene.shows({A0: 5, A1: 6})
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(DENIED_AGAIN_MS, echo()))
+    assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
+    assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
+    assert len(scene.runtime.called("commit_transaction")) == 1
+
+
+def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactions(scene: Scene) -> None:
+    barred = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True)
+    scene.runtime.will("send_offsets", barred, barred, barred)
+    scene.topics_there(a=2)
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(BARRED_MS, echo()))
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoFailed, ev.Broken]
+    ended = scene.handled[-1]
+    assert isinstance(ended, ev.Broken) and isinstance(ended.error, AccessDenied) and "on the group" in str(ended.error)
+    assert not any(member.committed for member in scene.members.values())
+
+
+def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
+    scene = Scene(subscribePattern="a.*")
+    scene.topics = [{}, {"ab": 3}]
+    question = ev.AskReplaced(slot=1)
+    scene.run(scene.order(question), scene.order(question))
+    assert [type(event) for event in scene.handled] == [ev.ReplacedUnknown, ev.NotReplaced]
+    assert scene.runtime.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
+
+
+# --- the echo -------------------------------------------------------------------------------------------------------
+
+
+def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
+    scene.shows({A0: 5, A1: 6})
+    scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
+    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.runtime.called("send_offsets") == [
+        (1, {A0: (5, "spark-group:s:4:2:at=7")}),
+        (2, {A1: (6, "spark-group:s:4:2:followed:at=7")}),
+    ]
+
+
+def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+    scene.members[1].identity = None
+    del scene.members[2]
+    scene.shows({A0: 5})
+    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone)
+    assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
+
+
+def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committed(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", None, STALE)
+    scene.shows({A0: 5, B0: 7})
+    scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone)
+    assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
+    assert scene.members[1].orders == []
+    assert scene.runtime.called("commit_transaction") == [None]
+
+
+def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", UNKNOWN)
+    scene.shows({A1: 6})
+    scene.run(scene.order(echo()))
+    failed, done = scene.handled
+    assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
+    assert isinstance(done, ev.EchoDone) and done.offsets == {A1: 6}
+    assert scene.members[0].orders == [ev.Leave(slot=0, leave=False)]
+
+
+def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", STALE, STALE)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and failed.stale
+    assert scene.runtime.called("commit_transaction") == []
+
+
+@pytest.mark.parametrize("since", ["joined again", "gave it back"])
+def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_was_ordered(
+    scene: Scene, since: str
+) -> None:
+    """Later a slot may have another member of the same name, which must not be taken for the one that held them. And
+    the broker would take what was given back of a KIP-848 member that keeps its epoch, and move back who has it now."""
+    scene.shows({A1: 6})
+
+    def ordered_then_changed() -> None:
+        scene.worker.order(scene.ordered(echo()))
+        if since == "joined again":
+            scene.members[0].identity = Identity(9, "m", metadata(9))
+        else:
+            scene.members[0].held = (B0,)
+
+    scene.run(ordered_then_changed)
+    (done,) = scene.handled
+    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+
+
+def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_more(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.topics_there(a=2)
+    scene.shows({A1: 6})
+
+    def the_next_one() -> None:
+        def answered_at_last(timeout: float) -> None:
+            scene.members[0].held = (B0,)
+
+        scene.runtime.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
+        scene.worker.order(scene.ordered(echo()))
+
+    scene.run(scene.order(echo()), the_next_one)
+    failed, done = scene.handled
+    assert isinstance(failed, ev.EchoFailed)
+    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+
+
+def test_a_refused_echo_is_said(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and not failed.stale
+
+
+def test_a_run_whose_commit_is_fenced_was_replaced(scene: Scene) -> None:
+    scene.runtime.will("commit_transaction", FENCED)
+    scene.run(scene.order(echo(), echo()))
+    assert [type(event) for event in scene.handled] == [ev.Replaced, ev.Replaced]
+    assert scene.runtime.called("init_transactions") == [None]
+
+
+def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+    scene.runtime.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    scene.topics_there(a=1)
+    scene.shows({A0: 5})
+    scene.run(scene.order(echo()))
+    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
+
+
+# --- members commit -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def denied(scene: Scene) -> Scene:
+    scene.runtime.will("init_transactions", DENIED, DENIED)
+    return scene
+
+
+def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied: Scene) -> None:
+    denied.shows({A0: 5, A1: 6})
+    denied.run(denied.order(echo()))
+    assert denied.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
+
+
+@pytest.mark.parametrize("thrown_out", [False, True])
+def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, thrown_out: bool) -> None:
+    denied.members[0].refusal = MemberStale("again", thrown_out=thrown_out)
+    denied.shows({A1: 6})
+    denied.run(denied.order(echo()))
+    done = denied.handled[-1]
+    assert isinstance(done, ev.EchoDone) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
+    assert bool(denied.members[0].orders) == thrown_out
+
+
+@pytest.mark.parametrize("why", [TimeoutError(), CommitFailed("no")])
+def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Exception) -> None:
+    denied.members[0].refusal = why
+    denied.topics_there(a=2)
+    denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
+    (failed,) = denied.handled
+    assert isinstance(failed, ev.EchoFailed) and not failed.stale
+
+
+# --- members at agents ----------------------------------------------------------------------------------------------
+
+
+def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
+    scene = Scene()
+    scene.run()
+    assert scene.transactions == [True]
+    refused = Scene()
+    refused.runtime.will("init_transactions", *[DENIED] * 9)
+    refused.shows({A0: 5, A1: 6})
+    for member in refused.members.values():
+        member.held = (A0, A1)
+    refused.run(refused.order(echo(), echo(), echo()))
+    assert refused.transactions == [False]
+
+
+def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refused() -> None:
+    scene = Scene()
+    scene.members[0].host = "h1"
+    scene.runtime.will("init_transactions", *[DENIED] * 9)
+    scene.topics_there(a=2)
+    scene.run(scene.order(echo()))
+    (failed,) = scene.handled
+    assert isinstance(failed, ev.EchoFailed) and "come home first" in failed.reason
+    assert not scene.members[0].committed and not scene.members[1].committed
+
+
+@pytest.mark.parametrize("others", [(), ("m",)], ids=["places are another's", "places are ours"])
+@pytest.mark.parametrize("out", [False, True], ids=["all", "one is out"])
+def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
+    broken: Scene, others: tuple[str, ...], out: bool
+) -> None:
+    """A newer driver of the stream would have their places."""
+    scene = broken
+    scene.members[0].host = scene.members[1].host = "h1"
+    found = group_of(*(member_at("g.s.0", member) for member in others))
+    scene.runtime.will("describe_consumer_groups", *[found] * 3)
+    for _ in range(2):
+        scene.topics_there(a=2)
+    scene.shows({A0: 5, A1: 6})
+
+    def goes_out() -> None:
+        scene.members[1].identity = None if out else scene.members[1].identity
+
+    scene.run(scene.order(echo()), goes_out, scene.order(echo()))
+    again = bool(others) and not out
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone if again else ev.EchoFailed]
+    assert len(scene.runtime.producers) == 1 + again
+    assert not scene.members[0].committed
+
+
+def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(broken: Scene) -> None:
+    """A right that is taken away in the middle of a commit loses the id, which cannot be taken back either."""
+    scene = broken
+    scene.members[0].host = scene.members[1].host = "h1"
+    found = group_of(member_at("g.s.0", "m"))
+    scene.runtime.will("describe_consumer_groups", *[found] * 4)
+    for _ in range(3):
+        scene.topics_there(a=2)
+
+    def denies() -> None:
+        scene.runtime.will("init_transactions", *[DENIED] * 4)
+
+    scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
+    assert [type(event) for event in scene.handled] == [ev.EchoFailed] * 3
+    assert "come home first" in scene.handled[-1].reason  # type: ignore[union-attr]
+    assert scene.transactions[-1] is False
