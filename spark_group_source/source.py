@@ -32,8 +32,8 @@ from spark_group_source.reader.records import spark_ddl
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_group_source.agents.connected_agents import Lent
-    from spark_group_source.agents.control_server import Reception
+    from spark_group_source.agents.connected_agents import PlacedMembers
+    from spark_group_source.agents.control_server import ControlServer
     from spark_group_source.agents.task import Call
     from spark_group_source.host.run_files import Load, Publisher
     from spark_group_source.metrics.endpoint import Endpoint
@@ -109,7 +109,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         self._load = load
         self._held: Load | None = None
         self._coordinator: Coordinator | None = None
-        self._reception: Reception | None = None
+        self._reception: ControlServer | None = None
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,9 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         )
         return [RangesPartition(Piece.of(ranges, parsed.topic_ids, parsed.leader_epochs)) for ranges in tasks]
 
-    def _claimed(self, reception: "Reception", batch: StreamOffset, lent: "list[Lent]") -> Sequence[InputPartition]:
+    def _claimed(
+        self, reception: "ControlServer", batch: StreamOffset, lent: "list[PlacedMembers]"
+    ) -> Sequence[InputPartition]:
         from spark_group_source.agents.task import Call
 
         plan = reception.cut(batch, lent)
@@ -246,11 +248,11 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         return read_piece(options, partition.piece, partition.call, read)
 
 
-def _received(options: Options, coordinator: "Coordinator") -> "Reception | None":
+def _received(options: Options, coordinator: "Coordinator") -> "ControlServer | None":
     """Where agents and tasks reach this run, if it can listen."""
-    from spark_group_source.agents.control_server import Reception
+    from spark_group_source.agents.control_server import ControlServer
 
-    reception = Reception(options, hosts=coordinator.hosts, died=coordinator.died, read=coordinator.read)
+    reception = ControlServer(options, hosts=coordinator.hosts, died=coordinator.died, read=coordinator.read)
     try:
         reception.start()
     except ChannelBroken as exc:

@@ -29,7 +29,7 @@ from spark_group_source.agents.membership import Membership
 from spark_group_source.agents.prefetch import near, server
 from spark_group_source.agents.prefetch.buffers import Taken
 from spark_group_source.agents.processes import Process
-from spark_group_source.agents.task_messages import Ahead, Given, Served
+from spark_group_source.agents.task_messages import Ahead, ClaimGranted, Served
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S
@@ -76,7 +76,7 @@ class Bye:
     """The agent is to end."""
 
 
-CODEC = Codec((Given, Served, Ahead, Look, Looked, Bye), bytes_max=near.CODEC.bytes_max)
+CODEC = Codec((ClaimGranted, Served, Ahead, Look, Looked, Bye), bytes_max=near.CODEC.bytes_max)
 """What agents of tests understand."""
 
 
@@ -168,7 +168,7 @@ class Server(server.Server):
                 until_s = time.monotonic() + server.REQUEST_S
                 message = CODEC.decode(receive(connection, CODEC.bytes_max, until_s)).message
                 match message:
-                    case Given():
+                    case ClaimGranted():
                         self._answer(connection, message)
                     case Ahead():
                         self._stock.follow(message)
@@ -183,7 +183,7 @@ class Server(server.Server):
         finally:
             self._places.release()
 
-    def _take(self, wanted: Given) -> list[Taken]:
+    def _take(self, wanted: ClaimGranted) -> list[Taken]:
         taken = super()._take(wanted)
         self.rows += sum(piece.last - piece.first for one in taken for piece in one.pieces)
         return taken

@@ -18,7 +18,7 @@ from spark_group_source.metrics import run as run_metrics
 from spark_group_source.metrics.endpoint import Metric
 from spark_group_source.options.table import OPTIONS as ALL_OPTIONS
 from spark_group_source.protocol import states
-from spark_group_source.protocol.states import HostState, PartitionState, RunState, SlotState
+from spark_group_source.protocol.states import AgentState, PartitionState, RunState, SlotState
 
 sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does not have it there
 import proofs
@@ -52,7 +52,7 @@ DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
     ("run", RunState, states.RUN),
     ("slot", SlotState, states.SLOTS),
     ("partition", PartitionState, states.PARTITIONS),
-    ("host", HostState, states.HOSTS),
+    ("host", AgentState, states.HOSTS),
 )
 BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
     SlotState: ("has a consumer", (SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING)),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.remote_member import RemoteMember
-from spark_group_source.agents.session import Link
+from spark_group_source.agents.session import Session
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.kafka import Runtime
 from spark_group_source.model import TopicPartition
@@ -28,7 +28,7 @@ _Order = tuple[int, ms.Order]
 """Of which client, and what."""
 
 
-class Lent(NamedTuple):
+class PlacedMembers(NamedTuple):
     """What members of ours have that live at an agent."""
 
     host: str
@@ -46,7 +46,7 @@ class Peer(Protocol):
         """Cut it; any thread."""
 
 
-class Hosts:
+class ConnectedAgents:
     """All agents that have come.
 
     Args:
@@ -71,7 +71,7 @@ class Hosts:
         self._lock = runtime.condition()
         self._peers: dict[str, Peer] = {}  # by host: its newest channel
         self._hosts: dict[Peer, str] = {}
-        self._links: dict[str, Link[_Order]] = {}  # of hosts that were admitted
+        self._links: dict[str, Session[_Order]] = {}  # of hosts that were admitted
         self._members: dict[tuple[int, int], RemoteMember] = {}
         self._closed: str | None = None
 
@@ -93,7 +93,9 @@ class Hosts:
         if before is not None:
             before.drop("the agent has a newer one")
         if new:
-            self._handle(ev.HostCame(host=host, executor=message.executor, name=message.name, fresh=message.fresh))
+            self._handle(
+                ev.AgentConnected(host=host, executor=message.executor, name=message.name, fresh=message.fresh)
+            )
         with self._lock:
             link = self._links.get(host)
         if link is None:
@@ -105,13 +107,13 @@ class Hosts:
             if link.take(message.number):
                 self._report(host, message.report)
         elif message.over:
-            self._handle(ev.HostGone(host=host, reason=message.over))
+            self._handle(ev.AgentEnded(host=host, reason=message.over))
         elif not new:
             _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
-            broken = ev.HostGone(host=host, reason="it does not take what it is told")
-            self._handle(broken if link.broken else ev.HostHeard(host=host))
+            broken = ev.AgentEnded(host=host, reason="it does not take what it is told")
+            self._handle(broken if link.broken else ev.AgentHeartbeat(host=host))
             if message.stock:
-                self._handle(ev.HostStocked(host=host, stock=message.stock))
+                self._handle(ev.PrefetchReported(host=host, stock=message.stock))
 
     def closed(self, peer: Peer, reason: str) -> None:
         """A channel is cut; nothing happens if it was not the newest one of an agent."""
@@ -123,7 +125,7 @@ class Hosts:
             if (link := self._links.get(host)) is not None:
                 link.connect(None)
         log.info("the channel to agent %s is cut: %s", host, reason)
-        self._handle(ev.HostCut(host=host))
+        self._handle(ev.AgentDisconnected(host=host))
 
     def _report(self, host: str, report: ms.Report) -> None:
         with self._lock:
@@ -138,7 +140,7 @@ class Hosts:
             peer = self._peers.get(host)
             if peer is None:
                 return  # cut meanwhile; it will come again
-            link = self._links.setdefault(host, Link(self._runtime))
+            link = self._links.setdefault(host, Session(self._runtime))
             _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
             link.connect(partial(self._order, peer, link))
 
@@ -190,7 +192,7 @@ class Hosts:
         if link is not None:
             link.tell((client, order))
 
-    def _order(self, peer: Peer, link: Link[_Order], number: int, order: _Order) -> None:
+    def _order(self, peer: Peer, link: Session[_Order], number: int, order: _Order) -> None:
         client, what = order
         _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms, number=number, client=client, order=what))
 

@@ -18,8 +18,8 @@ from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import Peer, Server
-from spark_group_source.agents.connected_agents import Hosts, Lent
-from spark_group_source.agents.task_messages import Ahead, Claim, Given, NotGiven, TaskEnded
+from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
+from spark_group_source.agents.task_messages import Ahead, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -36,7 +36,7 @@ RUN_DIGITS = 12
 """Of a run's name, which no other run has."""
 
 
-class Reception:
+class ControlServer:
     """Of one run, from :meth:`start` to :meth:`stop`.
 
     Args:
@@ -50,9 +50,9 @@ class Reception:
         self,
         options: Options,
         *,
-        hosts: Hosts,
+        hosts: ConnectedAgents,
         died: Callable[[BaseException], None],
-        read: Callable[[ev.TaskRead], None],
+        read: Callable[[ev.TaskReported], None],
     ) -> None:
         self._options, self._hosts, self._read = options, hosts, read
         self.run, self.secret = uuid.uuid4().hex[:RUN_DIGITS], Secret.new()
@@ -87,14 +87,14 @@ class Reception:
         if not self._server.stop():
             log.warning("the control channel did not end in time")
 
-    def cut(self, offset: StreamOffset, lent: Iterable[Lent]) -> Plan:
+    def cut(self, offset: StreamOffset, lent: Iterable[PlacedMembers]) -> Plan:
         """The pieces of a batch."""
         if len(offset.ranges) >= LARGE_RANGES:
             set_aside()
         with self._lock:
             return self._claims.cut(offset, {tp: one.executor for one in lent for tp in one.partitions})
 
-    def read_ahead(self, offset: StreamOffset, lent: Iterable[Lent]) -> None:
+    def read_ahead(self, offset: StreamOffset, lent: Iterable[PlacedMembers]) -> None:
         """Tell agents where the batch after this one begins."""
         held: dict[str, list[TopicPartition]] = {}
         for one in lent:
@@ -121,15 +121,15 @@ class Reception:
             plan = self._claims.plan(task.plan)
         if plan is not None and (task.memory or task.brokers or task.lost):
             seq = plan.offset.seq
-            self._read(ev.TaskRead(seq=seq, memory=task.memory, brokers=task.brokers, lost=task.lost))
+            self._read(ev.TaskReported(seq=seq, memory=task.memory, brokers=task.brokers, lost=task.lost))
 
-    def _given(self, claim: Claim) -> Given | NotGiven:
+    def _given(self, claim: Claim) -> ClaimGranted | ClaimRefused:
         with self._lock:
             piece = self._claims.claim(claim.plan, claim.task, claim.executor)
             plan = self._claims.plan(claim.plan)
         if isinstance(piece, Unknown) or plan is None:
-            return NotGiven(reason=piece.reason if isinstance(piece, Unknown) else "its plan is gone")
-        return Given(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
+            return ClaimRefused(reason=piece.reason if isinstance(piece, Unknown) else "its plan is gone")
+        return ClaimGranted(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
 
 
 def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:

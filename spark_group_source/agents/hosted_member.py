@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from spark_group_source.agents import member_messages as ms
-from spark_group_source.agents.session import Link
+from spark_group_source.agents.session import Session
 from spark_group_source.kafka import Identity, Runtime
 from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
@@ -68,7 +68,7 @@ class Hosted:
         self._host, self._executor, self._name = host, executor, name
         self._settings, self._runtime, self._send, self._ended = dict(settings), runtime, send, ended
         self._buffered: Buffered = _nothing
-        self._link: Link[ms.Report] = Link(runtime)
+        self._link: Session[ms.Report] = Session(runtime)
         self._changed = runtime.condition()
         self._members: dict[int, Member] = {}
         self._former: list[Member] = []
@@ -199,7 +199,7 @@ class Hosted:
                     me = (join.slot, join.client)
                     self._former = [member for member in self._former if (member.slot, member.client) != me]
                 self._link.tell(event)
-            case ev.Broken():  # what cannot work here may work elsewhere
+            case ev.InternalFailure():  # what cannot work here may work elsewhere
                 failed = ev.MemberFailed(slot=join.slot, client=join.client, reason=str(event.error))
                 self._link.tell(failed)
             case _:

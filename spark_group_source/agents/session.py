@@ -20,7 +20,7 @@ KEPT_MAX = 10_000
 C = TypeVar("C")
 
 
-class Link(Generic[C]):
+class Session(Generic[C]):
     """One end. Any thread.
 
     Args:

@@ -28,7 +28,7 @@ from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.member_messages import CODEC
 from spark_group_source.agents.prefetch import near
 from spark_group_source.agents.processes import Process, executor
-from spark_group_source.agents.task_messages import Claim, Given, NotGiven, TaskEnded
+from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
@@ -178,9 +178,9 @@ class _Line:
                         "the driver's host (options coordinatorHost and coordinatorPort), or set memberHost to driver",
                         waited_ms=int(CLAIM_S * 1000),
                     ) from None
-        if isinstance(answer, Given):
+        if isinstance(answer, ClaimGranted):
             return Piece(tuple(answer.ranges), answer.topic_ids, answer.leader_epochs)
-        reason = answer.reason if isinstance(answer, NotGiven) else f"it answered {type(answer).__name__}"
+        reason = answer.reason if isinstance(answer, ClaimRefused) else f"it answered {type(answer).__name__}"
         raise ChannelBroken(f"this task was not told what to read: {reason}")
 
     def report(self, message: TaskEnded, *, connect: bool = False) -> None:

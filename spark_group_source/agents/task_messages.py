@@ -20,7 +20,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ClaimGranted:
     """The answer: these ranges, of topics with these ids, and with these leaders when the batch was planned."""
 
     ranges: tuple[OffsetRange, ...]
@@ -29,7 +29,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotGiven:
+class ClaimRefused:
     """The answer: nothing, and why."""
 
     reason: str
@@ -78,11 +78,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """An agent's answer to the task that showed it its :class:`Given`. ``rows`` in all follow as Arrow's stream."""
+    """An agent's answer to a task's :class:`ClaimGranted`. ``rows`` in all follow as Arrow's stream."""
 
     parts: tuple[Part, ...]
     rows: int
 
 
-CLAIM_MESSAGES = (Claim, Given, NotGiven, TaskEnded, Ahead)
+CLAIM_MESSAGES = (Claim, ClaimGranted, ClaimRefused, TaskEnded, Ahead)
 """For a codec."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spark_group_source.delta import commit_race, table_names, table_writer
 from spark_group_source.delta.ledger_decision import shown
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger, LedgerDamaged
-from spark_group_source.delta.table_history import Aged, History
+from spark_group_source.delta.table_history import Aged, TableHistory
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 
@@ -57,7 +57,7 @@ def required_ledger(spark: "SparkSession", table: str, group: str) -> Ledger:
     return found
 
 
-def ledgers(now: History) -> dict[str, Ledger | None]:
+def ledgers(now: TableHistory) -> dict[str, Ledger | None]:
     """The ledgers of all groups that ever wrote to a table; None of one that the table's log does not go back to.
 
     Raises:
@@ -126,7 +126,7 @@ class Restored(NamedTuple):
     batch: int | None = None
 
 
-def restored(now: History, group: str, *, after: int = -1) -> Restored | None:
+def restored(now: TableHistory, group: str, *, after: int = -1) -> Restored | None:
     """Whether the table was restored since a group's ledger was written, looking at the commits after a version."""
     inside: tuple[int, int] | None = None
     for commit in now.commits(after=after):
@@ -139,7 +139,7 @@ def restored(now: History, group: str, *, after: int = -1) -> Restored | None:
     return None
 
 
-def standing(there: History, group: str, found: Restored | None = None) -> Ledger | None:
+def standing(there: TableHistory, group: str, found: Restored | None = None) -> Ledger | None:
     """The ledger that fits the rows of a version of the table. Errors as in :func:`read_ledger`, and Aged.
 
     Of a partition that the table had no rows of in the version it was restored to, it is where the first batch began
@@ -171,7 +171,7 @@ def standing(there: History, group: str, found: Restored | None = None) -> Ledge
     return replace(now, former={**then.former, **others}, table_version=there.version).moved(offsets, same)
 
 
-def refuse_restored(history: History, now: Ledger, *, after: int) -> None:
+def refuse_restored(history: TableHistory, now: Ledger, *, after: int) -> None:
     """Refuse a batch while rows that the ledger stands for are gone by a ``RESTORE``.
 
     Args:
@@ -199,7 +199,7 @@ def refuse_restored(history: History, now: Ledger, *, after: int) -> None:
     )
 
 
-def _torn(there: History, group: str, found: Restored) -> LedgerConflict:
+def _torn(there: TableHistory, group: str, found: Restored) -> LedgerConflict:
     table = there.table
     return LedgerConflict(
         f"table {table} was restored to version {found.to} (this is its version {found.version}) while a batch of "
@@ -214,7 +214,7 @@ def _torn(there: History, group: str, found: Restored) -> LedgerConflict:
     )
 
 
-def _readable(there: table_writer.TableAccess, history: History, group: str) -> Ledger:
+def _readable(there: table_writer.TableWriter, history: TableHistory, group: str) -> Ledger:
     """The ledger that an operator's takes the place of; an empty one with its number, if it cannot be read."""
     number = history.source.number(APP_PREFIX + group)
     try:

@@ -29,8 +29,8 @@ from spark_group_source.delta import (
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
 from spark_group_source.delta.ledger_decision import Write
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
-from spark_group_source.delta.table_history import Aged, History, LogFiles, note_of
-from spark_group_source.delta.table_writer import TableAccess, Writer
+from spark_group_source.delta.table_history import Aged, LogFiles, TableHistory, note_of
+from spark_group_source.delta.table_writer import TableWriter, Writer
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
 from spark_group_source.model import OffsetRange
@@ -119,7 +119,7 @@ class DeltaSink:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
-        table = TableAccess(
+        table = TableWriter(
             spark,
             self.table,
             writer=self.writer,
@@ -145,7 +145,7 @@ class DeltaSink:
                 run_files.mark_durable(offset.stream, offset.seq)
             _notify(spark, planned, offset)
 
-    def _prepare(self, table: TableAccess, df: "DataFrame") -> None:
+    def _prepare(self, table: TableWriter, df: "DataFrame") -> None:
         """Make sure that the table is there and remembers the numbers of commits."""
         if not table.exists():
             table.create(self._transformed(df))
@@ -153,7 +153,7 @@ class DeltaSink:
         self._table_id = table.identity()
         log.info("table %s is written %s", self.table, table.described_writer())
 
-    def _refuse_retention(self, table: TableAccess) -> None:
+    def _refuse_retention(self, table: TableWriter) -> None:
         retention = table.retention()
         if retention is not None:
             raise OptionError(
@@ -171,7 +171,7 @@ class _Attempt:
     """The attempts to commit one batch."""
 
     def __init__(
-        self, sink: DeltaSink, table: TableAccess, df: "DataFrame", planned: PlannedBatch, turn: write_guard.Turn
+        self, sink: DeltaSink, table: TableWriter, df: "DataFrame", planned: PlannedBatch, turn: write_guard.Turn
     ) -> None:
         self.sink, self.table, self.df, self.planned, self.turn = sink, table, df, planned, turn
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
@@ -207,7 +207,7 @@ class _Attempt:
             log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
         return decision.durable
 
-    def _ledger(self, history: History, group: str, known: Ledger | None) -> Ledger | None:
+    def _ledger(self, history: TableHistory, group: str, known: Ledger | None) -> Ledger | None:
         """The ledger of a group, if the rows that it stands for are still there."""
         try:
             found = history.ledger(group, known)
@@ -218,7 +218,7 @@ class _Attempt:
             self.sink._known[group] = found.at(history.version)
         return found
 
-    def _begun_anew(self, history: History, group: str, aged: Aged) -> Ledger:
+    def _begun_anew(self, history: TableHistory, group: str, aged: Aged) -> Ledger:
         """A ledger in the place of one that the table's log does not go back to. Positions of the query's checkpoint,
         or committed at Kafka by a stream of the group, are where the table stands; others are not known to be."""
         counted = self.table.number_of(history, group) if aged.number is None else aged.number
@@ -245,7 +245,7 @@ class _Attempt:
         )
         return Ledger(group=group, number=counted, table_version=history.version)
 
-    def _write(self, history: History, decision: Write) -> None:
+    def _write(self, history: TableHistory, decision: Write) -> None:
         sink, planned = self.sink, self.planned
         after = {group: found.written() for group, found in decision.ledgers.items()}
         numbers = {APP_PREFIX + group: found.number for group, found in after.items()}

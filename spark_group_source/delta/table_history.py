@@ -142,7 +142,7 @@ class CommitSource(Protocol):
         """The version that a ``RESTORE`` went back to. Raises LedgerConflict if that cannot be found out."""
 
 
-class History:
+class TableHistory:
     """A version of a table and the commits up to it."""
 
     def __init__(self, source: CommitSource, version: int | None = None) -> None:
@@ -153,9 +153,9 @@ class History:
     def table(self) -> str:
         return self.source.table
 
-    def at(self, version: int) -> "History":
+    def at(self, version: int) -> "TableHistory":
         """An earlier version of the same table."""
-        return History(self.source, version)
+        return TableHistory(self.source, version)
 
     def commits(self, *, after: int = -1) -> Iterator[Commit]:
         """The commits newer than version ``after``, newest first, as far as the log has them."""

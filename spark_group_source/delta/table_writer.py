@@ -24,8 +24,8 @@ from spark_group_source.delta.table_history import (
     NOT_A_TABLE,
     CommitSource,
     DescribedHistory,
-    History,
     LogFiles,
+    TableHistory,
     note_of,
 )
 from spark_group_source.errors import OptionError
@@ -41,13 +41,13 @@ CATALOG_FEATURES = frozenset({"catalogManaged", "catalogOwned-preview", "coordin
 """With these the newest commits are not in the log's files: only Spark can read and write such a table."""
 
 
-class TableAccess:
+class TableWriter:
     """A table as one attempt, or several of one batch, see it. Nothing is opened until it is used.
 
     Args:
         table: a path or a name in the session's catalog.
         writer: "native" and "options" name a writer; "auto" takes the native one where it works.
-        partition_by, merge_schema: as in :class:`~spark_group_source.DeltaSink`.
+        partition_by, merge_schema: as in :class:`spark_group_source.DeltaSink`.
         storage_options: for ``deltalake``; None: the table's files are opened natively on a local file system only.
         log: the opened log of a former access that nobody else uses now; opening one reads the names of all files.
     """
@@ -108,12 +108,14 @@ class TableAccess:
         detail: Any = self.spark.sql(f"DESCRIBE DETAIL {table_names.sql_name(self.table)}").first()
         return dict(detail["properties"]).get(table_names.RETENTION)
 
-    def history(self) -> History:
+    def history(self) -> TableHistory:
         """The newest version of the table; -1 if the table is not there any more."""
         if isinstance(self._source, LogFiles) and self._source.newest() < 0:
             self._source = None
         source = self._open()
-        return History(source) if source is not None else History(DescribedHistory(self.spark, self.table), -1)
+        return (
+            TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
+        )
 
     def unfit(self, rows: "DataFrame | None") -> str | None:
         """Why this commit cannot be written natively, or None."""
@@ -136,7 +138,7 @@ class TableAccess:
         return "natively" if reason is None else f"by Delta's writer options, because {reason}"
 
     def commit(
-        self, history: History, rows: "DataFrame | None", numbers: Mapping[str, int], note: str, *, needed: bool
+        self, history: TableHistory, rows: "DataFrame | None", numbers: Mapping[str, int], note: str, *, needed: bool
     ) -> int | None:
         """Commit rows, numbers of applications and a note; returns the version, or None if nothing had to be committed.
 
@@ -173,14 +175,14 @@ class TableAccess:
                 return commit.version
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
-    def restate(self, history: History, ledger: Ledger, reason: str) -> Ledger:
+    def restate(self, history: TableHistory, ledger: Ledger, reason: str) -> Ledger:
         """Commit a ledger and nothing else; returns it with its version. Raises CommitRace."""
         note = note_of((), [ledger], read=history.version, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
         return ledger.at(version)
 
-    def number_of(self, history: History, group: str) -> Ledger | int:
+    def number_of(self, history: TableHistory, group: str) -> Ledger | int:
         """Whether a group ever wrote to a table, where only Delta knows: it skips a number that is taken.
 
         Returns:
@@ -257,13 +259,13 @@ def _uri(location: str) -> str:
     return native_writer.local_path(location) or location
 
 
-def existing(spark: "SparkSession", table: str) -> TableAccess:
+def existing(spark: "SparkSession", table: str) -> TableWriter:
     """The access to a table that is there, for an operator.
 
     Raises:
         OptionError: there is no such Delta table.
     """
-    access = TableAccess(spark, table_names.canonical(table))
+    access = TableWriter(spark, table_names.canonical(table))
     if not access.exists():
         raise OptionError(table_names.no_table(spark, access.table), table=access.table)
     return access

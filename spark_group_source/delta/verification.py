@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spark_group_source.delta import ledger_store, table_names, table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.sink import ROW_COLUMNS
-from spark_group_source.delta.table_history import Aged, History, LogFiles
+from spark_group_source.delta.table_history import Aged, LogFiles, TableHistory
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -69,7 +69,7 @@ def verify(spark: "SparkSession", table: str) -> Checked:
     return Checked(findings + doubled + missing, groups, len(commits), total, [*notes, *why])
 
 
-def _ledger(history: History, group: str) -> tuple[list[Finding], Ledger | None]:
+def _ledger(history: TableHistory, group: str) -> tuple[list[Finding], Ledger | None]:
     """The ledger as it was written last, and whether its rows are there."""
     try:
         found = history.ledger(group)
@@ -108,7 +108,7 @@ def _rows(spark: "SparkSession", table: str, ends: dict[TopicPartition, int]) ->
     return findings, [], sum(row[2] for row in found)
 
 
-def _missing(history: History, total: int) -> tuple[list[Finding], list[str]]:
+def _missing(history: TableHistory, total: int) -> tuple[list[Finding], list[str]]:
     """Whether as many rows are there as the table's commits added."""
     if not isinstance(history.source, LogFiles):
         return [], ["whether rows are missing is not compared: the files of the table's log cannot be read from here"]

@@ -5,7 +5,7 @@ Runs in: the stream reader and the user's driver (both write), the CLI (reads). 
 link of somebody else's, because everybody can write to the temporary folder: then nothing is written, removed or
 believed there, and the log says so. The files:
 
-- ``<pid>.json``: the numbers of :class:`~spark_group_source.protocol.statistics.Statistics` of the run in that process;
+- ``<pid>.json``: the numbers of :class:`spark_group_source.protocol.statistics.Statistics` of the run in that process;
 - ``<pid>.drain``: somebody asks that run to drain;
 - ``<load>.load``: locked by the stream of that ``load()``;
 - ``<stream>.durable``: the last batch of a stream that a sink says it has. Spark tells a source of a batch only when it

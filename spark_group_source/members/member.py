@@ -129,7 +129,7 @@ class Member(SlotMember):
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
         except (OptionError, AccessDenied) as exc:  # joining again cannot help; a refusal was told twice
-            self._report(ev.Broken(error=exc))
+            self._report(ev.InternalFailure(error=exc))
         except SourceError as exc:
             self._report(ev.MemberFailed(**self._me(), reason=str(exc)))
         except:  # noqa: E722 - an error of the library that a callback let through is not even a BaseException
@@ -163,7 +163,7 @@ class Member(SlotMember):
         return self._leaving is not None
 
     def _died(self, exc: BaseException) -> None:
-        self._report(ev.Broken(error=InvariantBroken(f"the thread of slot {self.slot} does not run: {exc!r}")))
+        self._report(ev.InternalFailure(error=InvariantBroken(f"the thread of slot {self.slot} does not run: {exc!r}")))
 
     def _serve(self) -> None:
         self._consumer = consumer = MemberConsumer(

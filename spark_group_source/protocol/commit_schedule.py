@@ -25,7 +25,7 @@ class _Out:
     told: bool = False
 
 
-class EchoSchedule:
+class CommitSchedule:
     """The state of the echo."""
 
     def __init__(self) -> None:

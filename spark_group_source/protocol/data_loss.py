@@ -1,13 +1,13 @@
 """What the brokers say about the partitions of the next batch, and what of it means that records are gone.
 
-Runs in: the stream reader, tests. Deliberately absent: asking (the shell answers :class:`Look`), and the loss of
+Runs in: the stream reader, tests. Deliberately absent: asking (the shell answers :class:`ReadLogEnds`), and the loss of
 records while a task reads them (``executor``).
 
 A look has up to three rounds: how far the partitions can be read; then, where something changed or came, the topics'
 ids, the first records of those that came, the ends of the logs behind positions that lie beyond them, and what new
-leaders have of what was read (:class:`Heights`); then where a topic begins that was made again. What is missing from an
-answer, and an end that went back, is a *suspicion*: a broker that just started, or a new leader, says the same for a
-moment. It counts when it was heard again after :data:`GRACE_MS`. A topic is asked for that long also when its
+leaders have of what was read (:class:`LeaderEpochs`); then where a topic begins that was made again. What is missing
+from an answer, and an end that went back, is a *suspicion*: a broker that just started, or a new leader, says the same
+for a moment. It counts when it was heard again after :data:`GRACE_MS`. A topic is asked for that long also when its
 partitions have left us: the members of a group give up those of a deleted topic.
 """
 
@@ -27,10 +27,10 @@ SILENT_MS_MAX = 10_000
 """How long the end of a partition may not be told, while others are, before that is said."""
 
 Numbers = Mapping[TopicPartition, int]
-Look = Generator[ev.Look, ev.Looked, None]
+Look = Generator[ev.ReadLogEnds, ev.LogEndsRead, None]
 
 
-class Lookout:
+class DataLossDetector:
     """Looks, one after the other, of one run."""
 
     def __init__(self, *, fail_on_data_loss: bool) -> None:
@@ -41,7 +41,7 @@ class Lookout:
         """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
         self.records_lost = 0
         """Offsets that were still to be read and are gone, as far as planning met them."""
-        self.heights = Heights()
+        self.heights = LeaderEpochs()
         # --- of the last look
         self.took_ms = 0
         """How long its questions took together."""
@@ -73,7 +73,7 @@ class Lookout:
         self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
         self.epoch = offset.epoch
 
-    def begin(self, positions: Numbers, now_ms: int, epoch: int = 0) -> ev.Look:
+    def begin(self, positions: Numbers, now_ms: int, epoch: int = 0) -> ev.ReadLogEnds:
         """Start a look at these partitions. Returns the first question.
 
         Args:
@@ -93,7 +93,7 @@ class Lookout:
         self._look = self._rounds()
         return next(self._look)
 
-    def take(self, answer: ev.Looked) -> ev.Look | None:
+    def take(self, answer: ev.LogEndsRead) -> ev.ReadLogEnds | None:
         """The answer to the question before. Returns the next question, or None when the look is complete."""
         assert self._look is not None
         self.took_ms += answer.took_ms
@@ -113,11 +113,11 @@ class Lookout:
         return all(tp in self.ends or tp.topic in self._missing for tp in self._positions)
 
     @property
-    def gone(self) -> ev.RecordsGone | None:
+    def gone(self) -> ev.RecordsMissing | None:
         """Where partitions go on whose records are gone."""
         if not self._gone:
             return None
-        return ev.RecordsGone(
+        return ev.RecordsMissing(
             offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), cut=frozenset(self._cut)
         )
 
@@ -129,7 +129,7 @@ class Lookout:
 
     def _rounds(self) -> Look:
         former_ends = self.ends
-        answer = yield ev.Look(ends=tuple(self._positions))
+        answer = yield ev.ReadLogEnds(ends=tuple(self._positions))
         self.ends, self._told = answer.ends, answer.leader_epochs
         doubtful = self.heights.doubtful(self._positions, self._told)
         kept = {tp: self._seen[tp] for tp in doubtful if tp in self._seen}
@@ -145,7 +145,7 @@ class Lookout:
             return
         beyond = tuple(tp for tp, at in self._positions.items() if at > self.ends.get(tp, at))
         firsts = tuple(dict.fromkeys((*fresh, *doubtful)))
-        answer = yield ev.Look(epoch_ends=doubtful, topics=topics, firsts=firsts, log_ends=beyond)
+        answer = yield ev.ReadLogEnds(epoch_ends=doubtful, topics=topics, firsts=firsts, log_ends=beyond)
         self._judge_topics(answer.topic_ids)
         # brokers before 2.8 have no ids
         ours = {tp.topic for tp in self._positions}
@@ -163,7 +163,7 @@ class Lookout:
         self._reason = f"topic {min(again)} was deleted and made again: its former records are gone"
         self._lost(unread[0], self._reason, available=self.ends.get(unread[0], 0))
         if self.error is None:
-            answer = yield ev.Look(firsts=tuple(unread))
+            answer = yield ev.ReadLogEnds(firsts=tuple(unread))
             self._made_again(again, answer.firsts)
 
     def _note_silence(self) -> None:
@@ -215,7 +215,7 @@ class Lookout:
         where = "where their logs were cut, or " if self._cut else ""
         self._reason = f"{len(self._gone)} partitions go on {where}at their first record that is left"
 
-    def _prove(self, tps: list[TopicPartition], answer: ev.Looked) -> None:
+    def _prove(self, tps: list[TopicPartition], answer: ev.LogEndsRead) -> None:
         """Positions whose leader is another one than when they were planned: does it have what was read?"""
         unproven = set()
         for tp in tps:
@@ -244,7 +244,7 @@ class Lookout:
             self._cut_below.clear(tp)
             self.heights.proven(tp, end, self._told[tp])
 
-    def _shrunk(self, answer: ev.Looked) -> None:
+    def _shrunk(self, answer: ev.LogEndsRead) -> None:
         for tp, at in self._positions.items():
             end = max(self.ends.get(tp, -1), answer.log_ends.get(tp, -1))
             if end >= at or tp in self._gone or tp in self._cut_below:
@@ -291,7 +291,7 @@ class _Known(NamedTuple):
     epoch: int
 
 
-class Heights:
+class LeaderEpochs:
     """Whether the log below a position is still the one that was read: up to where each is known to be that of a leader
     epoch (KIP-320).
 

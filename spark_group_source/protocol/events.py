@@ -1,7 +1,7 @@
 """What can happen to a stream and its group, and what is ordered in answer: frozen values, one class per thing.
 
 Runs in: the stream reader, tests. Deliberately absent: behaviour. Three kinds: *events* come in through
-:meth:`Machine.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call
+:meth:`Run.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call
 what to do next.
 
 A *slot* is one member of ours, numbered from 0; a *client* counts the consumers that a slot has had, so that a late
@@ -80,7 +80,7 @@ class MemberEnded(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostCame:
+class AgentConnected:
     """An agent said hello: anew, or again because its channel was cut.
 
     ``host``: its own id, which nobody else has. ``fresh``: it was never admitted, by this run or another.
@@ -93,21 +93,21 @@ class HostCame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostHeard:
+class AgentHeartbeat:
     """A sign of life: its lease begins anew."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostCut:
+class AgentDisconnected:
     """Its channel is cut. It may come back within its lease."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostGone:
+class AgentEnded:
     """It ended, and said so; or it cannot be reached in a way that a new channel would mend."""
 
     host: str
@@ -115,7 +115,7 @@ class HostGone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionsSeen:
+class TransactionsChecked:
     """Whether the brokers take this run's transactions. Only then members may live at agents: where transactions are
     refused for good, members commit, which they do on threads of this process alone."""
 
@@ -132,7 +132,7 @@ class Buffered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostStocked:
+class PrefetchReported:
     """What an agent has read ahead, slot by slot."""
 
     host: str
@@ -140,7 +140,7 @@ class HostStocked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRead:
+class TaskReported:
     """What one try of a task of batch ``seq`` read: rows by partition, from its agent's memory and from brokers.
 
     ``lost``: what it skipped of its ranges, because it was gone; told only by a try that came to its end.
@@ -170,14 +170,14 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closing:
+class MembersClosing:
     """The members are closed now. ``leave``: the slots leave the group, else they stay for the next start."""
 
     leave: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class NextBatchRequested:
     """Spark asks what comes after ``start``, which is durable.
 
     ``unlimited``: Trigger.Once, which takes all there is. ``drain``: somebody wants this run to plan no other batch.
@@ -191,33 +191,33 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class BatchStarted:
     """Spark is about to read the batch that ends at ``offset``: one that was just planned, or a former run's."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetAsked:
+class TargetRequested:
     """Spark begins an AvailableNow run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetTaken:
-    """An AvailableNow run ends where every partition ends now: the answer to :class:`TakeTarget`."""
+class TargetRead:
+    """An AvailableNow run ends where every partition ends now: the answer to :class:`ReadTarget`."""
 
     ends: Mapping[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopping:
+class StopRequested:
     """Spark ends the run. ``durable``: number of the last batch that the sink says it has, if it says so; else -1."""
 
     durable: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
+class InternalFailure:
     """Something in this process failed in a way that no other event tells of: a thread, a question that was refused."""
 
     error: SourceError
@@ -241,7 +241,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedRead:
+class CommittedOffsetsRead:
     """The group's committed offsets; None where there is none. What was asked and is not in it was not answered.
 
     ``epoch``: the newest reset that any of the group's notes tells of; None if only what was asked was looked at.
@@ -267,14 +267,14 @@ class StartsResolved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupFailed:
-    """A :class:`FetchCommitted` or :class:`ResolveStarts` was not answered; it is ordered again after a pause."""
+    """A :class:`FetchCommittedOffsets` or :class:`ResolveStarts` failed; it is ordered again after a pause."""
 
     partitions: tuple[TopicPartition, ...]
     error: BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EchoDone:
+class OffsetsCommitted:
     """These offsets are committed and a plain read shows them.
 
     ``left``: the slots whose shares were left out because their member is not in the group at the moment, and what was
@@ -286,7 +286,7 @@ class EchoDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EchoFailed:
+class OffsetCommitFailed:
     """Kafka refused the commit; the next one covers it.
 
     ``stale``: a member of ours is in another generation than when it was ordered, or in none. Nothing is wrong with
@@ -298,7 +298,7 @@ class EchoFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopicsSeen:
+class TopicsChanged:
     """The topics that the subscription stands for now (they change under a pattern)."""
 
     topics: tuple[str, ...]
@@ -312,7 +312,7 @@ class NotReplaced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplacedUnknown:
+class ReplacedUnclear:
     """Whether this run was replaced is not known. ``final``: nor will it be, where transactions are not allowed."""
 
     slot: int
@@ -335,8 +335,8 @@ class TopicsListed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSeen:
-    """The group as the broker describes it: the answer to :class:`Describe`.
+class GroupDescribed:
+    """The group as the broker describes it: the answer to :class:`DescribeGroup`.
 
     ``state``: Kafka's word in lower case. ``given``: by client id, what the group says each member has.
     """
@@ -346,8 +346,8 @@ class GroupSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """What the brokers said to :class:`Look`. Who is missing in it was not answered, or is not there.
+class LogEndsRead:
+    """What the brokers said to :class:`ReadLogEnds`. Who is missing in it was not answered, or is not there.
 
     ``leader_epochs``: of the leaders that told the ends. ``epoch_ends``: None where a leader cannot say. ``topic_ids``:
     of the topics that were described; ``took_ms``: how long the questions took together.
@@ -363,14 +363,14 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotAnswered:
+class RequestFailed:
     """The brokers did not answer the question of a step; the run says when it is asked again."""
 
     error: BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsGone:
+class RecordsMissing:
     """Positions that had to change because their records, or their whole topic, are gone.
 
     ``topics``: those that were made again; what is remembered of their other partitions is of the former ones.
@@ -389,50 +389,50 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
+class BatchBoundary:
     """Between two batches, before the next is planned: slots may go where they belong."""
 
 
 MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
-HostReport = HostCame | HostHeard | HostCut | HostGone
+AgentEvent = AgentConnected | AgentHeartbeat | AgentDisconnected | AgentEnded
 
 GroupEvent = (
     MemberReport
     | MemberEnded
-    | HostReport
-    | TransactionsSeen
-    | Boundary
+    | AgentEvent
+    | TransactionsChecked
+    | BatchBoundary
     | Durable
     | Planned
-    | CommittedRead
+    | CommittedOffsetsRead
     | StartsResolved
     | LookupFailed
-    | EchoDone
-    | EchoFailed
-    | TopicsSeen
+    | OffsetsCommitted
+    | OffsetCommitFailed
+    | TopicsChanged
     | NotReplaced
-    | ReplacedUnknown
+    | ReplacedUnclear
     | Replaced
-    | RecordsGone
+    | RecordsMissing
     | Tick
 )
 """What changes slots, partitions or commits: the joint rules are looked at after it, and a run that has closed ignores
 it."""
 
 CallEvent = (
-    Asked
-    | Reading
-    | TargetAsked
-    | TargetTaken
+    NextBatchRequested
+    | BatchStarted
+    | TargetRequested
+    | TargetRead
     | TopicsListed
-    | GroupSeen
-    | Looked
-    | NotAnswered
-    | Stopping
-    | Closing
-    | Broken
-    | HostStocked
-    | TaskRead
+    | GroupDescribed
+    | LogEndsRead
+    | RequestFailed
+    | StopRequested
+    | MembersClosing
+    | InternalFailure
+    | PrefetchReported
+    | TaskReported
 )
 """What Spark says and its thread was answered, how a run ends, and numbers."""
 
@@ -490,14 +490,14 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
+class AcceptAgent:
     """Tell an agent that it is one of this run's hosts: it may be asked to host members."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
+class DismissAgent:
     """Tell an agent, if it can be reached, to close its members and end."""
 
     host: str
@@ -505,7 +505,7 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchCommitted:
+class FetchCommittedOffsets:
     """Read the group's committed offsets, stable ones only (KIP-447).
 
     ``beside``: partitions that are read for their notes alone, which may tell of a reset.
@@ -523,7 +523,7 @@ class ResolveStarts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Echo:
+class CommitOffsets:
     """Commit these offsets to the group, then read them back.
 
     ``slots``: which member holds each partition now. The commit says so to the broker, which refuses a share when that
@@ -542,16 +542,16 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskReplaced:
+class CheckReplaced:
     """Ask the broker whether a newer driver has taken this stream over. Answered by :class:`NotReplaced`,
-    :class:`Replaced` or :class:`ReplacedUnknown`. ``seen``: the broker said that another client has the place."""
+    :class:`Replaced` or :class:`ReplacedUnclear`. ``seen``: the broker said that another client has the place."""
 
     slot: int
     seen: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
+class LogLine:
     """One line for the log. ``warn``: someone should look at it."""
 
     text: str
@@ -570,20 +570,20 @@ Command = (
     | Subscribe
     | Release
     | Leave
-    | Admit
-    | Dismiss
-    | FetchCommitted
+    | AcceptAgent
+    | DismissAgent
+    | FetchCommittedOffsets
     | ResolveStarts
-    | Echo
-    | AskReplaced
-    | Say
+    | CommitOffsets
+    | CheckReplaced
+    | LogLine
     | Fail
 )
 
 # --- causes: what is noticed inside, for the tables of states ------------------------------------------------------
 
 
-class Born:
+class StreamCreated:
     """A stream without a past has a name; its members join."""
 
 
@@ -591,19 +591,19 @@ class Replay:
     """The batch in flight is a former run's, which Spark runs again."""
 
 
-class Gathered:
+class PositionsKnown:
     """The slots have their partitions, and these their positions, as far as the next batch waits for them."""
 
 
-class Settled:
+class GroupStable:
     """No assignment is on its way any more, or it was not worth asking."""
 
 
-class Unsettled:
+class GroupUnstable:
     """A bounded run has nothing to read, but the group was not at rest when it looked."""
 
 
-class Rested:
+class PauseEnded:
     """The pause before the next look is over, or there was no need for one."""
 
 
@@ -615,39 +615,39 @@ class TargetReached:
     """A bounded run has read all that it was to read."""
 
 
-class DrainAsked:
+class DrainRequested:
     """Somebody wants this run to plan no other batch."""
 
 
-class Echoed:
+class AllCommitted:
     """Kafka has every position, or it did not take them in time."""
 
 
-class TheirCommit:
+class ForeignCommit:
     """The committed offset of a partition stands under somebody else's name."""
 
 
-class ResetSeen:
+class ResetDetected:
     """A commit shows a reset of the group that this run did not know of."""
 
 
-class Moves:
+class SlotMoves:
     """The slot's member closes where it is, to join from another host under the same name."""
 
 
-class HostLost:
+class AgentLost:
     """The host of the slot's member is gone."""
 
 
-class Stayed:
+class AgentStable:
     """An agent has stayed for long enough to be lent slots."""
 
 
-class LeaseOver:
+class LeaseExpired:
     """An agent was not heard for as long as its lease."""
 
 
-class TwinCame:
+class AgentSuperseded:
     """A newer agent of the same executor has come."""
 
 
@@ -660,8 +660,8 @@ class ListTopics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeTarget:
-    """Ask where every partition of the subscription ends now; answer with :class:`TargetTaken`."""
+class ReadTarget:
+    """Ask where every partition of the subscription ends now; answer with :class:`TargetRead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -672,14 +672,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Describe:
-    """Ask the broker who is in the group; answer with :class:`GroupSeen`."""
+class DescribeGroup:
+    """Ask the broker who is in the group; answer with :class:`GroupDescribed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """Ask the brokers; answer with :class:`Looked`. The questions are asked in the order of the fields: topic ids that
-    are read after the ends say that the ends are of that very topic.
+class ReadLogEnds:
+    """Ask the brokers; answer with :class:`LogEndsRead`. The questions are asked in the order of the fields: topic ids
+    that are read after the ends say that the ends are of that very topic.
 
     ``ends``: how far they may be read (the last stable offset under read_committed). ``log_ends``: where the log itself
     ends. ``firsts``: the first record that is left. ``epoch_ends``: where the records end that leaders of these epochs,
@@ -694,27 +694,27 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """Hand in :class:`Closing` and wait, within the shell's bound, until the members have closed."""
+class CloseMembers:
+    """Hand in :class:`MembersClosing` and wait, within the shell's bound, until the members have closed."""
 
     leave: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ReturnOffset:
     """Hand this to Spark: the end of the next batch, or the start itself when there is nothing to read."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raise:
+class RaiseError:
     """The call fails with this."""
 
     error: SourceError
 
 
-Question = ListTopics | TakeTarget | Describe | Look
-"""Steps that ask the brokers. Where they do not answer, :class:`NotAnswered` comes back."""
+BrokerQuery = ListTopics | ReadTarget | DescribeGroup | ReadLogEnds
+"""Steps that ask the brokers. Where they do not answer, :class:`RequestFailed` comes back."""
 
-Step = Question | Wait | End | Answer | Raise
+Step = BrokerQuery | Wait | CloseMembers | ReturnOffset | RaiseError

@@ -12,7 +12,7 @@ from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import data_loss
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partitions import Positions
+from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.rules import Rules, pause_ms
 from spark_group_source.protocol.states import PartitionState
 from spark_group_source.protocol.statistics import Statistics
@@ -25,7 +25,7 @@ NAMED_MAX = 10
 """Partitions that an error names."""
 
 
-class Lookups:
+class PositionLookups:
     """The lookups of one run.
 
     Args:
@@ -35,7 +35,7 @@ class Lookups:
         out: takes orders and log lines; it has the time.
     """
 
-    def __init__(self, rules: Rules, positions: Positions, counts: Statistics, out: Outbox) -> None:
+    def __init__(self, rules: Rules, positions: Partitions, counts: Statistics, out: Outbox) -> None:
         self._rules, self._positions, self._counts, self._out = rules, positions, counts, out
         self.known: Mapping[str, int] = {}
         """How many partitions each topic had when the stream first saw it."""
@@ -55,7 +55,7 @@ class Lookups:
         if not waits and (ask := self._positions.ask()):
             beside = self._beside(ask)
             self._asked_for_resets = self._stay if beside else None
-            self._out.order(ev.FetchCommitted(partitions=ask, beside=beside))
+            self._out.order(ev.FetchCommittedOffsets(partitions=ask, beside=beside))
 
     def deadlines_ms(self) -> list[int]:
         return [] if self._again_at_ms is None else [self._again_at_ms]
@@ -68,7 +68,7 @@ class Lookups:
         """The stream began with other topics of these names: of the new ones all partitions came later."""
         self.known = {**self.known, **{topic: 0 for topic in topics if topic in self.known}}
 
-    def committed_read(self, event: ev.CommittedRead, stream: str) -> None:
+    def committed_read(self, event: ev.CommittedOffsetsRead, stream: str) -> None:
         """The group's committed offsets; a newer reset among them makes everything that was known void."""
         if event.silent and self._silences < SILENCES_MAX:
             self._silences += 1
@@ -84,7 +84,7 @@ class Lookups:
             self._positions.reset_seen(epoch)
         unknown, restored = [], []
         for tp, committed in event.offsets.items():
-            partition = self._positions.answered(tp, PartitionState.ASKED)
+            partition = self._positions.answered(tp, PartitionState.FETCHING)
             if partition is None:
                 continue
             self.began.discard(tp)
@@ -109,7 +109,7 @@ class Lookups:
         """Where partitions without a committed offset start. Returns what the run has to end with, if it has to."""
         late = []
         for tp, at in event.offsets.items():
-            if self._positions.answered(tp, PartitionState.STARTING) is None:
+            if self._positions.answered(tp, PartitionState.RESOLVING) is None:
                 continue
             if at is None:
                 late.append(tp)

@@ -19,7 +19,16 @@ STORY_LINES_MAX = 200
 ITEMS_MAX = 8
 CHARS_MAX = 200
 """What an event's partitions, and its line, are cut to."""
-OFTEN = (ev.Asked, ev.Boundary, ev.GroupSeen, ev.HostHeard, ev.HostStocked, ev.Looked, ev.TargetTaken, ev.TaskRead)
+OFTEN = (
+    ev.NextBatchRequested,
+    ev.BatchBoundary,
+    ev.GroupDescribed,
+    ev.AgentHeartbeat,
+    ev.PrefetchReported,
+    ev.LogEndsRead,
+    ev.TargetRead,
+    ev.TaskReported,
+)
 """Events that come so often, or are so large, that they would leave no room for others; their commands are told."""
 
 
@@ -45,7 +54,7 @@ class Outbox:
 
     def say(self, text: str, *, warn: bool = False) -> None:
         """One line for the log. ``warn``: someone should look at it."""
-        self.order(ev.Say(text=text, warn=warn))
+        self.order(ev.LogLine(text=text, warn=warn))
 
     def story(self) -> str:
         """The last :data:`STORY_LINES_MAX` events and commands, one a line, oldest first."""

@@ -7,7 +7,7 @@ The *position* of a partition is the next offset after all durable batches of ou
 may not have as committed: the echo brings it there while the partition is ours, and the next plan writes it down
 when it is not. A batch that became durable while a partition's position was not known (it was away, or just came back)
 is *pending*: it is applied to an answer that nobody else's commit changed, as if the answer had come first. Where
-somebody else committed inside a batch of ours, the partition goes on there (``Positions.take_answer``).
+somebody else committed inside a batch of ours, the partition goes on there (``Partitions.take_answer``).
 """
 
 from collections.abc import Collection, Iterable, KeysView, Mapping
@@ -20,9 +20,9 @@ from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.states import PARTITIONS, PartitionState, moved
 from spark_group_source.protocol.statistics import Statistics
 
-UNKNOWN = frozenset({PartitionState.CAME, PartitionState.ASKED, PartitionState.STARTING})
+UNKNOWN = frozenset({PartitionState.UNRESOLVED, PartitionState.FETCHING, PartitionState.RESOLVING})
 """Ours, but where it stands is not known yet."""
-COUNTED = UNKNOWN | {PartitionState.TAKING}
+COUNTED = UNKNOWN | {PartitionState.CLAIMING}
 """How many of ours are in one of these says whether a batch can be planned."""
 
 RENEW_MS = 6 * 3_600_000
@@ -41,7 +41,7 @@ Ranges = Mapping[TopicPartition, tuple[int, int]]
 class Partition:
     """One partition that this run ever heard of."""
 
-    state: PartitionState = PartitionState.AWAY
+    state: PartitionState = PartitionState.UNASSIGNED
     slot: int = -1
     position: int | None = None  # in a state without a known one: the last that was ours
     as_of: int = -1  # number of the durable batch up to which that position takes everything into account
@@ -86,12 +86,12 @@ class Partition:
     def due(self) -> bool:
         """The same of one that is ours. What others committed inside the batch in flight waits until that is durable:
         a commit of ours from before the batch would say that the batch comes after it."""
-        return self.owed and not (self.theirs and self.state is PartitionState.PLANNED)
+        return self.owed and not (self.theirs and self.state is PartitionState.IN_FLIGHT)
 
     @property
     def owed_unseen(self) -> bool:
         """The same of one whose committed offset this run does not know now."""
-        return self.owed and (self.state is PartitionState.AWAY or self.state in UNKNOWN)
+        return self.owed and (self.state is PartitionState.UNASSIGNED or self.state in UNKNOWN)
 
     @property
     def uncommitted(self) -> int:
@@ -106,7 +106,7 @@ class Partition:
             if self.start is not None and self.position is not None:
                 start, end = self.start, self.position  # the last batch of the checkpoint
             return end - start
-        reads_on = self.state is PartitionState.PLANNED and not self.theirs
+        reads_on = self.state is PartitionState.IN_FLIGHT and not self.theirs
         base = self.began if self.committed is None else self.committed
         return (self.until if reads_on else self.position) - min(self.position, base)
 
@@ -133,7 +133,7 @@ def after_batch(at: int, batch: tuple[int, int]) -> int:
     return end if start <= at < end else at
 
 
-class Positions:
+class Partitions:
     """All partitions of one run. ``counts``: what it counts."""
 
     def __init__(self, counts: Statistics) -> None:
@@ -211,12 +211,12 @@ class Positions:
         """The rows of the batch in flight are safe, whoever has its partitions now: nobody of ours reads them again."""
         self.seq = seq
         ranges, self._in_flight = self._in_flight, {}
-        planned, everything, due = PartitionState.PLANNED, self.all, self._due
+        planned, everything, due = PartitionState.IN_FLIGHT, self.all, self._due
         ready = moved(PARTITIONS, planned, ev.Durable, "a partition")
         for tp, (start, end) in ranges.items():
             partition = everything[tp]
             if partition.state is planned and partition.theirs:  # it goes on where they committed
-                self._move(tp, partition, ev.TheirCommit)
+                self._move(tp, partition, ev.ForeignCommit)
                 due[tp] = None
             elif partition.state is planned:
                 partition.position, partition.followed, partition.lost = partition.until, False, None
@@ -224,7 +224,7 @@ class Positions:
                     partition.committed = None  # a late answer said so, of a commit that was overtaken
                 partition.state = ready
                 due[tp] = None  # it moved on, and Kafka cannot know yet
-            elif start < end and (partition.state is PartitionState.AWAY or partition.state in UNKNOWN):
+            elif start < end and (partition.state is PartitionState.UNASSIGNED or partition.state in UNKNOWN):
                 partition.pending = (start, end)
 
     def gone(
@@ -242,10 +242,10 @@ class Positions:
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is not None and partition.state is PartitionState.READY:
-                self._move(tp, partition, ev.RecordsGone)
+                self._move(tp, partition, ev.RecordsMissing)
                 self._go_on(tp, partition, at, made_again=tp.topic in topics, cut=tp in cut)
         for tp, partition in self.all.items() if topics else ():
-            away = partition.state is PartitionState.AWAY or partition.state in UNKNOWN
+            away = partition.state is PartitionState.UNASSIGNED or partition.state in UNKNOWN
             if tp.topic in topics and tp not in offsets and away:
                 partition.position, partition.as_of, partition.start, partition.pending = None, -1, None, None
                 partition.before = None
@@ -260,7 +260,7 @@ class Positions:
         free = sorted(tp for tp in self._came if not self.all[tp].questions)
         for tp in free:
             self.all[tp].questions += 1
-            self._move(tp, self.all[tp], ev.FetchCommitted)
+            self._move(tp, self.all[tp], ev.FetchCommittedOffsets)
         return tuple(free)
 
     def answered(self, tp: TopicPartition, state: PartitionState) -> Partition | None:
@@ -277,7 +277,7 @@ class Positions:
             partition = self.all.get(tp)
             if partition is not None:
                 partition.questions = max(0, partition.questions - 1)
-                if partition.state in (PartitionState.ASKED, PartitionState.STARTING):
+                if partition.state in (PartitionState.FETCHING, PartitionState.RESOLVING):
                     self._move(tp, partition, ev.LookupFailed)
 
     def start(self, tp: TopicPartition) -> None:
@@ -300,7 +300,7 @@ class Positions:
             at = _we_committed(partition, committed)
         else:
             at, moved_from = self._others_committed(tp, partition, committed)
-        self._move(tp, partition, ev.TheirCommit if partition.theirs else ev.CommittedRead)
+        self._move(tp, partition, ev.ForeignCommit if partition.theirs else ev.CommittedOffsetsRead)
         if committed is not None:
             partition.before, partition.committed_ms = None, committed.at_ms
         partition.lost = None
@@ -358,11 +358,11 @@ class Positions:
         """An operator moved the whole group: what we remember and what is in flight belongs to the past, but for
         partitions that the group never committed: those a reset cannot move."""
         self.epoch, self._in_flight = epoch, {}
-        for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.AWAY]:
+        for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.UNASSIGNED]:
             gone = self.all[tp]
             self.all[tp] = Partition(questions=gone.questions, before=gone.without_last)
         for tp, partition in self.ours.items():
-            self._move(tp, partition, ev.ResetSeen)
+            self._move(tp, partition, ev.ResetDetected)
             self._due.pop(tp, None)
             partition.before, partition.start = partition.without_last, None
             partition.position, partition.as_of, partition.pending = None, -1, None
@@ -377,7 +377,7 @@ class Positions:
 
     def echoed(self, offsets: Mapping[TopicPartition, int], *, now_ms: int) -> None:
         """Kafka shows these offsets under our name."""
-        taking, due = PartitionState.TAKING, self._due
+        taking, due = PartitionState.CLAIMING, self._due
         for tp, at in offsets.items():
             partition = self.ours.get(tp)
             if partition is None or partition.state in UNKNOWN:
@@ -389,7 +389,7 @@ class Positions:
                     partition.cut = None
                 due.pop(tp, None)
                 if partition.state is taking:
-                    self._move(tp, partition, ev.EchoDone)
+                    self._move(tp, partition, ev.OffsetsCommitted)
             else:
                 self.account(tp, partition)
 
@@ -457,9 +457,9 @@ class Positions:
     def check(self) -> str | None:
         """What contradicts itself, or None."""
         for tp, partition in self.ours.items():
-            if partition.state is PartitionState.AWAY or partition.slot < 0:
+            if partition.state is PartitionState.UNASSIGNED or partition.slot < 0:
                 return f"{tp} is ours and away"
-            if (partition.state is PartitionState.CAME) != (tp in self._came):
+            if (partition.state is PartitionState.UNRESOLVED) != (tp in self._came):
                 return f"{tp} waits for a position nobody looks up"
             if partition.state in UNKNOWN:
                 continue
@@ -467,14 +467,14 @@ class Positions:
                 return f"{tp} has no position in {partition.state.value}"
             if partition.due != (tp in self._due):
                 return f"Kafka is owed {tp} and nobody brings it"
-            if partition.state is PartitionState.PLANNED and not partition.position < partition.until:
+            if partition.state is PartitionState.IN_FLIGHT and not partition.position < partition.until:
                 return f"the range of {tp} does not start at its position"
-            if partition.state is PartitionState.TAKING and not partition.theirs:
+            if partition.state is PartitionState.CLAIMING and not partition.theirs:
                 return f"{tp} is taken from nobody"
         states = [partition.state for partition in self.ours.values()]
         if self._unknown != sum(state in UNKNOWN for state in states):
             return "the partitions without a position are miscounted"
-        if self._taking != states.count(PartitionState.TAKING):
+        if self._taking != states.count(PartitionState.CLAIMING):
             return "the partitions under other names are miscounted"
         return None
 
@@ -506,8 +506,8 @@ class Positions:
         if before not in COUNTED and after not in COUNTED:
             return
         self._unknown += (after in UNKNOWN) - (before in UNKNOWN)
-        self._taking += (after is PartitionState.TAKING) - (before is PartitionState.TAKING)
-        if after is PartitionState.CAME:
+        self._taking += (after is PartitionState.CLAIMING) - (before is PartitionState.CLAIMING)
+        if after is PartitionState.UNRESOLVED:
             self._came.add(tp)
         else:
             self._came.discard(tp)

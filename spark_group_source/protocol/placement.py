@@ -22,7 +22,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.slots import HOME, Slot, Slots
-from spark_group_source.protocol.states import HOSTS, HostState, SlotState, moved
+from spark_group_source.protocol.states import HOSTS, AgentState, SlotState, moved
 from spark_group_source.protocol.statistics import Statistics
 
 STAYS_MS = 30_000
@@ -54,7 +54,7 @@ GONE_MAX = 1_000
 
 
 @dataclass(slots=True)
-class Host:
+class AgentRecord:
     """One agent. ``since_ms``: since when it stays; ``put_off_until_ms``: it is lent nothing before."""
 
     id: str
@@ -62,11 +62,11 @@ class Host:
     name: str
     since_ms: int
     heard_ms: int
-    state: HostState = HostState.NEW
+    state: AgentState = AgentState.NEW
     put_off_until_ms: int = 0
 
 
-class Hosts:
+class AgentRegistry:
     """All agents of one run.
 
     Args:
@@ -76,48 +76,48 @@ class Hosts:
 
     def __init__(self, rules: Rules, out: Outbox) -> None:
         self._rules, self._out = rules, out
-        self.all: dict[str, Host] = {}
+        self.all: dict[str, AgentRecord] = {}
         self._gone: deque[str] = deque(maxlen=GONE_MAX)
 
     # --- events: each returns who is lost by it, and why -------------------------------------------------------------
 
-    def came(self, event: ev.HostCame) -> dict[str, str]:
+    def came(self, event: ev.AgentConnected) -> dict[str, str]:
         now_ms, known = self._out.now_ms, self.all.get(event.host)
         if known is not None:
-            if known.state is HostState.CUT:
+            if known.state is AgentState.DISCONNECTED:
                 known.since_ms = now_ms
-            self._move(known, ev.HostCame)
+            self._move(known, ev.AgentConnected)
             known.heard_ms = now_ms
-            self._out.order(ev.Admit(host=event.host))
+            self._out.order(ev.AcceptAgent(host=event.host))
             return {}
         if not event.fresh or event.host in self._gone:
             self._dismiss(event.host, "it is none of this run's, or its lease is over")
             return {}
         lost = {}
         for twin in [host for host in self.all.values() if host.executor == event.executor]:
-            lost[twin.id] = self._lose(twin, ev.TwinCame, "a newer agent of its executor came")
+            lost[twin.id] = self._lose(twin, ev.AgentSuperseded, "a newer agent of its executor came")
         if len(self.all) >= HOSTS_MAX:
             self._dismiss(event.host, f"there are {HOSTS_MAX} agents")
             return lost
-        self.all[event.host] = Host(event.host, event.executor, event.name, now_ms, now_ms)
-        self._out.order(ev.Admit(host=event.host))
+        self.all[event.host] = AgentRecord(event.host, event.executor, event.name, now_ms, now_ms)
+        self._out.order(ev.AcceptAgent(host=event.host))
         return lost
 
-    def heard(self, event: ev.HostHeard) -> None:
+    def heard(self, event: ev.AgentHeartbeat) -> None:
         host = self.all.get(event.host)
         if host is None:
             self._dismiss(event.host, "it is none of this run's, or its lease is over")
         else:
             host.heard_ms = self._out.now_ms
 
-    def cut(self, event: ev.HostCut) -> None:
+    def cut(self, event: ev.AgentDisconnected) -> None:
         host = self.all.get(event.host)
-        if host is not None and host.state is not HostState.CUT:
-            self._move(host, ev.HostCut)
+        if host is not None and host.state is not AgentState.DISCONNECTED:
+            self._move(host, ev.AgentDisconnected)
 
-    def gone(self, event: ev.HostGone) -> dict[str, str]:
+    def gone(self, event: ev.AgentEnded) -> dict[str, str]:
         host = self.all.get(event.host)
-        return {} if host is None else {host.id: self._lose(host, ev.HostGone, event.reason)}
+        return {} if host is None else {host.id: self._lose(host, ev.AgentEnded, event.reason)}
 
     def tick(self) -> dict[str, str]:
         now_ms = self._out.now_ms
@@ -125,9 +125,9 @@ class Hosts:
         for host in list(self.all.values()):
             silent_ms = now_ms - host.heard_ms
             if silent_ms >= self._rules.lease_ms:
-                lost[host.id] = self._lose(host, ev.LeaseOver, f"it was not heard for {silent_ms} ms")
-            elif host.state is HostState.NEW and now_ms - host.since_ms >= STAY_MS:
-                self._move(host, ev.Stayed)
+                lost[host.id] = self._lose(host, ev.LeaseExpired, f"it was not heard for {silent_ms} ms")
+            elif host.state is AgentState.NEW and now_ms - host.since_ms >= STAY_MS:
+                self._move(host, ev.AgentStable)
         return lost
 
     def put_off(self, id_: str) -> None:
@@ -137,19 +137,21 @@ class Hosts:
 
     # --- what may be asked ------------------------------------------------------------------------------------------
 
-    def ready(self) -> list[Host]:
+    def ready(self) -> list[AgentRecord]:
         """Those that slots may be lent to, in the order in which they came."""
         now_ms = self._out.now_ms
-        return [h for h in self.all.values() if h.state is HostState.HERE and now_ms >= h.put_off_until_ms]
+        return [h for h in self.all.values() if h.state is AgentState.READY and now_ms >= h.put_off_until_ms]
 
     def coming(self) -> bool:
         """Whether some have come that must stay for a while."""
-        return any(host.state is HostState.NEW for host in self.all.values())
+        return any(host.state is AgentState.NEW for host in self.all.values())
 
     def reaches(self, id_: str) -> bool:
         """Whether a slot that is lent to it may join from there again."""
         host = self.all.get(id_)
-        return host is not None and host.state is not HostState.CUT and self._out.now_ms >= host.put_off_until_ms
+        return (
+            host is not None and host.state is not AgentState.DISCONNECTED and self._out.now_ms >= host.put_off_until_ms
+        )
 
     def name(self, id_: str) -> str:
         """As people know it; empty for the stream reader itself."""
@@ -158,11 +160,11 @@ class Hosts:
 
     def deadlines_ms(self) -> list[int]:
         leases = [host.heard_ms + self._rules.lease_ms for host in self.all.values()]
-        return leases + [host.since_ms + STAY_MS for host in self.all.values() if host.state is HostState.NEW]
+        return leases + [host.since_ms + STAY_MS for host in self.all.values() if host.state is AgentState.NEW]
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _lose(self, host: Host, cause: type, why: str) -> str:
+    def _lose(self, host: AgentRecord, cause: type, why: str) -> str:
         self._move(host, cause)
         del self.all[host.id]
         self._gone.append(host.id)
@@ -170,13 +172,13 @@ class Hosts:
         return f"agent {host.name or host.executor} is gone: {why}"
 
     def _dismiss(self, id_: str, reason: str) -> None:
-        self._out.order(ev.Dismiss(host=id_, reason=reason))
+        self._out.order(ev.DismissAgent(host=id_, reason=reason))
 
-    def _move(self, host: Host, cause: type) -> None:
+    def _move(self, host: AgentRecord, cause: type) -> None:
         host.state = moved(HOSTS, host.state, cause, f"host {host.id}")
 
 
-class Lending:
+class Placement:
     """Where the slots of one run live.
 
     Args:
@@ -196,7 +198,7 @@ class Lending:
         is_settled: Callable[[TopicPartition], bool],
     ) -> None:
         self._rules, self._slots, self._counts, self._out, self._is_settled = rules, slots, counts, out, is_settled
-        self.hosts = Hosts(rules, out)
+        self.hosts = AgentRegistry(rules, out)
         self.transactional = False
         """Whether the brokers take transactions, as far as is known. Else slots stay at home, where members commit."""
         self._due: list[tuple[Slot, str]] = []
@@ -210,21 +212,21 @@ class Lending:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def take(self, event: ev.HostReport | ev.TransactionsSeen) -> None:
+    def take(self, event: ev.AgentEvent | ev.TransactionsChecked) -> None:
         """What an agent does, or the brokers say of transactions."""
         match event:
-            case ev.HostCame():
+            case ev.AgentConnected():
                 self._lost(self.hosts.came(event))
                 self._tell_dynamic()
-            case ev.HostHeard():
+            case ev.AgentHeartbeat():
                 self.hosts.heard(event)
-            case ev.HostCut():
+            case ev.AgentDisconnected():
                 self.hosts.cut(event)
-            case ev.TransactionsSeen():
+            case ev.TransactionsChecked():
                 self.transactional = event.allowed
-            case ev.HostGone():
+            case ev.AgentEnded():
                 self._lost(self.hosts.gone(event))
-        if not isinstance(event, ev.HostHeard):
+        if not isinstance(event, ev.AgentHeartbeat):
             self._look_at_ms = 0
 
     def ended(self, event: ev.MemberEnded) -> None:
@@ -308,7 +310,7 @@ class Lending:
     def _may_lend(self) -> bool:
         return self._rules.member_host != "driver" and self._slots.static and self.transactional
 
-    def _ready(self) -> list[Host]:
+    def _ready(self) -> list[AgentRecord]:
         return self.hosts.ready() if self._may_lend else []
 
     def _is_coming(self, slot: Slot) -> bool:
@@ -348,7 +350,7 @@ class Lending:
             load[least] += 1
         return due
 
-    def _more_come(self, ready: list[Host]) -> bool:
+    def _more_come(self, ready: list[AgentRecord]) -> bool:
         """Whether slots at home wait for agents that came soon after these: each is to have its part of them at once,
         because who has moved stays for a while."""
         first_ms = min(host.since_ms for host in ready)

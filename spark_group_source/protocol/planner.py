@@ -17,7 +17,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 
 if TYPE_CHECKING:
-    from spark_group_source.protocol.run import Machine
+    from spark_group_source.protocol.run import Run
 
 TASK_RECORDS_TARGET: Final = 50_000
 """Small ranges share a task up to about this many offsets: a task costs some 10 ms before it reads its first record,
@@ -52,7 +52,7 @@ class Planner:
 
     def cut(
         self,
-        machine: "Machine",
+        machine: "Run",
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
         leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],

@@ -4,10 +4,10 @@ Runs in: the stream reader (under the coordinator's lock), tests. Deliberately a
 threads, sockets, logs, Kafka, Spark; where a partition stands (``positions``), which member has it (``slots``), the
 ranges of a batch (``plan``), lost data (``loss``).
 
-Events come in through :meth:`Machine.handle` and nowhere else, and everything the outside must do goes out as commands.
+Events come in through :meth:`Run.handle` and nowhere else, and everything the outside must do goes out as commands.
 After each event the joint rules (`_pump`) run in a fixed order: what must be committed, which revocations may go, which
-partitions need a position. The thread of Spark's call asks :meth:`Machine.proceed` what to do next until that is an
-:class:`Answer` or :class:`Raise`: the coordinator has no state of its own.
+partitions need a position. The thread of Spark's call asks :meth:`Run.proceed` what to do next until that is an
+:class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from spark_group_source.errors import BrokerUnavailable, InvariantBroken, Option
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
-from spark_group_source.protocol.commit_schedule import EchoSchedule
-from spark_group_source.protocol.data_loss import Lookout
-from spark_group_source.protocol.lookups import Lookups
+from spark_group_source.protocol.commit_schedule import CommitSchedule
+from spark_group_source.protocol.data_loss import DataLossDetector
+from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.outage import Asker, Outage
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partitions import RENEW_LOOK_MS, UNKNOWN, Positions
-from spark_group_source.protocol.placement import Lending
+from spark_group_source.protocol.partitions import RENEW_LOOK_MS, UNKNOWN, Partitions
+from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import HOME, Slot, Slots
@@ -48,7 +48,7 @@ START_MS_MAX = 20_000
 """How long brokers may be silent before a query has begun: an address that is wrong is reported within 30 s."""
 
 
-class Machine:
+class Run:
     """One run's stream: what its slots, partitions and commits do, and what Spark's call waits for.
 
     Args:
@@ -66,10 +66,10 @@ class Machine:
         """Whether the members were told to close: what they and Kafka report is ignored from then on."""
         self.static = True
         self.counts = Statistics(group=rules.group)
-        self.positions = Positions(self.counts)
+        self.positions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
-        self.lookout = Lookout(fail_on_data_loss=rules.fail_on_data_loss)
+        self.lookout = DataLossDetector(fail_on_data_loss=rules.fail_on_data_loss)
         self._out = Outbox()
         self.slots = Slots(
             rules,
@@ -80,25 +80,25 @@ class Machine:
             place=self._place,
             place_name=self._place_name,
         )
-        self.lending = Lending(rules, self.slots, self.counts, self._out, self._is_settled)
-        self.lookups = Lookups(rules, self.positions, self.counts, self._out)
-        self._echo = EchoSchedule()
+        self.lending = Placement(rules, self.slots, self.counts, self._out, self._is_settled)
+        self.lookups = PositionLookups(rules, self.positions, self.counts, self._out)
+        self._echo = CommitSchedule()
         self._skips = Skips()
         self._renew_at_ms: int | None = None
         self._error: SourceError | None = None
         # --- of Spark's calls
-        self._first: ev.Asked | ev.Reading | None = None  # the call that began it
+        self._first: ev.NextBatchRequested | ev.BatchStarted | None = None  # the call that began it
         self._topics: dict[str, int] | None = None  # those that there are, once they are listed
         self._start = StreamOffset.initial(rules.group)
         self._unlimited = self._returning = self._drain = False
         self._since_ms = 0  # in this state
         self._unsettled_since_ms: int | None = None
         self._told_waiting = False
-        self._seen: ev.GroupSeen | None = None
+        self._seen: ev.GroupDescribed | None = None
         self._describe_at_ms = 0
         self._settled = False
         self._elsewhere: list[TopicPartition] = []  # with members of this stream's names that this run does not have
-        self._look: ev.Look | None = None
+        self._look: ev.ReadLogEnds | None = None
         self._idle = False
         self._asked_at_ms = 0
         self._rest_rebalances = 0
@@ -124,7 +124,7 @@ class Machine:
             except InvariantBroken as exc:
                 self._broken(exc)
         again_at_ms = self.outage.again_at_ms(Asker.CALL)
-        if isinstance(step, ev.Question) and now_ms < again_at_ms:
+        if isinstance(step, ev.BrokerQuery) and now_ms < again_at_ms:
             step = ev.Wait(until_ms=again_at_ms)
         return step, self._out.commands
 
@@ -215,7 +215,7 @@ class Machine:
             self._take_of_call(event)
         elif not self.closed:
             self._take(event)
-            if self.stream and not self.closed and not isinstance(event, ev.HostHeard):
+            if self.stream and not self.closed and not isinstance(event, ev.AgentHeartbeat):
                 self._pump()
 
     def _take(self, event: ev.GroupEvent) -> None:
@@ -226,16 +226,22 @@ class Machine:
                     self._echo.slot_is_back(event.slot)
             case ev.MemberEnded():
                 self.lending.ended(event)
-            case ev.HostCame() | ev.HostHeard() | ev.HostCut() | ev.HostGone() | ev.TransactionsSeen():
+            case (
+                ev.AgentConnected()
+                | ev.AgentHeartbeat()
+                | ev.AgentDisconnected()
+                | ev.AgentEnded()
+                | ev.TransactionsChecked()
+            ):
                 self.lending.take(event)
-            case ev.Boundary():
+            case ev.BatchBoundary():
                 if self.plan is None:
                     self.lending.boundary()
             case ev.Durable():
                 self._durable(event.offset)
             case ev.Planned():
                 self._planned(event.offset)
-            case ev.CommittedRead():
+            case ev.CommittedOffsetsRead():
                 self._answered(Asker.LOOKUP)
                 self.lookups.committed_read(event, self.stream)
             case ev.StartsResolved():
@@ -244,20 +250,20 @@ class Machine:
             case ev.LookupFailed():
                 self._not_answered(Asker.LOOKUP, event.error)
                 self.lookups.ask_later(event.partitions, str(event.error))
-            case ev.EchoDone():
+            case ev.OffsetsCommitted():
                 self._echo_done(event)
-            case ev.EchoFailed():
+            case ev.OffsetCommitFailed():
                 self._echo_failed(event)
-            case ev.TopicsSeen():
+            case ev.TopicsChanged():
                 if self.stream:
                     self.slots.topics_seen(event.topics)
             case ev.NotReplaced():
                 self._end_with(self.slots.not_replaced(event))
-            case ev.ReplacedUnknown():
+            case ev.ReplacedUnclear():
                 self._end_with(self.slots.replaced_unknown(event))
             case ev.Replaced():
                 self._end_with(self.slots.replaced(event.reason))
-            case ev.RecordsGone():
+            case ev.RecordsMissing():
                 self.positions.gone(event.offsets, event.topics, event.cut)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
@@ -269,47 +275,47 @@ class Machine:
     def _take_of_call(self, event: ev.CallEvent) -> None:
         """What Spark says, what its thread was answered, and numbers: none of it moves a partition by itself."""
         match event:
-            case ev.Asked():
+            case ev.NextBatchRequested():
                 self._asked(event)
-            case ev.Reading():
+            case ev.BatchStarted():
                 self._reading(event)
-            case ev.TargetAsked():
-                self._move(ev.TargetAsked)
-            case ev.TargetTaken():
+            case ev.TargetRequested():
+                self._move(ev.TargetRequested)
+            case ev.TargetRead():
                 self._answered(Asker.CALL)
                 self.planner.take_target(event.ends)
                 self._members_of_a_bounded_run()
-                self._move(ev.TargetTaken)
+                self._move(ev.TargetRead)
             case ev.TopicsListed():
                 self._answered(Asker.CALL)
                 self._topics = dict(event.topics)
                 if self.state is RunState.STARTING and not self._asks_for_places:
                     self._begin(self._topics)
-            case ev.GroupSeen():
+            case ev.GroupDescribed():
                 self._answered(Asker.CALL)
                 if self.state is RunState.STARTING and self._topics is not None:
                     self._begin(self._topics, self._places(event))
                 else:
                     self._seen = event
-            case ev.Looked():
+            case ev.LogEndsRead():
                 self._answered(Asker.CALL)
                 self._look = None if self._look is None else self.lookout.take(event)
-            case ev.NotAnswered():
+            case ev.RequestFailed():
                 self._not_answered(Asker.CALL, event.error)
                 if self._look is not None:  # what it began with may not hold any more
                     self._look = self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
-            case ev.Stopping():
+            case ev.StopRequested():
                 self._stopping(event)
-            case ev.Closing():
+            case ev.MembersClosing():
                 if not self.closed:
                     self.slots.close(leave=event.leave)
                     self.closed = True
-                self._move(ev.Closing)
-            case ev.Broken():
+                self._move(ev.MembersClosing)
+            case ev.InternalFailure():
                 self._end_with(event.error)
-            case ev.HostStocked():
+            case ev.PrefetchReported():
                 self.slots.stocked(event)
-            case ev.TaskRead():
+            case ev.TaskReported():
                 self.slots.task_read(event)
                 self._skips.add(event)
             case _:
@@ -317,7 +323,7 @@ class Machine:
 
     # --- the beginning ----------------------------------------------------------------------------------------------
 
-    def _asked(self, event: ev.Asked) -> None:
+    def _asked(self, event: ev.NextBatchRequested) -> None:
         self._unlimited |= event.unlimited
         self._drain = event.drain
         self._start = event.start
@@ -327,9 +333,9 @@ class Machine:
         elif not event.start.is_initial and self.stream and not self.closed:
             self._happen(ev.Durable(offset=event.start))
         if self.state is not RunState.FAILED:
-            self._move(ev.Asked)
+            self._move(ev.NextBatchRequested)
 
-    def _reading(self, event: ev.Reading) -> None:
+    def _reading(self, event: ev.BatchStarted) -> None:
         if self.state in (RunState.CLOSED, RunState.FAILED, RunState.STOPPING):
             return
         if self.state is RunState.NEW:
@@ -337,13 +343,13 @@ class Machine:
         else:
             planned = self.plan is not None and event.offset.seq == self.plan.seq
             _require(planned, f"batch {event.offset.seq} is read but was not planned here")
-        self._move(ev.Reading)
+        self._move(ev.BatchStarted)
 
     @property
     def _past(self) -> StreamOffset:
         """Where the call that began the run says that the stream stands."""
         assert self._first is not None
-        return self._first.offset if isinstance(self._first, ev.Reading) else self._first.start
+        return self._first.offset if isinstance(self._first, ev.BatchStarted) else self._first.start
 
     @property
     def _asks_for_places(self) -> bool:
@@ -351,7 +357,7 @@ class Machine:
         there were. With fewer at first the rest would go to ghosts until the session ends, and be moved twice."""
         return self.rules.auto_slots and self.static and not self._past.is_initial
 
-    def _places(self, seen: ev.GroupSeen) -> int:
+    def _places(self, seen: ev.GroupDescribed) -> int:
         numbers = [identifiers.slot_of(self._past.stream, client) for client in seen.given]
         places = 1 + max((number for number in numbers if number is not None), default=-1)
         if places > self.rules.slots:
@@ -361,7 +367,7 @@ class Machine:
     def _begin(self, topics: dict[str, int], places: int = 0) -> None:
         """The topics are listed: name the stream, or go on with the checkpoint's, and let its members join."""
         first, past = self._first, self._past
-        if isinstance(first, ev.Asked) and past.is_initial:
+        if isinstance(first, ev.NextBatchRequested) and past.is_initial:
             try:
                 self.rules.starting.resolve([TopicPartition(t, p) for t, count in topics.items() for p in range(count)])
             except OptionError as exc:
@@ -369,9 +375,9 @@ class Machine:
                 return
             self.stream, self.lookups.known = first.name, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
-            self._move(ev.Born)
+            self._move(ev.StreamCreated)
         else:
-            replayed = isinstance(first, ev.Reading)
+            replayed = isinstance(first, ev.BatchStarted)
             self._adopt(past, tuple(topics), places, replay=replayed)
             self._move(ev.Replay if replayed else ev.Durable)
         self._renew_at_ms = self._now_ms + RENEW_LOOK_MS
@@ -417,13 +423,13 @@ class Machine:
 
     # --- the echo ---------------------------------------------------------------------------------------------------
 
-    def _echo_done(self, event: ev.EchoDone) -> None:
+    def _echo_done(self, event: ev.OffsetsCommitted) -> None:
         self.positions.echoed(event.offsets, now_ms=self._now_ms)
         took_ms = self._echo.done(self._now_ms, left=event.left, all_done=not self.positions.due())
         self.counts.committed(took_ms)
         self._tell_of_silent_slots()
 
-    def _echo_failed(self, event: ev.EchoFailed) -> None:
+    def _echo_failed(self, event: ev.OffsetCommitFailed) -> None:
         if event.stale:
             self._echo.stale(self._now_ms, event.reason)
             self._tell_of_silent_slots()
@@ -468,7 +474,7 @@ class Machine:
         if offsets:
             self._echo.ordered(offsets, slots.values())
             self._out.order(
-                ev.Echo(
+                ev.CommitOffsets(
                     offsets=offsets,
                     slots=slots,
                     stream=self.stream,
@@ -485,7 +491,7 @@ class Machine:
         if partition.state in UNKNOWN:
             # a former run's batch, or its rows that Kafka may not know: first see where it stands
             return partition.owed or self.positions.in_flight(tp) > 0
-        if partition.state is PartitionState.PLANNED:
+        if partition.state is PartitionState.IN_FLIGHT:
             return True
         return tp in self.positions.due() and (self._on_its_way(tp) or partition.position != partition.committed)
 
@@ -522,7 +528,7 @@ class Machine:
         if self.outage.not_answered(asker, error, name=name, now_ms=self._now_ms):
             self._out.say(f"the brokers do not answer, and are asked again: {error}", warn=True)
         bound_ms = self.rules.broker_timeout_ms
-        if self.state in (RunState.AIMING, RunState.STARTING):
+        if self.state in (RunState.TARGETING, RunState.STARTING):
             bound_ms = min(bound_ms or START_MS_MAX, START_MS_MAX)
         self._end_with(self.outage.over(asker, bound_ms, now_ms=self._now_ms))
 
@@ -535,17 +541,17 @@ class Machine:
     def _next(self) -> ev.Step | None:
         match self.state:
             case RunState.NEW | RunState.OPEN | RunState.CLOSED:
-                return ev.Answer(offset=self._start)
+                return ev.ReturnOffset(offset=self._start)
             case RunState.PLANNED | RunState.READING:
                 assert self.plan is not None
-                return ev.Answer(offset=self.plan)
+                return ev.ReturnOffset(offset=self.plan)
             case RunState.FAILED:
                 assert self._error is not None
-                return ev.Raise(error=self._error)
-            case RunState.AIMING:
-                return ev.TakeTarget()
+                return ev.RaiseError(error=self._error)
+            case RunState.TARGETING:
+                return ev.ReadTarget()
             case RunState.STARTING:
-                return ev.ListTopics() if self._topics is None else ev.Describe()
+                return ev.ListTopics() if self._topics is None else ev.DescribeGroup()
             case RunState.GATHERING:
                 return self._gathering()
             case RunState.SETTLING:
@@ -557,7 +563,7 @@ class Machine:
             case RunState.DRAINING:
                 return self._draining()
             case RunState.DRAINED:
-                return self._wait(IDLE_PAUSES_MS[1]) or ev.Answer(offset=self._start)
+                return self._wait(IDLE_PAUSES_MS[1]) or ev.ReturnOffset(offset=self._start)
             case RunState.ENDING:
                 return self._ending()
             case RunState.STOPPING:
@@ -567,7 +573,7 @@ class Machine:
 
     def _gathering(self) -> ev.Step | None:
         if self._drain:
-            self._move(ev.DrainAsked)
+            self._move(ev.DrainRequested)
             return None
         if self.lending.any and (wait := self._lend()) is not None:
             return wait
@@ -579,12 +585,12 @@ class Machine:
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:
             return wait
         self._returning, self._seen = False, None
-        self._move(ev.Gathered)
+        self._move(ev.PositionsKnown)
         return None
 
     def _lend(self) -> ev.Wait | None:
         """Before the next batch is planned slots go where they belong; the plan waits for them, but not for long."""
-        self._happen(ev.Boundary())
+        self._happen(ev.BatchBoundary())
         until_ms = self.lending.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
@@ -593,7 +599,7 @@ class Machine:
         since_ms = max(self._since_ms, self.outage.ended_ms)
         waited_ms = self._now_ms - since_ms
         if waited_ms >= budget_ms and self._seen is None:
-            return ev.Describe()  # the group is silent; or nobody reaches it, and an outage has a bound of its own
+            return ev.DescribeGroup()  # the group is silent; or nobody reaches it, and an outage has a bound of its own
         if waited_ms >= budget_ms:
             self._end_with(self._timeout("given an assignment", waited_ms))
             return None
@@ -617,18 +623,18 @@ class Machine:
         members of a killed run of this stream may still have some, which will be ours when their session ends.
         """
         if not (self._is_first or self._bounded):
-            self._move(ev.Settled)
+            self._move(ev.GroupStable)
             return None
         if self._seen is None:
             early = self._now_ms < self._describe_at_ms
-            return ev.Wait(until_ms=self._describe_at_ms) if early else ev.Describe()
+            return ev.Wait(until_ms=self._describe_at_ms) if early else ev.DescribeGroup()
         self._settled, self._seen = self._is_settled_group(self._seen), None
         self._describe_at_ms = self._now_ms + IDLE_PAUSES_MS[0]
         if self._settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
-            self._move(ev.Settled)
+            self._move(ev.GroupStable)
         return None
 
-    def _is_settled_group(self, seen: ev.GroupSeen) -> bool:
+    def _is_settled_group(self, seen: ev.GroupDescribed) -> bool:
         slots, held = set(range(len(self.slots.all))), self.positions.ours.keys()
         ours = {client: slot for client in seen.given if (slot := identifiers.slot_of(self.stream, client)) in slots}
         given = {tp for client in ours for tp in seen.given[client]}
@@ -642,7 +648,7 @@ class Machine:
         rests = self._idle and self.counts.rebalances == self._rest_rebalances
         if rests and self._now_ms < self._asked_at_ms + pause_ms:
             return ev.Wait(until_ms=self._asked_at_ms + pause_ms)
-        self._move(ev.Rested)
+        self._move(ev.PauseEnded)
         self._look = self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
         return None
 
@@ -687,17 +693,17 @@ class Machine:
             if waited_ms >= self.rules.joining_budget_ms:
                 self._end_with(self._timeout('come to rest, so that "nothing to read" could be believed,', waited_ms))
             else:
-                self._move(ev.Unsettled)
+                self._move(ev.GroupUnstable)
 
     def _draining(self) -> ev.Step | None:
         """Plan nothing more: whoever asked for it learns when all that is durable is at Kafka."""
         if self.echoed:
-            self._move(ev.Echoed)
+            self._move(ev.AllCommitted)
             return None
         if (wait := self._wait(ECHO_MS_MAX)) is not None:
             return wait
         self._not_echoed()
-        return ev.Answer(offset=self._start)
+        return ev.ReturnOffset(offset=self._start)
 
     def _ending(self) -> ev.Step | None:
         if not self.echoed:
@@ -705,11 +711,11 @@ class Machine:
                 return wait
             self._not_echoed()
         if self.rules.leave_on_stop == "never":
-            self._move(ev.Echoed)
+            self._move(ev.AllCommitted)
             return None
-        return ev.End(leave=True)
+        return ev.CloseMembers(leave=True)
 
-    def _stopping(self, event: ev.Stopping) -> None:
+    def _stopping(self, event: ev.StopRequested) -> None:
         if self.state is RunState.STOPPING:
             return
         plan = self.plan
@@ -721,13 +727,13 @@ class Machine:
                 "the run ends with its only batch, as Trigger.Once does, and its sink does not say that it has it: "
                 "Kafka learns of its offsets at the next start. Trigger.AvailableNow brings them at once"
             )
-        self._move(ev.Stopping)
+        self._move(ev.StopRequested)
 
     def _closing(self) -> ev.Step | None:
         if self._error is None and not self.echoed and (wait := self._wait(STOP_ECHO_MS_MAX)) is not None:
             return wait
         rule = self.rules.leave_on_stop
-        return ev.End(leave=rule == "always" or (rule == "auto" and self._bounded))
+        return ev.CloseMembers(leave=rule == "always" or (rule == "auto" and self._bounded))
 
     def _not_echoed(self) -> None:
         seconds = ECHO_MS_MAX // 1000
@@ -790,7 +796,7 @@ class Machine:
 
     def _move(self, cause: type) -> None:
         to = moved(RUN, self.state, cause, "the run")
-        if to is not self.state or cause is ev.Asked:
+        if to is not self.state or cause is ev.NextBatchRequested:
             self._since_ms = self._now_ms
         self.state = to
 

@@ -13,7 +13,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partitions import Positions
+from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules, pause_ms
 from spark_group_source.protocol.states import SLOTS, SlotState, moved
 from spark_group_source.protocol.statistics import Statistics
@@ -21,7 +21,7 @@ from spark_group_source.protocol.statistics import Statistics
 HOME = ""
 """The host that is always there: the stream reader itself."""
 
-WITHOUT_PARTITIONS = frozenset({SlotState.OUT, SlotState.ASKING, SlotState.MOVING})
+WITHOUT_PARTITIONS = frozenset({SlotState.CLOSED, SlotState.CHECKING, SlotState.MOVING})
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Slot:
     """One member of ours. ``client`` counts its consumers, so that a late event of a former one is told apart."""
 
     number: int
-    state: SlotState = SlotState.OUT
+    state: SlotState = SlotState.CLOSED
     client: int = 0
     held: set[TopicPartition] = field(default_factory=set)
     revoking: set[TopicPartition] = field(default_factory=set)
@@ -81,7 +81,7 @@ class Slots:
     def __init__(
         self,
         rules: Rules,
-        positions: Positions,
+        positions: Partitions,
         counts: Statistics,
         out: Outbox,
         *,
@@ -150,7 +150,7 @@ class Slots:
                     "asking the broker whether a newer driver runs this stream",
                     warn=True,
                 )
-                self._out.order(ev.AskReplaced(slot=slot.number, seen=slot.fenced))
+                self._out.order(ev.CheckReplaced(slot=slot.number, seen=slot.fenced))
             case _:
                 assert_never(event)
         return None
@@ -159,18 +159,18 @@ class Slots:
         """No newer driver runs this stream: the slot joins again. If an older process took its place, maybe one that
         was frozen, it takes the place back."""
         slot = self.get(event.slot)
-        if slot is None or slot.state is not SlotState.ASKING:
+        if slot is None or slot.state is not SlotState.CHECKING:
             return None
         self._move(slot, ev.NotReplaced)
         older = "an older process of this stream had taken its place"
         return self._joins_again(slot, older if slot.fenced else "it may have been out of the group for a while")
 
-    def replaced_unknown(self, event: ev.ReplacedUnknown) -> SourceError | None:
+    def replaced_unknown(self, event: ev.ReplacedUnclear) -> SourceError | None:
         """Nobody could say who took the place: asked again, for as long as brokers are waited for."""
         slot = self.get(event.slot)
-        if slot is None or slot.state is not SlotState.ASKING:
+        if slot is None or slot.state is not SlotState.CHECKING:
             return None
-        self._move(slot, ev.ReplacedUnknown)
+        self._move(slot, ev.ReplacedUnclear)
         if event.final:
             return self.replaced(f"the place of slot {slot.number} was taken, and {event.reason}")
         since_ms = self._out.now_ms if slot.failing_since_ms is None else slot.failing_since_ms
@@ -201,15 +201,15 @@ class Slots:
         self._out.say(f"the subscription now stands for {len(topics)} topics: {', '.join(topics[:10])}")
         self._topics = topics
         for slot in self.all:
-            if slot.state not in (SlotState.OUT, SlotState.MOVING) and not self._comes_back(slot):
+            if slot.state not in (SlotState.CLOSED, SlotState.MOVING) and not self._comes_back(slot):
                 self._tell(slot)
 
     def tick(self) -> None:
         now_ms = self._out.now_ms
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
-            if self.all[number].state is SlotState.ASKING:
-                self._out.order(ev.AskReplaced(slot=number, seen=self.all[number].fenced))
+            if self.all[number].state is SlotState.CHECKING:
+                self._out.order(ev.CheckReplaced(slot=number, seen=self.all[number].fenced))
             else:
                 self.join(self.all[number])
         for slot in list(self._holds()):
@@ -222,14 +222,14 @@ class Slots:
             if not any(map(self._must_wait, slot.revoking)):
                 self._release(slot, overrun=False)
 
-    def stocked(self, event: ev.HostStocked) -> None:
+    def stocked(self, event: ev.PrefetchReported) -> None:
         """An agent tells what it has read ahead."""
         for of in event.stock:
             slot = self.get(of.slot)
             if slot is not None and slot.host == event.host:
                 slot.buffered_bytes, slot.buffered_rows = of.bytes, of.rows
 
-    def task_read(self, event: ev.TaskRead) -> None:
+    def task_read(self, event: ev.TaskReported) -> None:
         """A task tells what it read. Its rows are those of the slot that has the partition now, if one of ours has."""
         ours = self._positions.ours
         for tp, rows in event.memory.items():
@@ -241,7 +241,7 @@ class Slots:
 
     def close(self, *, leave: bool) -> None:
         for slot in self.all:
-            if slot.state is not SlotState.OUT:
+            if slot.state is not SlotState.CLOSED:
                 self._move(slot, ev.Leave)
                 self._out.order(ev.Leave(slot=slot.number, leave=leave))
 
@@ -253,8 +253,8 @@ class Slots:
     def move(self, slot: Slot, host: str) -> None:
         """Its member closes; when that has ended the next one joins from ``host``. Kafka has its positions."""
         slot.awaited = set(slot.held)
-        self._drop(slot, tuple(slot.held), ev.Moves)
-        self._move(slot, ev.Moves)
+        self._drop(slot, tuple(slot.held), ev.SlotMoves)
+        self._move(slot, ev.SlotMoves)
         slot.left, slot.moved_ms, slot.out_since_ms = slot.host, self._out.now_ms, None
         self._live_at(slot, host)
         self._out.order(ev.Leave(slot=slot.number, leave=False))
@@ -268,7 +268,7 @@ class Slots:
     def remove_last(self) -> None:
         """The last slot leaves the group. It may move, and Kafka has its positions."""
         slot = self.all[-1]
-        self._drop(slot, tuple(slot.held), ev.Moves)
+        self._drop(slot, tuple(slot.held), ev.SlotMoves)
         self._move(slot, ev.Leave)
         self._former[slot.number] = slot.client
         self.all.pop()
@@ -283,7 +283,7 @@ class Slots:
         elif slot.state not in WITHOUT_PARTITIONS:
             slot.vanished = True
             self._lost(slot, tuple(slot.held), why)
-            self._move(slot, ev.HostLost)
+            self._move(slot, ev.AgentLost)
             self.join(slot)
 
     # --- what may be asked ------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Slots:
     @property
     def all_out(self) -> bool:
         """Whether no slot has a member that serves the run."""
-        return all(slot.state is SlotState.OUT for slot in self.all)
+        return all(slot.state is SlotState.CLOSED for slot in self.all)
 
     def leaving(self) -> Iterator[TopicPartition]:
         """Partitions that are asked for and were not let go yet."""

@@ -25,7 +25,7 @@ class RunState(State):
     """What the run does for Spark: where ``latestOffset`` stands, or what Spark does with its answer."""
 
     NEW = "new"  # nothing was asked yet
-    AIMING = "aiming"  # an AvailableNow run asks where everything ends now: that is its target
+    TARGETING = "targeting"  # an AvailableNow run asks where everything ends now: that is its target
     STARTING = "starting"  # lists the topics; then the stream is named and its members join
     OPEN = "open"  # between two calls; every durable batch is known
     GATHERING = "gathering"  # waits until the slots have their partitions and each has its position
@@ -45,72 +45,72 @@ class RunState(State):
 class SlotState(State):
     """Where one member of ours stands."""
 
-    OUT = "out"  # has no consumer
+    CLOSED = "closed"  # has no consumer
     JOINING = "joining"  # has a consumer and waits for an assignment
     ASSIGNED = "assigned"  # has an assignment, maybe an empty one
     REVOKING = "revoking"  # holds a revocation; heartbeats go on
-    ASKING = "asking"  # its place was taken: asks the broker whether by a newer driver of this stream
+    CHECKING = "checking"  # its place was taken: asks the broker whether by a newer driver of this stream
     MOVING = "moving"  # its member closes where it is, and the next one joins from another host
 
 
 class PartitionState(State):
     """Where one partition stands, as far as this run is concerned."""
 
-    AWAY = "away"  # with nobody of ours; its last position is remembered
-    CAME = "came"  # ours; where it stands now is not known, and nobody asks
-    ASKED = "asked"  # the group's committed offset is being read
-    STARTING = "starting"  # there is none: the starting options are being resolved
-    TAKING = "taking"  # its position is known, under somebody else's name: it is committed under ours first
+    UNASSIGNED = "unassigned"  # with nobody of ours; its last position is remembered
+    UNRESOLVED = "unresolved"  # ours; where it stands now is not known, and nobody asks
+    FETCHING = "fetching"  # the group's committed offset is being read
+    RESOLVING = "resolving"  # there is none: the starting options are being resolved
+    CLAIMING = "claiming"  # its position is known, under somebody else's name: it is committed under ours first
     READY = "ready"  # may be planned
-    PLANNED = "planned"  # the batch in flight reads it
+    IN_FLIGHT = "in flight"  # the batch in flight reads it
 
 
-class HostState(State):
+class AgentState(State):
     """Where an agent stands that may host members."""
 
     NEW = "new"  # came, and must stay for a while
-    HERE = "here"  # slots are lent to it
-    CUT = "cut"  # its channel is cut; it may come back within its lease
-    GONE = "gone"  # its slots are elsewhere; if it comes back, it is dismissed
+    READY = "ready"  # slots are lent to it
+    DISCONNECTED = "disconnected"  # its channel is cut; it may come back within its lease
+    ENDED = "ended"  # its slots are elsewhere; if it comes back, it is dismissed
 
 
 ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
 """Nothing but an end can come after these."""
 
 RUN: Mapping[tuple[RunState, type], RunState] = {
-    (RunState.NEW, ev.TargetAsked): RunState.AIMING,
-    (RunState.AIMING, ev.TargetTaken): RunState.NEW,
-    (RunState.NEW, ev.Asked): RunState.STARTING,
-    (RunState.NEW, ev.Reading): RunState.STARTING,
-    (RunState.STARTING, ev.Born): RunState.GATHERING,
+    (RunState.NEW, ev.TargetRequested): RunState.TARGETING,
+    (RunState.TARGETING, ev.TargetRead): RunState.NEW,
+    (RunState.NEW, ev.NextBatchRequested): RunState.STARTING,
+    (RunState.NEW, ev.BatchStarted): RunState.STARTING,
+    (RunState.STARTING, ev.StreamCreated): RunState.GATHERING,
     (RunState.STARTING, ev.Durable): RunState.GATHERING,
     (RunState.STARTING, ev.Replay): RunState.READING,
-    (RunState.OPEN, ev.Asked): RunState.GATHERING,
-    (RunState.GATHERING, ev.Gathered): RunState.SETTLING,
-    (RunState.GATHERING, ev.DrainAsked): RunState.DRAINING,
-    (RunState.SETTLING, ev.Settled): RunState.RESTING,
-    (RunState.RESTING, ev.Rested): RunState.LOOKING,
+    (RunState.OPEN, ev.NextBatchRequested): RunState.GATHERING,
+    (RunState.GATHERING, ev.PositionsKnown): RunState.SETTLING,
+    (RunState.GATHERING, ev.DrainRequested): RunState.DRAINING,
+    (RunState.SETTLING, ev.GroupStable): RunState.RESTING,
+    (RunState.RESTING, ev.PauseEnded): RunState.LOOKING,
     (RunState.LOOKING, ev.Planned): RunState.PLANNED,
     (RunState.LOOKING, ev.NothingToRead): RunState.OPEN,
-    (RunState.LOOKING, ev.Unsettled): RunState.SETTLING,
+    (RunState.LOOKING, ev.GroupUnstable): RunState.SETTLING,
     (RunState.LOOKING, ev.TargetReached): RunState.ENDING,
-    (RunState.PLANNED, ev.Asked): RunState.PLANNED,
-    (RunState.PLANNED, ev.Reading): RunState.READING,
+    (RunState.PLANNED, ev.NextBatchRequested): RunState.PLANNED,
+    (RunState.PLANNED, ev.BatchStarted): RunState.READING,
     (RunState.PLANNED, ev.Durable): RunState.OPEN,
-    (RunState.READING, ev.Asked): RunState.READING,
-    (RunState.READING, ev.Reading): RunState.READING,
+    (RunState.READING, ev.NextBatchRequested): RunState.READING,
+    (RunState.READING, ev.BatchStarted): RunState.READING,
     (RunState.READING, ev.Durable): RunState.OPEN,
-    (RunState.DRAINING, ev.Asked): RunState.DRAINING,
-    (RunState.DRAINING, ev.Echoed): RunState.DRAINED,
-    (RunState.DRAINED, ev.Asked): RunState.DRAINED,
-    (RunState.ENDING, ev.Echoed): RunState.OPEN,
-    (RunState.ENDING, ev.Closing): RunState.CLOSED,
-    (RunState.STOPPING, ev.Closing): RunState.CLOSED,
-    (RunState.CLOSED, ev.Asked): RunState.CLOSED,
-    (RunState.CLOSED, ev.Stopping): RunState.CLOSED,
-    (RunState.NEW, ev.Stopping): RunState.CLOSED,
+    (RunState.DRAINING, ev.NextBatchRequested): RunState.DRAINING,
+    (RunState.DRAINING, ev.AllCommitted): RunState.DRAINED,
+    (RunState.DRAINED, ev.NextBatchRequested): RunState.DRAINED,
+    (RunState.ENDING, ev.AllCommitted): RunState.OPEN,
+    (RunState.ENDING, ev.MembersClosing): RunState.CLOSED,
+    (RunState.STOPPING, ev.MembersClosing): RunState.CLOSED,
+    (RunState.CLOSED, ev.NextBatchRequested): RunState.CLOSED,
+    (RunState.CLOSED, ev.StopRequested): RunState.CLOSED,
+    (RunState.NEW, ev.StopRequested): RunState.CLOSED,
     **{
-        (state, ev.Stopping): RunState.STOPPING
+        (state, ev.StopRequested): RunState.STOPPING
         for state in RunState
         if state not in (RunState.NEW, RunState.CLOSED, RunState.STOPPING)
     },
@@ -119,7 +119,7 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
 }
 
 SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
-    (SlotState.OUT, ev.Join): SlotState.JOINING,
+    (SlotState.CLOSED, ev.Join): SlotState.JOINING,
     (SlotState.JOINING, ev.Assigned): SlotState.ASSIGNED,
     (SlotState.ASSIGNED, ev.Assigned): SlotState.ASSIGNED,
     (SlotState.REVOKING, ev.Assigned): SlotState.ASSIGNED,
@@ -131,63 +131,63 @@ SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
     (SlotState.JOINING, ev.Lost): SlotState.JOINING,
     (SlotState.ASSIGNED, ev.Lost): SlotState.JOINING,
     (SlotState.REVOKING, ev.Lost): SlotState.JOINING,
-    (SlotState.JOINING, ev.MemberFailed): SlotState.OUT,
-    (SlotState.ASSIGNED, ev.MemberFailed): SlotState.OUT,
-    (SlotState.REVOKING, ev.MemberFailed): SlotState.OUT,
-    (SlotState.JOINING, ev.MemberFenced): SlotState.ASKING,
-    (SlotState.ASSIGNED, ev.MemberFenced): SlotState.ASKING,
-    (SlotState.REVOKING, ev.MemberFenced): SlotState.ASKING,
-    (SlotState.ASKING, ev.NotReplaced): SlotState.OUT,
-    (SlotState.ASKING, ev.ReplacedUnknown): SlotState.ASKING,
-    (SlotState.JOINING, ev.Leave): SlotState.OUT,
-    (SlotState.ASSIGNED, ev.Leave): SlotState.OUT,
-    (SlotState.REVOKING, ev.Leave): SlotState.OUT,
-    (SlotState.ASKING, ev.Leave): SlotState.OUT,
-    (SlotState.JOINING, ev.Moves): SlotState.MOVING,
-    (SlotState.ASSIGNED, ev.Moves): SlotState.MOVING,
+    (SlotState.JOINING, ev.MemberFailed): SlotState.CLOSED,
+    (SlotState.ASSIGNED, ev.MemberFailed): SlotState.CLOSED,
+    (SlotState.REVOKING, ev.MemberFailed): SlotState.CLOSED,
+    (SlotState.JOINING, ev.MemberFenced): SlotState.CHECKING,
+    (SlotState.ASSIGNED, ev.MemberFenced): SlotState.CHECKING,
+    (SlotState.REVOKING, ev.MemberFenced): SlotState.CHECKING,
+    (SlotState.CHECKING, ev.NotReplaced): SlotState.CLOSED,
+    (SlotState.CHECKING, ev.ReplacedUnclear): SlotState.CHECKING,
+    (SlotState.JOINING, ev.Leave): SlotState.CLOSED,
+    (SlotState.ASSIGNED, ev.Leave): SlotState.CLOSED,
+    (SlotState.REVOKING, ev.Leave): SlotState.CLOSED,
+    (SlotState.CHECKING, ev.Leave): SlotState.CLOSED,
+    (SlotState.JOINING, ev.SlotMoves): SlotState.MOVING,
+    (SlotState.ASSIGNED, ev.SlotMoves): SlotState.MOVING,
     (SlotState.MOVING, ev.Join): SlotState.JOINING,
-    (SlotState.MOVING, ev.Leave): SlotState.OUT,
-    (SlotState.JOINING, ev.HostLost): SlotState.OUT,
-    (SlotState.ASSIGNED, ev.HostLost): SlotState.OUT,
-    (SlotState.REVOKING, ev.HostLost): SlotState.OUT,
+    (SlotState.MOVING, ev.Leave): SlotState.CLOSED,
+    (SlotState.JOINING, ev.AgentLost): SlotState.CLOSED,
+    (SlotState.ASSIGNED, ev.AgentLost): SlotState.CLOSED,
+    (SlotState.REVOKING, ev.AgentLost): SlotState.CLOSED,
 }
 
-_OURS = [state for state in PartitionState if state is not PartitionState.AWAY]
+_OURS = [state for state in PartitionState if state is not PartitionState.UNASSIGNED]
 
 PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
-    (PartitionState.AWAY, ev.Assigned): PartitionState.CAME,
-    (PartitionState.CAME, ev.FetchCommitted): PartitionState.ASKED,
-    (PartitionState.ASKED, ev.LookupFailed): PartitionState.CAME,
-    (PartitionState.ASKED, ev.CommittedRead): PartitionState.READY,
-    (PartitionState.ASKED, ev.TheirCommit): PartitionState.TAKING,
-    (PartitionState.ASKED, ev.ResolveStarts): PartitionState.STARTING,
-    (PartitionState.STARTING, ev.LookupFailed): PartitionState.CAME,
-    (PartitionState.STARTING, ev.StartsResolved): PartitionState.READY,
-    (PartitionState.TAKING, ev.EchoDone): PartitionState.READY,
-    (PartitionState.READY, ev.Planned): PartitionState.PLANNED,
-    (PartitionState.READY, ev.Replay): PartitionState.PLANNED,
-    (PartitionState.TAKING, ev.Replay): PartitionState.PLANNED,
-    (PartitionState.READY, ev.RecordsGone): PartitionState.READY,
-    (PartitionState.READY, ev.Moves): PartitionState.AWAY,
-    (PartitionState.PLANNED, ev.Durable): PartitionState.READY,
-    (PartitionState.PLANNED, ev.TheirCommit): PartitionState.TAKING,
-    **{(state, ev.ResetSeen): PartitionState.CAME for state in _OURS},
-    **{(state, ev.Release): PartitionState.AWAY for state in _OURS if state is not PartitionState.PLANNED},
-    **{(state, ev.Lost): PartitionState.AWAY for state in _OURS},
+    (PartitionState.UNASSIGNED, ev.Assigned): PartitionState.UNRESOLVED,
+    (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): PartitionState.FETCHING,
+    (PartitionState.FETCHING, ev.LookupFailed): PartitionState.UNRESOLVED,
+    (PartitionState.FETCHING, ev.CommittedOffsetsRead): PartitionState.READY,
+    (PartitionState.FETCHING, ev.ForeignCommit): PartitionState.CLAIMING,
+    (PartitionState.FETCHING, ev.ResolveStarts): PartitionState.RESOLVING,
+    (PartitionState.RESOLVING, ev.LookupFailed): PartitionState.UNRESOLVED,
+    (PartitionState.RESOLVING, ev.StartsResolved): PartitionState.READY,
+    (PartitionState.CLAIMING, ev.OffsetsCommitted): PartitionState.READY,
+    (PartitionState.READY, ev.Planned): PartitionState.IN_FLIGHT,
+    (PartitionState.READY, ev.Replay): PartitionState.IN_FLIGHT,
+    (PartitionState.CLAIMING, ev.Replay): PartitionState.IN_FLIGHT,
+    (PartitionState.READY, ev.RecordsMissing): PartitionState.READY,
+    (PartitionState.READY, ev.SlotMoves): PartitionState.UNASSIGNED,
+    (PartitionState.IN_FLIGHT, ev.Durable): PartitionState.READY,
+    (PartitionState.IN_FLIGHT, ev.ForeignCommit): PartitionState.CLAIMING,
+    **{(state, ev.ResetDetected): PartitionState.UNRESOLVED for state in _OURS},
+    **{(state, ev.Release): PartitionState.UNASSIGNED for state in _OURS if state is not PartitionState.IN_FLIGHT},
+    **{(state, ev.Lost): PartitionState.UNASSIGNED for state in _OURS},
 }
 
-_THERE = [HostState.NEW, HostState.HERE, HostState.CUT]
+_THERE = [AgentState.NEW, AgentState.READY, AgentState.DISCONNECTED]
 
-HOSTS: Mapping[tuple[HostState, type], HostState] = {
-    (HostState.NEW, ev.Stayed): HostState.HERE,
-    (HostState.NEW, ev.HostCame): HostState.NEW,
-    (HostState.HERE, ev.HostCame): HostState.HERE,
-    (HostState.CUT, ev.HostCame): HostState.NEW,
-    (HostState.NEW, ev.HostCut): HostState.CUT,
-    (HostState.HERE, ev.HostCut): HostState.CUT,
-    **{(state, ev.HostGone): HostState.GONE for state in _THERE},
-    **{(state, ev.LeaseOver): HostState.GONE for state in _THERE},
-    **{(state, ev.TwinCame): HostState.GONE for state in _THERE},
+HOSTS: Mapping[tuple[AgentState, type], AgentState] = {
+    (AgentState.NEW, ev.AgentStable): AgentState.READY,
+    (AgentState.NEW, ev.AgentConnected): AgentState.NEW,
+    (AgentState.READY, ev.AgentConnected): AgentState.READY,
+    (AgentState.DISCONNECTED, ev.AgentConnected): AgentState.NEW,
+    (AgentState.NEW, ev.AgentDisconnected): AgentState.DISCONNECTED,
+    (AgentState.READY, ev.AgentDisconnected): AgentState.DISCONNECTED,
+    **{(state, ev.AgentEnded): AgentState.ENDED for state in _THERE},
+    **{(state, ev.LeaseExpired): AgentState.ENDED for state in _THERE},
+    **{(state, ev.AgentSuperseded): AgentState.ENDED for state in _THERE},
 }
 
 S = TypeVar("S", bound=State)

@@ -19,7 +19,7 @@ class Statistics:
     """What a run counts, and how it stands. Counts are since its start, durations in milliseconds.
 
     The machine counts in one; what is published are copies that also say how things stood at that moment
-    (:meth:`Machine.statistics`).
+    (:meth:`Run.statistics`).
     """
 
     group: str
@@ -127,7 +127,7 @@ class Skips:
         """Planned offsets that tasks skipped, each once however many tries told of it."""
         self._told: dict[int, dict[TopicPartition, list[tuple[int, int]]]] = {}
 
-    def add(self, event: ev.TaskRead) -> None:
+    def add(self, event: ev.TaskReported) -> None:
         """A task tells what it skipped."""
         if not event.lost or event.seq <= max(self._told, default=-1) - BATCHES_KEPT:
             return

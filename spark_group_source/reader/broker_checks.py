@@ -17,7 +17,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import Bounds, Event, Told, TopicTold
-from spark_group_source.reader.requests import Question
+from spark_group_source.reader.requests import PendingRequest
 
 
 class TopicCheck(Enum):
@@ -40,7 +40,7 @@ class Topics:
     def __init__(self, planned: Mapping[str, str]) -> None:
         self._planned = {name: id_ for name, id_ in planned.items() if id_}
         self._told: dict[str, tuple[TopicTold, float]] = {}
-        self._question: Question[Told] | None = None
+        self._question: PendingRequest[Told] | None = None
 
     def compared(self, names: Collection[str]) -> set[str]:
         """Those of them that have a planned id."""
@@ -132,7 +132,7 @@ class Inquiry:
         self.tp = tp
         self._client, self._topics, self._patience = client, topics, patience
         self._asked_s = time.monotonic()
-        self._bounds: Question[Bounds] | None = None
+        self._bounds: PendingRequest[Bounds] | None = None
         topics.ask(client, {tp.topic})
 
     @property

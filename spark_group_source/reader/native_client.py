@@ -59,7 +59,7 @@ from spark_group_source.reader.records import (
     header_column,
     words_at,
 )
-from spark_group_source.reader.requests import EARLIEST, LATEST, METADATA_TIMEOUT_S, Question, Requests
+from spark_group_source.reader.requests import EARLIEST, LATEST, METADATA_TIMEOUT_S, PendingRequest, Requests
 
 log = logging.getLogger(__name__)
 
@@ -356,17 +356,17 @@ class NativeClient(Client):
         self.lib.topic_partition_list_destroy(partitions)
         return found
 
-    def ask_topics(self, names: Sequence[str]) -> Question[Told]:
+    def ask_topics(self, names: Sequence[str]) -> PendingRequest[Told]:
         """Ask what brokers know of these topics."""
         ask = self._requests
-        return Question(
+        return PendingRequest(
             ask,
             lambda: (ask.describe_topics(names),),
             lambda events: ask.topics_in(events[0]),
             self.look_for_brokers,
         )
 
-    def ask_bounds(self, tp: TopicPartition) -> Question[Bounds]:
+    def ask_bounds(self, tp: TopicPartition) -> PendingRequest[Bounds]:
         """Ask the partition's leader what its log holds: two requests, because one has room for one offset of a
         partition."""
         ask = self._requests
@@ -377,7 +377,7 @@ class NativeClient(Client):
                 return low
             return high if isinstance(high, Event) else Bounds(low[0], *high)
 
-        return Question(
+        return PendingRequest(
             ask, lambda: (ask.list_offset(tp, EARLIEST), ask.list_offset(tp, LATEST)), read, self.look_for_brokers
         )
 

@@ -142,7 +142,7 @@ class Requests:
         return int(partition.offset), int(lib.topic_partition_get_leader_epoch(info))
 
 
-class Question(Generic[T]):
+class PendingRequest(Generic[T]):
     """One question from now on. One thread.
 
     Args:

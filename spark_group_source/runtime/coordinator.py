@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
-from spark_group_source.agents.connected_agents import Hosts, Lent
+from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
 from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
@@ -28,7 +28,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.runtime.offset_commits import in_whose_name
 from spark_group_source.runtime.request_thread import Worker
 
@@ -71,7 +71,7 @@ class Coordinator:
         )
         epoch_ends = EpochEnds(options.admin_settings(), runtime=self._runtime)
         self._questions = Questions(options, self._admin, epoch_ends, self._runtime.now_ms)
-        self._run = Machine(rules_of(options))
+        self._run = Run(rules_of(options))
         self._changed = self._runtime.condition()
         self._publishing = self._runtime.condition()
         self._members: dict[int, SlotMember] = {}
@@ -85,7 +85,7 @@ class Coordinator:
         )
         self._clock = self._runtime.condition()
         self._over = False
-        self.hosts = Hosts(
+        self.hosts = ConnectedAgents(
             runtime=self._runtime,
             lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
@@ -99,7 +99,7 @@ class Coordinator:
 
     def prepare_available_now(self) -> None:
         """Fix the end of an AvailableNow run: records that come later are left for the next one."""
-        self._call(ev.TargetAsked())
+        self._call(ev.TargetRequested())
 
     def latest(self, start: StreamOffset, *, unlimited: bool = False) -> StreamOffset:
         """The boundary between two batches: ``start`` is durable; what comes next?
@@ -114,38 +114,40 @@ class Coordinator:
             SourceError: the run cannot go on.
         """
         drain = self._publisher.drain_asked
-        end = self._call(ev.Asked(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id()))
+        end = self._call(
+            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id())
+        )
         if end is not start:  # a listener may look as soon as the batch is done, before the clock publishes
             self._publish()
         return end
 
     def replay(self, end: StreamOffset) -> None:
         """A batch that ends at ``end`` is about to be read; join the group if this is the first word of the stream."""
-        self._call(ev.Reading(offset=end))
+        self._call(ev.BatchStarted(offset=end))
 
     def ends(self) -> Mapping[TopicPartition, int]:
         """The end offsets seen last."""
         return self._run.lookout.ends
 
-    def lent(self) -> list[Lent]:
+    def lent(self) -> list[PlacedMembers]:
         """What is held beside executors now."""
         with self._changed:
             hosts = self._run.lending.hosts.all
             at = [(m.host, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
-            return [Lent(host, hosts[host].executor, held) for host, held in at if host in hosts]
+            return [PlacedMembers(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
-    def read(self, told: ev.TaskRead) -> None:
+    def read(self, told: ev.TaskReported) -> None:
         """What a task read. Any thread."""
         self._handle(told)
 
     def died(self, exc: BaseException) -> None:
         """What this run needs has ended. Any thread."""
-        self._handle(ev.Broken(error=InvariantBroken(f"a thread of the stream reader does not run: {exc!r}")))
+        self._handle(ev.InternalFailure(error=InvariantBroken(f"a thread of the stream reader does not run: {exc!r}")))
 
     def close(self) -> None:
         """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
         stream = self._run.stream
-        self._call(ev.Stopping(durable=self._publisher.durable_seq(stream) if stream else -1))
+        self._call(ev.StopRequested(durable=self._publisher.durable_seq(stream) if stream else -1))
         self._end(leave=False)
 
     # --- one call ---------------------------------------------------------------------------------------------------
@@ -156,41 +158,41 @@ class Coordinator:
         while True:
             step = self._proceed()
             match step:
-                case ev.Answer():
+                case ev.ReturnOffset():
                     return step.offset
-                case ev.Raise():
+                case ev.RaiseError():
                     raise step.error
                 case ev.Wait():
                     if self._runtime.orphaned():
                         raise SystemExit("the driver is gone")
-                case ev.End():
-                    self._handle(ev.Closing(leave=step.leave))
+                case ev.CloseMembers():
+                    self._handle(ev.MembersClosing(leave=step.leave))
                     self._end(leave=step.leave)
-                case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe():
+                case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup():
                     answer = self._ask(step)
                     self._handle(answer)
-                    if isinstance(answer, ev.NotAnswered):  # the clock does not run before the members join
+                    if isinstance(answer, ev.RequestFailed):  # the clock does not run before the members join
                         self._publish()
                 case _:
                     assert_never(step)
 
-    def _ask(self, step: ev.Question) -> ev.Event:
+    def _ask(self, step: ev.BrokerQuery) -> ev.Event:
         try:
             match step:
                 case ev.ListTopics():
                     return ev.TopicsListed(topics=self._questions.topics())
-                case ev.TakeTarget():
+                case ev.ReadTarget():
                     return self._questions.target()
-                case ev.Look():
+                case ev.ReadLogEnds():
                     return self._questions.look(step)
-                case ev.Describe():
+                case ev.DescribeGroup():
                     return self._questions.group()
                 case _:
                     assert_never(step)
         except BrokerUnavailable as exc:
-            return ev.NotAnswered(error=exc)
+            return ev.RequestFailed(error=exc)
         except SourceError as exc:
-            return ev.Broken(error=exc)
+            return ev.InternalFailure(error=exc)
 
     def _proceed(self) -> ev.Step:
         """The next step. A wait is begun here, under the lock: no event can slip in between."""
@@ -223,15 +225,15 @@ class Coordinator:
                 if (member := self._members.get(command.slot)) is not None:
                     member.order(command)
                     self._retire(command.slot)
-            case ev.Admit():
+            case ev.AcceptAgent():
                 self.hosts.admit(command.host)
-            case ev.Dismiss():
+            case ev.DismissAgent():
                 self.hosts.dismiss(command.host, command.reason)
-            case ev.Echo():  # now: later a slot may have another member of the same name
+            case ev.CommitOffsets():  # now: later a slot may have another member of the same name
                 self._worker.order(in_whose_name(command, self._members.get))
-            case ev.FetchCommitted() | ev.ResolveStarts() | ev.AskReplaced():
+            case ev.FetchCommittedOffsets() | ev.ResolveStarts() | ev.CheckReplaced():
                 self._worker.order(command)
-            case ev.Say():
+            case ev.LogLine():
                 level = logging.WARNING if command.warn else logging.INFO
                 log.log(level, "group %s: %s", self._options.group_id, command.text)
             case ev.Fail():
@@ -337,7 +339,7 @@ class Questions:
             found = self._admin.topics(self._options.wants)
         return {name: topic.partitions for name, topic in sorted(found.items())}
 
-    def target(self) -> ev.TargetTaken:
+    def target(self) -> ev.TargetRead:
         """Where every partition of the subscription ends now. A new one that not every broker knows yet is waited for:
         without its end the run leaves it to the next one, and says so."""
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
@@ -345,9 +347,9 @@ class Questions:
         if left := [tp for tp in tps if tp not in ends]:
             text = "partitions left to the next run, because no broker told their end yet: %d, such as %s"
             log.warning(text, len(left), left[0])
-        return ev.TargetTaken(ends=ends)
+        return ev.TargetRead(ends=ends)
 
-    def look(self, question: ev.Look) -> ev.Looked:
+    def look(self, question: ev.ReadLogEnds) -> ev.LogEndsRead:
         """Ask what is asked, in the order of its fields."""
         began_ms = self._now_ms()
         ends, leader_epochs = self._admin.ends(question.ends, committed=self._committed)
@@ -355,7 +357,7 @@ class Questions:
         topics = self._admin.describe(question.topics)
         firsts = self._admin.earliest(question.firsts, whole=False)
         log_ends = self._admin.latest(question.log_ends, committed=False, whole=False)
-        return ev.Looked(
+        return ev.LogEndsRead(
             ends=ends,
             leader_epochs=leader_epochs,
             epoch_ends=epoch_ends,
@@ -365,13 +367,13 @@ class Questions:
             took_ms=self._now_ms() - began_ms,
         )
 
-    def group(self) -> ev.GroupSeen:
+    def group(self) -> ev.GroupDescribed:
         """Who is in the group."""
         found = self._admin.group(self._options.group_id)
         given: dict[str, frozenset[TopicPartition]] = {}
         for member in found.members:
             given[member.client_id] = given.get(member.client_id, frozenset()) | frozenset(member.partitions)
-        return ev.GroupSeen(state=found.state, given=given)
+        return ev.GroupDescribed(state=found.state, given=given)
 
 
 def rules_of(options: Options) -> Rules:

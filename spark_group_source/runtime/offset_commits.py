@@ -38,19 +38,19 @@ BARRED_MS = 1_000
 DENIED_AGAIN_MS = 60_000
 """After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
 
-Probed = ev.NotReplaced | ev.Replaced | ev.ReplacedUnknown
+Probed = ev.NotReplaced | ev.Replaced | ev.ReplacedUnclear
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """An echo, and in whose name. ``left``: slots that had no member when it was ordered, and why."""
 
-    echo: ev.Echo
+    echo: ev.CommitOffsets
     shares: tuple[Share, ...]
     left: Mapping[int, str]
 
 
-def in_whose_name(echo: ev.Echo, member: Callable[[int], SlotMember | None]) -> Order:
+def in_whose_name(echo: ev.CommitOffsets, member: Callable[[int], SlotMember | None]) -> Order:
     """Note who holds what is to be committed: later a slot may have another member of the same name. On the thread of
     the event that led to the order."""
     by_slot: dict[int, dict[TopicPartition, int]] = {}
@@ -64,7 +64,7 @@ def in_whose_name(echo: ev.Echo, member: Callable[[int], SlotMember | None]) -> 
     )
 
 
-class Commits:
+class OffsetCommits:
     """Commits for one stream, fenced by its id.
 
     Args:
@@ -128,7 +128,7 @@ class Commits:
         """Let the core know whether transactions work, when that is known and has changed."""
         if (works or self.by_members) and self._told_allowed is not works:
             self._told_allowed = works
-            self._handle(ev.TransactionsSeen(allowed=works))
+            self._handle(ev.TransactionsChecked(allowed=works))
 
     def probe(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> Probed:
         """Whether a newer driver commits for this stream, on behalf of a slot.
@@ -141,7 +141,7 @@ class Commits:
         if self.by_members and not seen:
             return ev.NotReplaced(slot=slot)
         if self.by_members and not self._lent():
-            return ev.ReplacedUnknown(slot=slot, reason="transactions are not allowed here", final=True)
+            return ev.ReplacedUnclear(slot=slot, reason="transactions are not allowed here", final=True)
         try:
             if self._committer.lost or self.by_members:  # it may be an agent of this run that was frozen
                 return self._whose_places(slot)
@@ -151,8 +151,8 @@ class Commits:
             return ev.Replaced(reason=str(exc))
         except SourceError as exc:
             log.info("whether this run was replaced is not known: %s", exc)
-            return ev.ReplacedUnknown(slot=slot, reason=str(exc))
-        return ev.ReplacedUnknown(slot=slot, reason="this run does not have its transactional id")
+            return ev.ReplacedUnclear(slot=slot, reason=str(exc))
+        return ev.ReplacedUnclear(slot=slot, reason="this run does not have its transactional id")
 
     def _whose_places(self, slot: int) -> Probed:
         """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
@@ -165,7 +165,7 @@ class Commits:
         if now_ms - self._taken_since_ms.setdefault(taken.member_id, now_ms) > self._stays_ms:
             return ev.Replaced(reason=reason)
         # It may be a consumer of this run that joined again by itself before it was closed: that ends with its session.
-        return ev.ReplacedUnknown(slot=slot, reason=reason)
+        return ev.ReplacedUnclear(slot=slot, reason=reason)
 
     def _taken(self) -> GroupMember | None:
         """A member that has a place of this run, and is none of it."""
@@ -193,7 +193,7 @@ class Commits:
         except SourceError as exc:
             log.info("a commit was not answered yet: %s", exc)
 
-    def echo(self, order: Order) -> ev.EchoDone | ev.EchoFailed:
+    def echo(self, order: Order) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
         """Commit and read back what the order says, without the shares of members that are not what they were.
 
         Raises:
@@ -223,8 +223,8 @@ class Commits:
         # What is gone counts as done: Kafka takes no offset for it.
         done = {tp: offset for tp, offset in echo.offsets.items() if echo.slots[tp] not in left}
         if done or not left:
-            return ev.EchoDone(offsets=done, left=left)
-        return ev.EchoFailed(reason="; ".join(sorted(set(left.values()))), stale=True)
+            return ev.OffsetsCommitted(offsets=done, left=left)
+        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(left.values()))), stale=True)
 
     def _still_there(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
         """Without what was deleted: Kafka takes no offsets for it, and all of a commit or nothing."""

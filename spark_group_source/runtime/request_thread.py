@@ -41,7 +41,7 @@ SHUT_OUT_S_MAX = 2.0
 """How long members wait for the transactional id before they join; it takes milliseconds. Beyond it their places are
 worth more: a session may end meanwhile."""
 
-Order = ev.FetchCommitted | ev.ResolveStarts | ev.AskReplaced | offset_commits.Order
+Order = ev.FetchCommittedOffsets | ev.ResolveStarts | ev.CheckReplaced | offset_commits.Order
 
 
 class Worker:
@@ -66,7 +66,7 @@ class Worker:
         self._options, self._admin, self._runtime = options, admin, runtime
         self._topics, self._handle = topics, handle
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
-        self._commits: offset_commits.Commits | None = None
+        self._commits: offset_commits.OffsetCommits | None = None
         self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
         """The member ids that the run's members have and had."""
         self.lent = False
@@ -80,7 +80,7 @@ class Worker:
 
     def start(self, stream: str) -> None:
         """Begin, with commits fenced by the stream's id. A thread that cannot be started is reported in here."""
-        self._commits = offset_commits.Commits(
+        self._commits = offset_commits.OffsetCommits(
             self._options,
             self._admin,
             stream=stream,
@@ -129,12 +129,12 @@ class Worker:
         except Exception as exc:
             error = exc if isinstance(exc, SourceError) else InvariantBroken(f"{exc!r} in the worker")
             log.warning("the worker met what it did not expect", exc_info=exc)
-            self._handle(ev.Broken(error=error))
+            self._handle(ev.InternalFailure(error=error))
             self._runtime.pause(WAKE_S)
 
     def _died(self, exc: BaseException) -> None:
         self._stopped = True
-        self._handle(ev.Broken(error=InvariantBroken(f"the worker does not run: {exc!r}")))
+        self._handle(ev.InternalFailure(error=InvariantBroken(f"the worker does not run: {exc!r}")))
 
     def _turn(self) -> None:
         try:
@@ -160,26 +160,26 @@ class Worker:
         if self._options.topic_pattern is not None and self._runtime.now_ms() >= self._topics_at_ms:
             self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
             try:
-                self._handle(ev.TopicsSeen(topics=tuple(self._topics())))
+                self._handle(ev.TopicsChanged(topics=tuple(self._topics())))
             except GroupError as exc:
                 log.warning("the topics could not be listed: %s", exc)
 
     def _do(self, work: Order) -> None:
         assert self._commits is not None
         match work:
-            case ev.FetchCommitted():
+            case ev.FetchCommittedOffsets():
                 self._commits.settle()
                 self._handle(self._committed_read(work))
             case ev.ResolveStarts():
                 committed = self._options.isolation_level == "read_committed"
                 starts = self._admin.starts(work.starts, committed=committed)
                 self._handle(ev.StartsResolved(offsets=starts, asked=tuple(work.starts)))
-            case ev.AskReplaced():
+            case ev.CheckReplaced():
                 self._handle(self._commits.probe(work.slot, self._any_partition, seen=work.seen))
             case offset_commits.Order():
                 self._handle(self._commits.echo(work))
 
-    def _committed_read(self, order: ev.FetchCommitted) -> ev.CommittedRead:
+    def _committed_read(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
         began_ms = self._runtime.wall_ms() - self._runtime.now_ms()
         read = self._offsets.read(order.partitions + order.beside)
         found = {tp: _committed(at, began_ms) for tp, at in read.items()}
@@ -187,18 +187,18 @@ class Worker:
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.beside if tp not in found)
         known = epoch if order.beside else None
-        return ev.CommittedRead(offsets=offsets, asked=order.partitions, epoch=known, silent=silent)
+        return ev.CommittedOffsetsRead(offsets=offsets, asked=order.partitions, epoch=known, silent=silent)
 
     def _on_failure(self, work: Order, exc: SourceError) -> None:
         if isinstance(exc, Fenced):
             self._handle(ev.Replaced(reason=str(exc)))
         elif isinstance(work, offset_commits.Order) and not isinstance(exc, AccessDenied):
-            self._handle(ev.EchoFailed(reason=str(exc)))
-        elif isinstance(work, ev.FetchCommitted | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
-            asked = work.partitions if isinstance(work, ev.FetchCommitted) else tuple(work.starts)
+            self._handle(ev.OffsetCommitFailed(reason=str(exc)))
+        elif isinstance(work, ev.FetchCommittedOffsets | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
+            asked = work.partitions if isinstance(work, ev.FetchCommittedOffsets) else tuple(work.starts)
             self._handle(ev.LookupFailed(partitions=asked, error=exc))
         else:
-            self._handle(ev.Broken(error=exc))
+            self._handle(ev.InternalFailure(error=exc))
 
     def _prepare(self) -> None:
         """Before anything is looked up, since what an older driver committed later would not be seen."""

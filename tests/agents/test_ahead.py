@@ -18,7 +18,7 @@ from reading import read_near
 
 from spark_group_source.agents.agent_folder import Home
 from spark_group_source.agents.prefetch import near
-from spark_group_source.agents.task_messages import Ahead, Given, Served
+from spark_group_source.agents.task_messages import Ahead, ClaimGranted, Served
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -263,7 +263,7 @@ def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     home, ranges = many(topic, produce, reader)
-    answer = agent_words.exchange(home, Given(ranges=tuple(ranges)))
+    answer = agent_words.exchange(home, ClaimGranted(ranges=tuple(ranges)))
     assert isinstance(answer, Served) and answer.rows == 8_000  # and its connection is closed, with the rows in it
     await_until(lambda: agent_words.looked(home).used == 0, agent_words.END_S, what="free memory")
     assert len(rows_of(read_near(home, settings, ranges))) == 8_000

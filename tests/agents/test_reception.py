@@ -12,7 +12,7 @@ import pytest
 from kafka_words import await_until
 
 from spark_group_source.agents import task
-from spark_group_source.agents.control_server import Reception
+from spark_group_source.agents.control_server import ControlServer
 from spark_group_source.agents.member_messages import CODEC
 from spark_group_source.agents.task import Call
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -34,8 +34,8 @@ class Listening:
     """A reception with one plan of one task."""
 
     def __init__(self) -> None:
-        self.told: list[ev.TaskRead] = []
-        self.reception = Reception(
+        self.told: list[ev.TaskReported] = []
+        self.reception = ControlServer(
             Options.parse({**GIVEN, "memberHost": "executor", "coordinatorHost": "127.0.0.1"}),
             hosts=NOBODY,
             died=lambda exc: None,
@@ -76,7 +76,7 @@ def read(*, skipped: tuple[int, int], ends: bool) -> Tally:
 def test_a_task_tells_what_it_read_from_where_and_what_was_gone(listening: Listening) -> None:
     listening.task(read(skipped=(7, 9), ends=True))
     await_until(lambda: listening.told, SOON_S, what="word of the task")
-    assert listening.told == [ev.TaskRead(seq=4, memory={A: 3}, brokers={A: 4, B: 2}, lost=(OffsetRange(A, 7, 9),))]
+    assert listening.told == [ev.TaskReported(seq=4, memory={A: 3}, brokers={A: 4, B: 2}, lost=(OffsetRange(A, 7, 9),))]
 
 
 def test_a_task_that_fails_tells_what_it_read_and_nothing_of_losses(listening: Listening) -> None:

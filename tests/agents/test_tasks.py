@@ -13,7 +13,7 @@ from spark_group_source.agents.channel.server import Peer
 from spark_group_source.agents.member_messages import CODEC
 from spark_group_source.agents.start import Order
 from spark_group_source.agents.task import Call
-from spark_group_source.agents.task_messages import Claim, Given, NotGiven
+from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.table import Options
@@ -21,7 +21,7 @@ from spark_group_source.reader.range_reader import ReadOptions
 from spark_group_source.source import GroupStreamReader, RangesPartition
 
 CLAIM = Claim(plan="r.1", task=0, executor="here")
-GIVEN = Given(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
+GIVEN = ClaimGranted(ranges=(OffsetRange(TopicPartition("orders", 0), 5, 9),), topic_ids={"orders": "id"})
 
 Answers = Callable[[Peer, Any, int], None]
 
@@ -68,7 +68,7 @@ def test_a_claim_that_is_refused_is_not_tried_again() -> None:
 
     def answers(peer: Peer, message: Any, asks: int) -> None:
         asked.append(message)
-        peer.send(NotGiven(reason="no plan 'r.1'"), answers=asks)
+        peer.send(ClaimRefused(reason="no plan 'r.1'"), answers=asks)
 
     with listening(answers) as call, pytest.raises(ChannelBroken, match=r"no plan 'r.1'"):
         task._Line(call).await_piece(CLAIM)

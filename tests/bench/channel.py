@@ -32,7 +32,7 @@ from spark_group_source.agents.channel.codec import Codec
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.channel.server import Limits, Peer, Server
 from spark_group_source.agents.control_server import set_aside
-from spark_group_source.agents.task_messages import CLAIM_MESSAGES, Claim, Given, NotGiven, TaskEnded
+from spark_group_source.agents.task_messages import CLAIM_MESSAGES, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.claims import Claims, Piece, Plan
 from spark_group_source.protocol.offsets import StreamOffset
@@ -177,9 +177,11 @@ class Coordinator:
             case Claim():
                 piece = self._claims.claim(message.plan, message.task, message.executor)
                 if isinstance(piece, Piece):
-                    peer.send(Given(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}), answers=asks)
+                    peer.send(
+                        ClaimGranted(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}), answers=asks
+                    )
                 else:
-                    peer.send(NotGiven(reason=piece.reason), answers=asks)
+                    peer.send(ClaimRefused(reason=piece.reason), answers=asks)
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 
@@ -266,7 +268,7 @@ def _tasks(
         started_s = time.monotonic()
         piece = client.request(Claim(plan=order["plan"], task=task, executor=executor), PLAYER_S_MAX)
         found["took_ms"].append((time.monotonic() - started_s) * 1000)
-        assert isinstance(piece, Given), piece
+        assert isinstance(piece, ClaimGranted), piece
         client.send(TaskEnded(plan=order["plan"], task=task, executor=executor))
     return found
 

@@ -17,11 +17,11 @@ from rich.table import Table
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import Heights
+from spark_group_source.protocol.data_loss import LeaderEpochs
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -87,18 +87,18 @@ def boundary(partitions: int, slots: int, repeat: int) -> dict[str, float]:
     for _ in range(repeat):
         spent, orders = measure(lambda start=start: machine.handle(ev.Durable(offset=start), now_ms=0))  # type: ignore[misc]
         for echo in orders:
-            if isinstance(echo, ev.Echo):
-                machine.handle(ev.EchoDone(offsets=echo.offsets), now_ms=0)
+            if isinstance(echo, ev.CommitOffsets):
+                machine.handle(ev.OffsetsCommitted(offsets=echo.offsets), now_ms=0)
         start, parts = plan(machine, planner)
         for step, ms in {"durable": spent, **parts}.items():
             best[step] = min(best[step], ms)
     return best
 
 
-def running(partitions: int, slots: int) -> Machine:
+def running(partitions: int, slots: int) -> Run:
     """A run whose slots have equal shares of the partitions, all of them at 100."""
-    machine = Machine(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
-    machine.handle(ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
+    machine = Run(Rules(group=GROUP, starting=StartingPosition(), slots=slots))
+    machine.handle(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM), now_ms=0)
     machine.handle(ev.TopicsListed(topics={"orders": partitions}), now_ms=0)
     everything = [TopicPartition("orders", p) for p in range(partitions)]
     orders: list[ev.Command] = []
@@ -112,7 +112,7 @@ def running(partitions: int, slots: int) -> Machine:
     return machine
 
 
-def plan(machine: Machine, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
+def plan(machine: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]]:
     """Plan a batch that reads some of every partition's backlog, as a run does."""
     parts: dict[str, float] = {}
     positions = machine.plannable()
@@ -120,7 +120,7 @@ def plan(machine: Machine, planner: Planner) -> tuple[StreamOffset, dict[str, fl
     leaders = dict.fromkeys(positions, 3)
 
     def epochs_at(positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
-        return Heights().at_ends(positions, ends, leaders)
+        return LeaderEpochs().at_ends(positions, ends, leaders)
 
     parts["plan"], planned = measure(
         lambda: planner.cut(machine, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
@@ -180,11 +180,11 @@ def _answer(order: ev.Command, clients: dict[int, int]) -> ev.Event | None:
             clients[order.slot] = order.client
             mine = (TopicPartition("orders", order.slot),)
             return ev.Assigned(slot=order.slot, client=order.client, partitions=mine, generation=2)
-        case ev.FetchCommitted():
+        case ev.FetchCommittedOffsets():
             found = {tp: ev.Committed(offset=100, stream=STREAM) for tp in order.partitions}
-            return ev.CommittedRead(offsets=found, asked=order.partitions, epoch=0)
-        case ev.Echo():
-            return ev.EchoDone(offsets=order.offsets)
+            return ev.CommittedOffsetsRead(offsets=found, asked=order.partitions, epoch=0)
+        case ev.CommitOffsets():
+            return ev.OffsetsCommitted(offsets=order.offsets)
         case _:
             return None
 

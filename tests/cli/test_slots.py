@@ -41,4 +41,4 @@ def test_each_slot_says_where_it_lives_since_when_and_what_is_read_there() -> No
 
 def test_where_tasks_cannot_tell_what_they_read_there_is_no_number() -> None:
     """With memberHost=driver."""
-    assert shown()[0] == ["0", "out", "0", "the stream reader", "-", "-", "-", "-", "0"]
+    assert shown()[0] == ["0", "closed", "0", "the stream reader", "-", "-", "-", "-", "0"]

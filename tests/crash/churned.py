@@ -48,15 +48,15 @@ def _behind(port: int) -> type[KafkaGroupDataSource]:
         """The stream reader tells executors another port than its own."""
 
         def streamReader(self, schema: Any) -> Any:
-            from spark_group_source.agents.control_server import Reception
+            from spark_group_source.agents.control_server import ControlServer
 
-            start = Reception.start
+            start = ControlServer.start
 
-            def started(reception: Reception) -> None:
+            def started(reception: ControlServer) -> None:
                 start(reception)
                 reception.addresses = (("127.0.0.1", port),)
 
-            Reception.start = started  # type: ignore[assignment,method-assign]
+            ControlServer.start = started  # type: ignore[assignment,method-assign]
             return super().streamReader(schema)
 
     return Behind

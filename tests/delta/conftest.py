@@ -13,7 +13,7 @@ from sink_words import Intruder, NewQuery, Query
 
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
-from spark_group_source.delta.table_writer import TableAccess, Writer
+from spark_group_source.delta.table_writer import TableWriter, Writer
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -44,7 +44,7 @@ def new_table(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def created(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sink") / "table"
-    TableAccess(spark, str(made)).create(spark.createDataFrame([], SCHEMA))
+    TableWriter(spark, str(made)).create(spark.createDataFrame([], SCHEMA))
     return made
 
 

@@ -27,7 +27,7 @@ LENT_MS = (40_000, 90_000)
 
 
 @dataclass(frozen=True)
-class Lent:
+class PlacedMembers:
     """What came of one history."""
 
     moves: int
@@ -73,7 +73,7 @@ class CalmFaults(AgentFaults):
         self._kinds = [kind for kind in AgentFaults.kinds() if kind is not AgentFaults.cut_agent_off]
 
 
-def lend(seed: int, protocol: str) -> Lent:
+def lend(seed: int, protocol: str) -> PlacedMembers:
     """Play one history.
 
     Raises:
@@ -84,7 +84,7 @@ def lend(seed: int, protocol: str) -> Lent:
         return _play(world, protocol)
 
 
-def _play(world: World, protocol: str) -> Lent:
+def _play(world: World, protocol: str) -> PlacedMembers:
     truth = Invariants(world)
     scene = CalmScene(world, Cluster(world, PROTOCOLS[protocol], truth), truth, protocol)
     faults = CalmFaults(scene)
@@ -106,4 +106,4 @@ def _play(world: World, protocol: str) -> Lent:
         raise Violation(f"the query ended: {dict(scene.ends)}")
     watched = scene.queries[0].runs[0].watched
     assert watched is not None
-    return Lent(watched.counts.moves, watched.counts.recalls, rebalances, faults.happened)
+    return PlacedMembers(watched.counts.moves, watched.counts.recalls, rebalances, faults.happened)

@@ -16,7 +16,7 @@ from kit.fake_library import NO_OFFSET, Answered, Library, refusal, to_kafka, to
 from kit.kafka_group import Code
 from kit.misfortune import Ask
 from kit.runtime import Future
-from kit.wire import Partly, Question, Reply, Serve
+from kit.wire import Partly, PendingRequest, Reply, Serve
 from kit.world import Process, the_thread, to_ms
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class FakeAdmin:
                 else:
                     future.set_result(part)
 
-        Question(
+        PendingRequest(
             self._library,
             ask,
             serve,

@@ -14,7 +14,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Ask
 from kit.runtime import Future
-from kit.wire import Question, Serve
+from kit.wire import PendingRequest, Serve
 from kit.world import Process, the_thread
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.identifiers import parse_note
@@ -54,7 +54,7 @@ class Library:
         """
         the_thread(self.world)
         future = Future(self.world)
-        Question(self, ask, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
+        PendingRequest(self, ask, serve, future.set_result, timeout_ms=timeout_ms, timed_out=timed_out)
         answer = future.result()
         if isinstance(answer, KafkaError):
             raise KafkaException(answer)

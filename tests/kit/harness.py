@@ -2,7 +2,7 @@
 
 Runs in: tests. Deliberately absent: threads, and a group with members of its own (``kafka_group``).
 :class:`GroupHarness` has the machine, and the test plays everybody else (``run_harness`` has a run, and plays the shell
-and a Kafka that answers from dictionaries). Each event is followed by :meth:`Machine.check`, so every test also
+and a Kafka that answers from dictionaries). Each event is followed by :meth:`Run.check`, so every test also
 tests the invariants.
 """
 
@@ -16,7 +16,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
 GROUP = "etl"
@@ -77,7 +77,7 @@ class GroupHarness:
 
     def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
-        self.machine = Machine(rules_with(slots=slots, **rules))
+        self.machine = Run(rules_with(slots=slots, **rules))
         self.machine.lending.transactional = True
         self.clients: dict[int, int] = {}
         self.history: Commands = []
@@ -94,13 +94,13 @@ class GroupHarness:
             if isinstance(command, ev.Fail) and isinstance(command.error, InvariantBroken):
                 raise command.error
         self.history += commands
-        return [command for command in commands if not isinstance(command, ev.Say)]
+        return [command for command in commands if not isinstance(command, ev.LogLine)]
 
     def said(self) -> list[str]:
-        return [say.text for say in only(ev.Say, self.history)]
+        return [say.text for say in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
-        return [say.text for say in only(ev.Say, self.history) if say.warn]
+        return [say.text for say in only(ev.LogLine, self.history) if say.warn]
 
     def gathered(self) -> bool:
         return self.machine.gathered
@@ -129,7 +129,7 @@ class GroupHarness:
 
     def host_came(self, host: str, *, executor: str = "", fresh: bool = True) -> Commands:
         """An agent says hello; each has an executor of its own unless ``executor`` says otherwise."""
-        return self.feed(ev.HostCame(host=host, executor=executor or f"of {host}", fresh=fresh))
+        return self.feed(ev.AgentConnected(host=host, executor=executor or f"of {host}", fresh=fresh))
 
     def stay(self, ms: int, *hosts: str) -> Commands:
         """Time passes, and agents are heard; all of them unless ``hosts`` says which."""
@@ -137,28 +137,28 @@ class GroupHarness:
         for _ in range(0, ms, PING_MS):
             commands += self.tick(ms=PING_MS)
             heard = hosts or tuple(self.machine.lending.hosts.all)
-            commands += self.feed(*(ev.HostHeard(host=host) for host in heard))
+            commands += self.feed(*(ev.AgentHeartbeat(host=host) for host in heard))
         return commands
 
     # --- what Spark says --------------------------------------------------------------------------------------------
 
     def born(self, known: Mapping[str, int] | None = None) -> Commands:
         known = known or {"orders": 4}
-        first = ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM)
+        first = ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM)
         return self.feed(first, ev.TopicsListed(topics=known))
 
     def goes_on(self, offset: StreamOffset, topics: Iterable[str] = ("orders",)) -> Commands:
         """The run begins after this durable batch of a former one."""
         listed = ev.TopicsListed(topics=dict.fromkeys(topics, 4))
-        return self.feed(ev.Asked(start=offset, name=STREAM), listed)
+        return self.feed(ev.NextBatchRequested(start=offset, name=STREAM), listed)
 
     def replay(self, offset: StreamOffset) -> Commands:
         """The run begins with this batch of a former one, which is read again."""
-        return self.feed(ev.Reading(offset=offset), ev.TopicsListed(topics={"orders": 4}))
+        return self.feed(ev.BatchStarted(offset=offset), ev.TopicsListed(topics={"orders": 4}))
 
     def close(self, *, leave: bool) -> Commands:
         """Spark ends the run, and its members close."""
-        return self.feed(ev.Stopping(), ev.Closing(leave=leave))
+        return self.feed(ev.StopRequested(), ev.MembersClosing(leave=leave))
 
     def plan(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Commands:
         """Plan a batch that reads these; what else is held stands still."""
@@ -187,7 +187,7 @@ class GroupHarness:
             tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
-        return self.feed(ev.CommittedRead(offsets=read, asked=tuple(read), epoch=0))
+        return self.feed(ev.CommittedOffsetsRead(offsets=read, asked=tuple(read), epoch=0))
 
     def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
         """What the starting options stand for."""
@@ -195,8 +195,8 @@ class GroupHarness:
 
     def echoed(self, commands: Commands | None = None) -> Commands:
         """The last echo that was ordered (in ``commands``, or ever) is committed and shows."""
-        echo = only(ev.Echo, self.history if commands is None else commands)[-1]
-        return self.feed(ev.EchoDone(offsets=echo.offsets))
+        echo = only(ev.CommitOffsets, self.history if commands is None else commands)[-1]
+        return self.feed(ev.OffsetsCommitted(offsets=echo.offsets))
 
     def tick(self, *, ms: int) -> Commands:
         self.clock.advance(ms=ms)

@@ -1,7 +1,7 @@
 """A run of a query with short words around it: a test makes Spark's calls and says what Kafka has.
 
 Runs in: tests. Deliberately absent: threads; the machine alone (``harness``). Each event is followed by
-:meth:`Machine.check`, so every test also tests the invariants.
+:meth:`Run.check`, so every test also tests the invariants.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from spark_group_source.model import StartAt, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
 GIVEN_UP_MS = 3_000
@@ -42,7 +42,7 @@ class RunHarness:
 
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
         self.clock = ManualClock(1_000)
-        self.run = Machine(rules_with(slots=slots, **rules))
+        self.run = Run(rules_with(slots=slots, **rules))
         self.run.lending.transactional = True
         self.down_until_ms = 0  # no broker answers
         self.topics = dict(topics or {"orders": 2})
@@ -74,18 +74,18 @@ class RunHarness:
 
     def latest(self, *, unlimited: bool = False, drain: bool = False) -> StreamOffset:
         """Ask what comes after ``start``, which is durable."""
-        return self.call(ev.Asked(start=self.start, unlimited=unlimited, drain=drain, name=STREAM))
+        return self.call(ev.NextBatchRequested(start=self.start, unlimited=unlimited, drain=drain, name=STREAM))
 
     def batch(self, *, unlimited: bool = False) -> StreamOffset:
         """Plan the next batch and read it; it is durable when the next one is asked for."""
         end = self.latest(unlimited=unlimited)
         if end != self.start:
-            self.call(ev.Reading(offset=end))
+            self.call(ev.BatchStarted(offset=end))
         self.start = end
         return end
 
     def stop(self, *, durable: int = -1) -> None:
-        self.call(ev.Stopping(durable=durable))
+        self.call(ev.StopRequested(durable=durable))
 
     def call(self, event: ev.Event) -> StreamOffset:
         """Do what the run says until it has an answer."""
@@ -96,9 +96,9 @@ class RunHarness:
         """The rest of a call."""
         for _ in range(STEPS_MAX):
             match step := self.step():
-                case ev.Answer():
+                case ev.ReturnOffset():
                     return step.offset
-                case ev.Raise():
+                case ev.RaiseError():
                     raise step.error
                 case ev.Wait():
                     assert step.until_ms > self.clock(), "a wait for what is past"
@@ -141,7 +141,7 @@ class RunHarness:
 
     def aim(self, ends: Mapping[TopicPartition, int]) -> None:
         """Begin an AvailableNow run that is to end there."""
-        self.feed(ev.TargetAsked(), ev.TargetTaken(ends=dict(ends)))
+        self.feed(ev.TargetRequested(), ev.TargetRead(ends=dict(ends)))
 
     def later(self, event: ev.Event, *, ms: int) -> None:
         """This will happen after so many milliseconds."""
@@ -165,10 +165,10 @@ class RunHarness:
         return self.run.drained
 
     def said(self) -> list[str]:
-        return [say.text for say in only(ev.Say, self.history)]
+        return [say.text for say in only(ev.LogLine, self.history)]
 
     def warned(self) -> list[str]:
-        return [say.text for say in only(ev.Say, self.history) if say.warn]
+        return [say.text for say in only(ev.LogLine, self.history) if say.warn]
 
     def took(self, kind: type[C]) -> list[C]:
         """The steps of one class, in order."""
@@ -190,29 +190,31 @@ class RunHarness:
     def answer(self, step: ev.Step) -> ev.Event:
         """What the shell hands in for a question, or for an order to end."""
         match step:
-            case ev.ListTopics() | ev.TakeTarget() | ev.Look() | ev.Describe() if self.clock() < self.down_until_ms:
+            case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup() if (
+                self.clock() < self.down_until_ms
+            ):
                 self.clock.advance(ms=GIVEN_UP_MS)
-                return ev.NotAnswered(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
-            case ev.TakeTarget():
-                return ev.TargetTaken(ends=dict(self.ends))
+                return ev.RequestFailed(error=BrokerUnavailable("no leaders", servers="b:9092", waited_ms=GIVEN_UP_MS))
+            case ev.ReadTarget():
+                return ev.TargetRead(ends=dict(self.ends))
             case ev.ListTopics():
                 return ev.TopicsListed(topics=self.topics)
-            case ev.Look():
+            case ev.ReadLogEnds():
                 self.clock.advance(ms=self.look_ms)
-                return ev.Looked(
+                return ev.LogEndsRead(
                     ends=_some(self.ends, step.ends),
                     firsts=_some(self.firsts, step.firsts),
                     log_ends=_some(self.ends, step.log_ends),
                     topic_ids=_some(self.ids, step.topics),
                     took_ms=self.look_ms,
                 )
-            case ev.Describe():
+            case ev.DescribeGroup():
                 there = self.clients.keys() | self.left
                 joined = {slot: frozenset(given) for slot, given in self.gives.items() if slot in there}
                 given = {identifiers.client_id(STREAM, slot): partitions for slot, partitions in joined.items()}
-                return ev.GroupSeen(state=self.group_state, given=given)
-            case ev.End():
-                return ev.Closing(leave=step.leave)
+                return ev.GroupDescribed(state=self.group_state, given=given)
+            case ev.CloseMembers():
+                return ev.MembersClosing(leave=step.leave)
             case _:
                 raise AssertionError(f"{step} is no question")
 
@@ -232,22 +234,22 @@ class RunHarness:
                 return ev.Assigned(slot=command.slot, client=command.client, partitions=given)
             case ev.Leave():
                 return ev.MemberEnded(slot=command.slot, client=self.clients[command.slot])
-            case ev.FetchCommitted():
+            case ev.FetchCommittedOffsets():
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
                 noted = [self.committed[tp].epoch for tp in command.partitions + command.beside if tp in self.committed]
                 epoch = max(noted, default=0) if command.beside else None
-                return ev.CommittedRead(offsets=read, asked=command.partitions, epoch=epoch)
+                return ev.CommittedOffsetsRead(offsets=read, asked=command.partitions, epoch=epoch)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
                 return ev.StartsResolved(offsets=found, asked=tuple(command.starts))
-            case ev.Echo():
+            case ev.CommitOffsets():
                 for tp, at in command.offsets.items():
                     followed = tp in command.followed
                     self.committed[tp] = ev.Committed(
                         offset=at, stream=command.stream, seq=command.seq, epoch=command.epoch, followed=followed
                     )
-                return ev.EchoDone(offsets=command.offsets)
-            case ev.AskReplaced():
+                return ev.OffsetsCommitted(offsets=command.offsets)
+            case ev.CheckReplaced():
                 return ev.NotReplaced(slot=command.slot)
             case _:
                 return None

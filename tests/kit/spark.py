@@ -27,7 +27,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.outbox import brief
 from spark_group_source.protocol.rules import Rules
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.statistics import Statistics
 from spark_group_source.runtime.coordinator import Coordinator, rules_of
 
@@ -130,7 +130,7 @@ NO_THREAD = "can't start new thread"
 """What Python says where the machine has no more of them: nobody broke a rule."""
 
 
-class WatchedRun(Machine):
+class WatchedRun(Run):
     """The shipped run, looked at after each event: breaking a rule breaks the history. It decides nothing.
 
     Args:
@@ -149,7 +149,7 @@ class WatchedRun(Machine):
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
         tick = isinstance(event, ev.Tick)
-        self._reader.closing |= isinstance(event, ev.Closing)
+        self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
         lending = self.lending
@@ -171,7 +171,7 @@ class WatchedRun(Machine):
         if not isinstance(step, ev.Wait):
             self._process.world.note(lambda: f"{self._process.name} {_in_words(step, commands)}")
         plan = self.plan
-        if plan is not None and plan.seq != self._planned_seq and isinstance(step, ev.Answer):
+        if plan is not None and plan.seq != self._planned_seq and isinstance(step, ev.ReturnOffset):
             self._planned_seq = plan.seq
             self._truth.intends(self._reader, plan.ranges)
         self._inspect(commands)
@@ -189,7 +189,7 @@ class WatchedRun(Machine):
             broken = isinstance(command, ev.Fail) and isinstance(command.error, InvariantBroken)
             if isinstance(command, ev.Fail) and broken and NO_THREAD not in str(command.error):
                 self._break(str(command.error))
-            if isinstance(command, ev.Echo) and not self.closed:
+            if isinstance(command, ev.CommitOffsets) and not self.closed:
                 for tp in command.offsets.keys() - self.positions.ours.keys():
                     self._break(f"commits {tp}, which it was told is another member's")
 

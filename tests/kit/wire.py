@@ -28,7 +28,7 @@ class Partly:
         self.answer = answer
 
 
-class Question:
+class PendingRequest:
     """One question. ``settle`` is called once, on the library's thread, with the answer or a KafkaError.
 
     Args:

@@ -16,7 +16,7 @@ UTILITIES = ("bash", "make", "dirname", "mkdir", "rm", "mktemp", "timeout", "gre
 """What the scripts use of the system; nothing else of it is in PATH here, so no Python and no Java."""
 
 
-class Machine:
+class Run:
     """A checkout of the build files, and a PATH with only what a test puts there."""
 
     def __init__(self, home: Path) -> None:
@@ -68,15 +68,15 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
 NO_JAVA = "Java 17 or newer is needed, and there is none in PATH; install a JDK, or set JAVA_HOME"
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
-def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine: Machine, target: str) -> None:
+def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine: Run, target: str) -> None:
     machine.has_python()
     assert machine.refuses("make", target) == NO_JAVA
     assert not (machine.checkout / ".venv").exists()
@@ -86,7 +86,7 @@ def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine
 
 
 @pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
-def test_an_old_java_is_named(machine: Machine, version: str, number: int) -> None:
+def test_an_old_java_is_named(machine: Run, version: str, number: int) -> None:
     machine.has_python()
     machine.has_java(version)
     told = machine.refuses("make", "test")
@@ -95,7 +95,7 @@ def test_an_old_java_is_named(machine: Machine, version: str, number: int) -> No
     assert list(machine.tmp.iterdir()) == []
 
 
-def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Machine) -> None:
+def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Run) -> None:
     machine.has_python()
     machine.has_java("17")
     assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
@@ -105,7 +105,7 @@ def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Mac
     assert "does not run; install a JDK" in machine.refuses("make", "test")
 
 
-def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_taken(machine: Machine) -> None:
+def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_taken(machine: Run) -> None:
     machine.has_java()
     told = machine.refuses("make", "test")
     assert told == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
@@ -118,7 +118,7 @@ def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_tak
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
-def test_what_is_new_enough_passes(machine: Machine, version: str) -> None:
+def test_what_is_new_enough_passes(machine: Run, version: str) -> None:
     machine.has_java("21.0.1")
     machine.has_python(version)
     run = machine.run("make", "tools")
@@ -126,7 +126,7 @@ def test_what_is_new_enough_passes(machine: Machine, version: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_package_registry_is_one_line_too(machine: Machine) -> None:
+def test_no_package_registry_is_one_line_too(machine: Run) -> None:
     machine.has_java()
     (machine.bin / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (machine.bin / "python3").chmod(0o755)

@@ -8,10 +8,10 @@ import pytest
 from hand_made import A0, A1, HandRuntime, metadata
 
 from spark_group_source.agents import member_messages as ms
-from spark_group_source.agents.connected_agents import Hosts
+from spark_group_source.agents.connected_agents import ConnectedAgents
 from spark_group_source.agents.hosted_member import PINGS_A_LEASE, Hosted
 from spark_group_source.agents.remote_member import RemoteMember
-from spark_group_source.agents.session import KEPT_MAX, Link
+from spark_group_source.agents.session import KEPT_MAX, Session
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
 from spark_group_source.members.slot_member import Share
@@ -47,7 +47,7 @@ class Pair:
         self.events: list[ev.Event] = []
         self.ended: list[str] = []
         self.known_as: deque[str] = deque()
-        self.hosts = Hosts(
+        self.hosts = ConnectedAgents(
             runtime=self.here,
             lease_ms=LEASE_MS,
             incremental=True,
@@ -72,7 +72,7 @@ class Pair:
 
     def _handle(self, event: ev.Event) -> None:
         self.events.append(event)
-        if isinstance(event, ev.HostCame):
+        if isinstance(event, ev.AgentConnected):
             if self.admits:
                 self.hosts.admit(event.host)
             else:
@@ -107,7 +107,7 @@ class Pair:
         self.carry()
 
     def told(self) -> list[ev.Event]:
-        return [event for event in self.events if not isinstance(event, ev.HostCame | ev.HostHeard)]
+        return [event for event in self.events if not isinstance(event, ev.AgentConnected | ev.AgentHeartbeat)]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def assigned(*tps: Any) -> ev.Assigned:
 
 
 def test_a_change_is_sent_once_over_one_connection_and_again_over_the_next_if_it_was_not_taken() -> None:
-    link, sent = Link[str](HandRuntime()), list[tuple[int, str]]()
+    link, sent = Session[str](HandRuntime()), list[tuple[int, str]]()
     link.connect(lambda number, change: sent.append((number, change)))
     for change in "ab":
         link.tell(change)
@@ -145,7 +145,7 @@ def test_a_change_is_sent_once_over_one_connection_and_again_over_the_next_if_it
 
 
 def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
-    link = Link[str](HandRuntime())
+    link = Session[str](HandRuntime())
     for _ in range(KEPT_MAX + 1):
         link.tell("x")
     assert link.broken
@@ -155,11 +155,11 @@ def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
 
 
 def test_an_agent_says_who_it_is_and_is_welcomed(pair: Pair) -> None:
-    assert pair.events == [ev.HostCame(host="h1", executor="7", name="worker-1", fresh=True)]
+    assert pair.events == [ev.AgentConnected(host="h1", executor="7", name="worker-1", fresh=True)]
     pair.reconnect()
     assert pair.events[1:] == [
-        ev.HostCut(host="h1"),
-        ev.HostCame(host="h1", executor="7", name="worker-1", fresh=False),
+        ev.AgentDisconnected(host="h1"),
+        ev.AgentConnected(host="h1", executor="7", name="worker-1", fresh=False),
     ]
 
 
@@ -223,7 +223,7 @@ def test_a_sign_of_life_says_what_is_held_of_each_members_partitions(pair: Pair)
     pair.agent.begin(lambda tps: (100 * len(list(tps)), 7))
     pair.agent._say(stock=pair.agent._stock())
     pair.carry()
-    assert ev.HostStocked(host="h1", stock=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
+    assert ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
 
 
 def test_a_run_that_has_ended_sends_agents_away(pair: Pair) -> None:
@@ -240,7 +240,7 @@ def test_a_newer_channel_of_an_agent_closes_the_older_one_whose_end_says_nothing
     pair.open()
     assert before.cut
     pair.hosts.closed(before, "cut")
-    assert not [event for event in pair.events if isinstance(event, ev.HostCut)]
+    assert not [event for event in pair.events if isinstance(event, ev.AgentDisconnected)]
 
 
 # --- a member there, and its face here -----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_reports_come_in_order_also_over_a_channel_that_was_cut(pair: Pair) -> N
     pair.agent._report(JOIN, ev.Revoking(slot=3, client=2, partitions=(A0,), eager=False))
     pair.wire.to_run.clear()
     pair.reconnect()
-    assert [type(event) for event in pair.told()] == [ev.Assigned, ev.HostCut, ev.Revoking]
+    assert [type(event) for event in pair.told()] == [ev.Assigned, ev.AgentDisconnected, ev.Revoking]
     assert member.held == (A0,)
 
 
@@ -286,7 +286,7 @@ def test_reports_of_a_member_that_was_replaced_or_of_another_host_are_ignored(pa
 
 def test_what_cannot_work_at_an_agent_may_work_elsewhere(pair: Pair) -> None:
     pair.lend()
-    pair.says(ev.Broken(error=AccessDenied("no permission")))
+    pair.says(ev.InternalFailure(error=AccessDenied("no permission")))
     assert pair.told() == [ev.MemberFailed(slot=3, client=2, reason="no permission")]
 
 

@@ -303,7 +303,7 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
     member = Member(JOIN, EAGER, runtime=Threads(), known_as=deque(), report=reported.append)
     member.start()
     assert member.wait_ended(10)
-    assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.Broken]
+    assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.InternalFailure]
 
 
 # --- committing as the member ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.identifiers import client_id
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import Planner
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
 
 SLOTS = 2
@@ -46,22 +46,22 @@ class GroupRun:
         self.last: StreamOffset | None = None
         self.logged: StreamOffset | None = None
         self.begin()
-        self.send(ev.Asked(start=StreamOffset.initial(GROUP), name=STREAM))
+        self.send(ev.NextBatchRequested(start=StreamOffset.initial(GROUP), name=STREAM))
         self.send(ev.TopicsListed(topics=KNOWN))
         self.divide(owned)
 
     def begin(self, slots: int = SLOTS) -> None:
-        self.machine = Machine(replace(RULES, slots=slots, auto_slots=True))
+        self.machine = Run(replace(RULES, slots=slots, auto_slots=True))
         self.planner = Planner(RULES)
         self.clients: dict[int, int] = {}
-        self.echoes: list[tuple[ev.Echo, Counter[TopicPartition]]] = []
-        self.lookups: list[tuple[ev.FetchCommitted | ev.ResolveStarts, Counter[TopicPartition], int]] = []
+        self.echoes: list[tuple[ev.CommitOffsets, Counter[TopicPartition]]] = []
+        self.lookups: list[tuple[ev.FetchCommittedOffsets | ev.ResolveStarts, Counter[TopicPartition], int]] = []
         self.stay = 0  # how often it had no partition at all
         self.knows = False  # of every reset before this stay
         self.arrivals: Counter[TopicPartition] = Counter()  # how often it became ours, or all was void
         self.out: set[int] = set()  # slots that an echo left out
         self.revoked_at: dict[int, int] = {}
-        self.asked: list[ev.AskReplaced] = []  # by the slot that was fenced last
+        self.asked: list[ev.CheckReplaced] = []  # by the slot that was fenced last
         self.model = Model(kafka=self.model.kafka)
 
     def send(self, event: ev.Event) -> None:
@@ -71,16 +71,16 @@ class GroupRun:
             match command:
                 case ev.Join():
                     self.clients[command.slot] = command.client
-                case ev.AskReplaced():
+                case ev.CheckReplaced():
                     self.asked.append(command)
-                case ev.FetchCommitted():
+                case ev.FetchCommittedOffsets():
                     unasked = set(ALL[:3]) - set(command.partitions)
                     assert self.knows or unasked <= set(command.beside), "who comes back asks for every note"
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
                 case ev.ResolveStarts():
                     assert command.starts == {tp: EARLIEST if tp is ALL[3] else LATEST for tp in command.starts}
                     self.lookups.append((command, self.arrivals.copy(), self.stay))
-                case ev.Echo():
+                case ev.CommitOffsets():
                     self.compare(command)
                     assert not self.echoes, "one commit at a time"
                     self.echoes.append((command, self.arrivals.copy()))
@@ -102,7 +102,7 @@ class GroupRun:
         if not self.model.held:
             self.stay, self.knows = self.stay + 1, False
 
-    def compare(self, echo: ev.Echo) -> None:
+    def compare(self, echo: ev.CommitOffsets) -> None:
         """The echo carries all that Kafka does not have, but for slots that the one before had left out."""
         model = self.model
         named = {model.held[tp] for tp in echo.offsets}
@@ -177,9 +177,9 @@ class GroupRun:
         if how != "dead":
             self.asked = []
             self.send(ev.MemberFenced(**self.of(slot), reason="test", seen=how == "fenced"))
-            self.send(ev.ReplacedUnknown(slot=slot, reason="test"))
+            self.send(ev.ReplacedUnclear(slot=slot, reason="test"))
             self.tick(LONGEST_PAUSE_MS)
-            again = ev.AskReplaced(slot=slot, seen=how == "fenced")
+            again = ev.CheckReplaced(slot=slot, seen=how == "fenced")
             assert self.asked == [again, again], "it is asked until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:
@@ -244,14 +244,14 @@ class GroupRun:
         model.start = {tp: start for tp, (_, start) in offset.since.items()}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
-            self.send(ev.Asked(start=offset, name=STREAM))
+            self.send(ev.NextBatchRequested(start=offset, name=STREAM))
         else:
             model.flight = {tp: pair for tp, pair in offset.ranges.items() if pair[0] < pair[1]}
             model.adopted = set(model.flight)
-            self.send(ev.Reading(offset=offset))
+            self.send(ev.BatchStarted(offset=offset))
         self.send(ev.TopicsListed(topics=KNOWN))
         places = {client_id(STREAM, slot): frozenset[TopicPartition]() for slot in range(SLOTS)}
-        self.send(ev.GroupSeen(state="stable", given=places))
+        self.send(ev.GroupDescribed(state="stable", given=places))
         self.divide(owned)
 
     # --- what Kafka answers -----------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class GroupRun:
         if not self.lookups:
             return
         lookup, arrivals, stay = self.lookups.pop(which % len(self.lookups))
-        asked = lookup.partitions if isinstance(lookup, ev.FetchCommitted) else tuple(lookup.starts)
+        asked = lookup.partitions if isinstance(lookup, ev.FetchCommittedOffsets) else tuple(lookup.starts)
         told = [tp for tp in asked if tp not in left_out]
         counts = {tp for tp in told if self.waits(tp, arrivals)}
         if fails == 0:
@@ -293,7 +293,7 @@ class GroupRun:
                 for tp in counts:
                     if read[tp] is not None or self.model.reached(tp) is not None or tp in self.model.before:
                         self.model.resolve(tp)
-            self.send(ev.CommittedRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
+            self.send(ev.CommittedOffsetsRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
             assert self.machine.statistics().maybe_twice - self.model.twice == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
@@ -311,7 +311,7 @@ class GroupRun:
         done = {tp: at for tp, at in echo.offsets.items() if tp in same and echo.slots[tp] != left}
         if not done and left is not None:
             self.out |= ordered
-            self.send(ev.EchoFailed(reason="test", stale=True))
+            self.send(ev.OffsetCommitFailed(reason="test", stale=True))
             return
         if landed or heard:
             for tp, at in done.items():
@@ -319,12 +319,12 @@ class GroupRun:
                     offset=at, stream=STREAM, seq=echo.seq, epoch=echo.epoch, followed=tp in echo.followed
                 )
         if not heard:
-            self.send(ev.EchoFailed(reason="test"))
+            self.send(ev.OffsetCommitFailed(reason="test"))
             return
         self.out = self.out - ordered | {slot for slot in ordered if slot == left}
         self.model.known |= done
         self.model.theirs -= {tp for tp, at in done.items() if self.model.position.get(tp) == at}
-        self.send(ev.EchoDone(offsets=done, left=dict.fromkeys(self.out & ordered, "test")))
+        self.send(ev.OffsetsCommitted(offsets=done, left=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
         """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which knows of no epoch and may

@@ -28,7 +28,7 @@ def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back
     group.clock.advance(ms=10)
     assert group.revoking(A) == []
     group.clock.advance(ms=500)
-    assert group.durable() == [ev.Echo(offsets={A: 150, B: 110}, stream=STREAM, seq=0)]
+    assert group.durable() == [ev.CommitOffsets(offsets={A: 150, B: 110}, stream=STREAM, seq=0)]
     group.clock.advance(ms=30)
     assert group.echoed() == RELEASE
     statistics = group.machine.statistics()
@@ -53,7 +53,7 @@ def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fr
     fresh.assigned(A)
     assert fresh.revoking(A) == []
     fresh.committed({A: 100})
-    assert fresh.feed(ev.Durable(offset=replayed)) == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+    assert fresh.feed(ev.Durable(offset=replayed)) == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=3)]
     assert fresh.echoed() == RELEASE
 
 
@@ -95,7 +95,7 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
 def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 130)})
     group.lost(A)
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 130}, stream=STREAM, seq=0)]
+    assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 130}, stream=STREAM, seq=0)]
     assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
     assert group.warned() == [
         "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
@@ -109,7 +109,7 @@ def safe_but_not_committed(g: GroupHarness) -> None:
     g.born()
     g.reads({A: (100, 150)})
     g.durable()
-    g.feed(ev.EchoFailed(reason="coordinator moved"))
+    g.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
     g.plan({A: (150, 160)})
 
 
@@ -118,7 +118,7 @@ def never_committed(g: GroupHarness) -> None:
     g.assigned(A)
     g.committed({A: None})
     g.resolved({A: 20})
-    g.feed(ev.EchoFailed(reason="no coordinator"))
+    g.feed(ev.OffsetCommitFailed(reason="no coordinator"))
     g.plan({A: (20, 30)})
     g.durable()
 
@@ -159,7 +159,7 @@ def test_how_much_of_a_lost_partition_its_next_reader_reads_again(fresh: GroupHa
     way(fresh)
     fresh.lost(A)
     assert (fresh.machine.statistics().lost, fresh.machine.statistics().maybe_twice) == (1, twice)
-    assert only(ev.Echo, fresh.tick(ms=5_000)) == []
+    assert only(ev.CommitOffsets, fresh.tick(ms=5_000)) == []
 
 
 def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
@@ -223,7 +223,7 @@ def test_a_partition_that_returns_half_read_by_another_leaves_there_when_the_bat
     group.assigned(A)
     assert group.committed({A: ev.Committed(offset=120)}) == []
     assert group.revoking(A) == []
-    assert group.durable() == [ev.Echo(offsets={A: 120}, stream=STREAM, seq=0)]
+    assert group.durable() == [ev.CommitOffsets(offsets={A: 120}, stream=STREAM, seq=0)]
     assert group.echoed() == RELEASE
 
 
@@ -244,7 +244,7 @@ def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group
     group.assigned(C)
     assert group.machine.positions.ours.keys() == {B, C}
     assert group.machine.statistics().maybe_twice == 50
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={B: 110}, stream=STREAM, seq=0)]
+    assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 110}, stream=STREAM, seq=0)]
 
 
 def test_a_rebalance_counts_once_for_each_word_that_changes_something(group: GroupHarness) -> None:

@@ -14,8 +14,8 @@ from spark_group_source.protocol.offsets import StreamOffset
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 
 
-def echo(offsets: dict[TopicPartition, int], seq: int) -> ev.Echo:
-    return ev.Echo(offsets=offsets, stream=STREAM, seq=seq)
+def echo(offsets: dict[TopicPartition, int], seq: int) -> ev.CommitOffsets:
+    return ev.CommitOffsets(offsets=offsets, stream=STREAM, seq=seq)
 
 
 def run_batch(group: GroupHarness, start: int, end: int) -> list[ev.Command]:
@@ -37,7 +37,7 @@ def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarne
     group.settled(A)
     run_batch(group, 100, 150)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
-        assert group.feed(ev.EchoFailed(reason="coordinator moved")) == []
+        assert group.feed(ev.OffsetCommitFailed(reason="coordinator moved")) == []
         assert not group.machine.echoed
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
@@ -46,7 +46,7 @@ def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarne
     assert group.machine.statistics().commits_failed == 7
     assert len(group.warned()) == 7 and "the rows are safe" in group.warned()[0]
     run_batch(group, 150, 160)
-    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
     assert group.machine.next_deadline_ms() == group.clock() + 100, "a success makes the next pause short again"
 
 
@@ -54,7 +54,7 @@ def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(gro
     group.settled(A)
     run_batch(group, 100, 150)
     for pause_ms in (100, 100, 200, 400):
-        assert group.feed(ev.EchoFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
+        assert group.feed(ev.OffsetCommitFailed(reason="ILLEGAL_GENERATION", stale=True)) == []
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [echo({A: 150}, 0)]
     assert group.machine.statistics().commits_failed == 0
@@ -68,7 +68,7 @@ def test_a_slot_that_is_left_out_of_the_echo_stops_no_other_one(pair: GroupHarne
     pair.revoking(B, slot=1)
     pair.durable()
     left = {0: "UNKNOWN_MEMBER_ID"}
-    assert pair.feed(ev.EchoDone(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
+    assert pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
     assert not pair.machine.echoed
     pair.settled(C, slot=1)
     pair.plan({C: (100, 130)})
@@ -84,12 +84,12 @@ def test_a_slot_that_is_left_out_for_long_is_told_of_once_and_tried_all_the_time
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 120)})
     pair.durable()
-    pair.feed(ev.EchoDone(offsets={B: 120}, left={0: "UNKNOWN_MEMBER_ID"}))
+    pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left={0: "UNKNOWN_MEMBER_ID"}))
     tries = []
     for _ in range(20_000 // 50):
         if pair.tick(ms=50) == [echo({A: 150}, 0)]:
             tries.append(pair.clock())
-            pair.feed(ev.EchoDone(offsets={}, left={0: "UNKNOWN_MEMBER_ID"}))
+            pair.feed(ev.OffsetsCommitted(offsets={}, left={0: "UNKNOWN_MEMBER_ID"}))
             assert bool(pair.warned()) == (pair.clock() >= SILENT_MS_MAX)
     assert max(later - sooner for sooner, later in pairwise(tries)) == OUT_PAUSE_MS_MAX
     (warning,) = pair.warned()
@@ -102,7 +102,7 @@ def test_the_only_slot_that_is_out_for_long_is_told_of_too(group: GroupHarness) 
     group.settled(A)
     run_batch(group, 100, 150)
     while group.clock() < SILENT_MS_MAX + 2 * OUT_PAUSE_MS_MAX:
-        group.feed(ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True))
+        group.feed(ev.OffsetCommitFailed(reason="UNKNOWN_MEMBER_ID", stale=True))
         group.tick(ms=OUT_PAUSE_MS_MAX)
     assert [("slot 0 is not in the group" in text) for text in group.warned()] == [True]
 
@@ -113,7 +113,7 @@ def test_a_slot_that_was_out_for_a_moment_is_a_new_one_the_next_time(pair: Group
     for start in (100, 150):
         pair.plan({A: (start, start + 50), B: (start, start + 50)})
         pair.durable()
-        pair.feed(ev.EchoDone(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
+        pair.feed(ev.OffsetsCommitted(offsets={B: start + 50}, left={0: "STALE_MEMBER_EPOCH"}))
         assert pair.tick(ms=100) == [echo({A: start + 50}, start // 50 - 2)]
         pair.echoed()
         pair.clock.advance(ms=SILENT_MS_MAX)
@@ -128,7 +128,7 @@ def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group
     group.assigned(A)
     group.committed({A: ev.Committed(offset=20)})
     assert group.revoking(A) == []
-    assert group.echoed(late) == [ev.Echo(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))]
+    assert group.echoed(late) == [ev.CommitOffsets(offsets={A: 20}, stream=STREAM, seq=0, followed=frozenset({A}))]
     assert group.echoed() == [ev.Release(slot=0, client=1)]
 
 
@@ -138,9 +138,9 @@ def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again
     run_batch(group, 100, 150)
     group.feed(
         ev.MemberFailed(slot=0, client=1, reason="unknown to the group"),
-        ev.EchoFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
+        ev.OffsetCommitFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
     )
-    assert only(ev.Echo, group.tick(ms=10_000)) == []
+    assert only(ev.CommitOffsets, group.tick(ms=10_000)) == []
     assert group.machine.statistics().maybe_twice == 50
 
 
@@ -148,7 +148,7 @@ def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     group.clock.advance(ms=40)
-    group.feed(ev.EchoFailed(reason="x"))
+    group.feed(ev.OffsetCommitFailed(reason="x"))
     group.tick(ms=100)
     group.clock.advance(ms=10)
     group.echoed()
@@ -191,7 +191,9 @@ def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
     group: GroupHarness, ranges: dict[TopicPartition, tuple[int, int]], seq: int
 ) -> None:
     group.settled(A, B)
-    group.feed(ev.EchoFailed(reason="x"), ev.RecordsGone(offsets={B: 100}, reason="keeps the revocation waiting"))
+    group.feed(
+        ev.OffsetCommitFailed(reason="x"), ev.RecordsMissing(offsets={B: 100}, reason="keeps the revocation waiting")
+    )
     group.revoking(B)
     with pytest.raises(InvariantBroken):
         group.planned(group.offset(ranges, seq))
@@ -206,15 +208,15 @@ def test_two_plans_at_a_time_are_a_bug(group: GroupHarness) -> None:
 def test_reading_a_batch_that_is_not_the_planned_one_is_a_bug(group: GroupHarness) -> None:
     group.settled(A)
     with pytest.raises(InvariantBroken, match="was not planned here"):
-        group.feed(ev.Reading(offset=group.offset({}, 4)))
+        group.feed(ev.BatchStarted(offset=group.offset({}, 4)))
 
 
 def test_a_late_answer_does_not_make_a_batch_look_committed_that_ends_where_it_said(group: GroupHarness) -> None:
     group.settled(A)
     late = run_batch(group, 100, 150)
-    group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again"))
+    group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again"))
     back = group.echoed(late)
-    assert back == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
+    assert back == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
     run_batch(group, 0, 150)
     assert group.echoed(back) == [echo({A: 150}, 1)]
     assert group.echoed() == [] and group.machine.echoed

@@ -31,7 +31,7 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
             "host=, takes=False)"
         ),
         "5 Assigned(slot=0, client=1, partitions=1[orders-0], generation=1)",
-        "5   -> FetchCommitted(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",
+        "5   -> FetchCommittedOffsets(partitions=1[orders-0], beside=3[orders-1, orders-2, orders-3])",
     ]
     group.committed({A: 7})
     group.plan({A: (7, 9)})
@@ -52,7 +52,7 @@ def test_a_broken_rule_carries_the_story(group: GroupHarness) -> None:
     with pytest.raises(InvariantBroken) as broken:
         group.plan({A: (90, 150)})
     assert "orders-0[90,150) is planned, but the partition is at 100" in str(broken.value)
-    assert "CommittedRead" in str(broken.value)
+    assert "CommittedOffsetsRead" in str(broken.value)
 
 
 def test_statistics_are_a_copy(group: GroupHarness) -> None:

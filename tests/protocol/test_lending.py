@@ -30,7 +30,7 @@ def hosts_of(g: GroupHarness) -> list[str]:
 
 def begun(g: GroupHarness) -> list[int]:
     """The slots whose members are asked to close at a boundary."""
-    return [leave.slot for leave in only(ev.Leave, g.feed(ev.Boundary()))]
+    return [leave.slot for leave in only(ev.Leave, g.feed(ev.BatchBoundary()))]
 
 
 def settled(*slots: tuple[TopicPartition, ...], **rules: object) -> GroupHarness:
@@ -70,11 +70,11 @@ def lent(**rules: object) -> GroupHarness:
 
 def test_nothing_is_lent_before_the_brokers_took_a_transaction() -> None:
     g = settled((A,))
-    g.feed(ev.TransactionsSeen(allowed=False))
+    g.feed(ev.TransactionsChecked(allowed=False))
     g.host_came("h1")
     g.tick(ms=STAY_MS)
     assert begun(g) == []
-    g.feed(ev.TransactionsSeen(allowed=True))
+    g.feed(ev.TransactionsChecked(allowed=True))
     assert begun(g) == [0]
 
 
@@ -82,10 +82,10 @@ def test_nothing_is_lent_before_the_brokers_took_a_transaction() -> None:
 def test_slots_come_home_when_transactions_are_refused(holds: bool) -> None:
     """Where members commit, they do so on threads of the stream reader; what they have is on its way to nobody."""
     g = lent()
-    g.feed(ev.TransactionsSeen(allowed=False))
+    g.feed(ev.TransactionsChecked(allowed=False))
     if holds:
         g.revoking(A)
-    commands = g.feed(ev.Boundary())
+    commands = g.feed(ev.BatchBoundary())
     (leave,), (join,) = only(ev.Leave, commands), only(ev.Join, commands)
     assert (leave.slot, leave.leave) == (0, False)
     assert (join.host, join.client) == ("", 3)
@@ -102,7 +102,7 @@ def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> 
     g.tick(ms=STAY_MS - 1)
     assert begun(g) == [], "an agent must have stayed"
     g.stay(1_000)
-    assert g.feed(ev.Boundary()) == [ev.Leave(slot=0, leave=False)]
+    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=0, leave=False)]
     assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "what a moving member says is ignored"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
@@ -141,8 +141,8 @@ def others_come_and_go(g: GroupHarness, nothing: type) -> None:
     """There is always an agent that has just come, until it was waited enough: nothing of that kind is ordered."""
     for number in range(TOGETHER_MS_MAX // 1_000):
         g.host_came(f"x{number}")
-        assert only(nothing, g.feed(ev.Boundary())) == []
-        g.feed(ev.HostGone(host=f"x{number - 1}", reason="it left"))
+        assert only(nothing, g.feed(ev.BatchBoundary())) == []
+        g.feed(ev.AgentEnded(host=f"x{number - 1}", reason="it left"))
         g.stay(1_000)
 
 
@@ -217,7 +217,7 @@ def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
     """Of another subscription of who comes back a classic broker takes no notice."""
     g = ready((A,))
     begun(g)
-    assert g.feed(ev.TopicsSeen(topics=("orders", "new"))) == []
+    assert g.feed(ev.TopicsChanged(topics=("orders", "new"))) == []
     (join,) = only(ev.Join, g.member_ended())
     assert join.topics == ("orders",)
     assert ev.Subscribe(slot=0, topics=("orders", "new")) in g.assigned(A)
@@ -227,7 +227,7 @@ def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
 def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(rules: dict[str, object]) -> None:
     g = GroupHarness(1, **rules)
     if "classic" in rules:
-        g.feed(ev.TargetAsked(), ev.TargetTaken(ends={}))  # a bounded run
+        g.feed(ev.TargetRequested(), ev.TargetRead(ends={}))  # a bounded run
     g.born()
     g.settled(A)
     g.host_came("h1")
@@ -243,8 +243,8 @@ def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(
 def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
     g = lent()
     g.plan({A: (100, 150)})
-    dismiss, join = g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
-    assert isinstance(dismiss, ev.Dismiss) and isinstance(join, ev.Join)
+    dismiss, join = g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
+    assert isinstance(dismiss, ev.DismissAgent) and isinstance(join, ev.Join)
     assert (join.host, join.client) == ("", 3)
     assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (1, 50)
     # Late reports of the old member are ignored.
@@ -256,7 +256,7 @@ def test_they_join_at_another_agent_if_there_is_one() -> None:
     g = lent()
     g.host_came("h2")
     g.stay(STAY_MS)
-    assert [j.host for j in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
+    assert [j.host for j in only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="x")))] == ["h2"]
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
@@ -269,12 +269,12 @@ def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
 
 def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> None:
     g = lent()
-    g.feed(ev.HostHeard(host="h1"), ev.HostCut(host="h1"))
+    g.feed(ev.AgentHeartbeat(host="h1"), ev.AgentDisconnected(host="h1"))
     g.tick(ms=LEASE_MS - 1)
-    assert g.host_came("h1", fresh=False) == [ev.Admit(host="h1")]
+    assert g.host_came("h1", fresh=False) == [ev.AcceptAgent(host="h1")]
     assert hosts_of(g) == ["h1"]
     g = ready((A,))
-    g.feed(ev.HostCut(host="h1"))
+    g.feed(ev.AgentDisconnected(host="h1"))
     assert begun(g) == []
     g.host_came("h1", fresh=False)
     assert begun(g) == []  # it must stay again
@@ -285,8 +285,8 @@ def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> No
 def test_a_newer_agent_of_the_same_executor_takes_its_twins_place() -> None:
     g = lent()
     commands = g.host_came("h2", executor="of h1")
-    assert {command.host for command in only(ev.Dismiss, commands)} == {"h1"}
-    assert ev.Admit(host="h2") in commands
+    assert {command.host for command in only(ev.DismissAgent, commands)} == {"h1"}
+    assert ev.AcceptAgent(host="h2") in commands
     assert [join.host for join in only(ev.Join, commands)] == [""]
 
 
@@ -294,15 +294,15 @@ def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
     for fresh in (True, False):
         g = lent()
         g.tick(ms=LEASE_MS)
-        assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.Dismiss]
-        assert [type(command) for command in g.feed(ev.HostHeard(host="h1"))] == [ev.Dismiss]
-    assert [type(command) for command in settled((A,)).host_came("h9", fresh=False)] == [ev.Dismiss]
+        assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.DismissAgent]
+        assert [type(command) for command in g.feed(ev.AgentHeartbeat(host="h1"))] == [ev.DismissAgent]
+    assert [type(command) for command in settled((A,)).host_came("h9", fresh=False)] == [ev.DismissAgent]
 
 
 @pytest.mark.parametrize("classic", [True, False])
 def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_give_it_away(classic: bool) -> None:
     g = lent(classic=classic)
-    (join,) = only(ev.Join, g.feed(ev.HostGone(host="h1", reason="killed")))
+    (join,) = only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="killed")))
     assert join.takes is not classic
     (again,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
     assert again.takes is not classic, "it was not heard to close since"
@@ -317,7 +317,7 @@ def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None
     g.stay(STAYS_MS)
     g.machine.lending.hosts.put_off("h1")
     g.machine.slots.move(g.machine.slots.all[0], "h2")
-    assert [join.host for join in only(ev.Join, g.feed(ev.HostGone(host="h1", reason="x")))] == ["h2"]
+    assert [join.host for join in only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="x")))] == ["h2"]
 
 
 def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_put_off() -> None:
@@ -356,7 +356,7 @@ def growing(*hosts: str, slots: int = 1) -> GroupHarness:
 
 
 def joins(g: GroupHarness) -> list[tuple[int, str]]:
-    return [(join.slot, join.host) for join in only(ev.Join, g.feed(ev.Boundary()))]
+    return [(join.slot, join.host) for join in only(ev.Join, g.feed(ev.BatchBoundary()))]
 
 
 def test_agents_that_came_together_bring_their_slots_together() -> None:
@@ -376,13 +376,13 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
     g = growing("h1", "h2", slots=2)
     begun(g)
     back(g, A, B)
-    g.feed(ev.HostGone(host="h2", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(host="h2", reason="its executor is gone"))
     g.settled(B, slot=1)
     begun(g)
     g.stay(SHRINK_MS - 1_000)
     assert begun(g) == []
     g.stay(1_000)
-    assert g.feed(ev.Boundary()) == [ev.Leave(slot=1, leave=True)]
+    assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
     assert g.machine.plannable() == {A: 100}
     assert g.machine.gathered
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
@@ -390,7 +390,7 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
 
 def test_the_last_slot_never_leaves() -> None:
     g = growing("h1")
-    g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
     begun(g)
     g.stay(2 * SHRINK_MS)
     assert begun(g) == []
@@ -416,7 +416,7 @@ def running() -> RunHarness:
     """A run that has read a batch, with an agent that has stayed."""
     run = RunHarness()
     run.batch()
-    run.feed(ev.HostCame(host="h1", executor="1"))
+    run.feed(ev.AgentConnected(host="h1", executor="1"))
     run.pass_time(STAY_MS)
     return run
 

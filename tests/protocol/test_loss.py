@@ -8,7 +8,7 @@ from kit.harness import tps
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.data_loss import GRACE_MS, SILENT_MS_MAX, Lookout
+from spark_group_source.protocol.data_loss import GRACE_MS, SILENT_MS_MAX, DataLossDetector
 from spark_group_source.protocol.offsets import StreamOffset
 
 A, B = tps("orders", 0, 1)
@@ -21,25 +21,25 @@ class Brokers:
     """Answers looks from dictionaries, and remembers the questions."""
 
     def __init__(self, *, fail: bool = True) -> None:
-        self.lookout = Lookout(fail_on_data_loss=fail)
+        self.lookout = DataLossDetector(fail_on_data_loss=fail)
         self.ends = {A: 100, B: 100, OTHER: 100}
         self.log_ends = dict(self.ends)
         self.firsts = dict.fromkeys(self.ends, 0)
         self.leaders = dict.fromkeys(self.ends, 3)
         self.epoch_ends: dict[TopicPartition, int | None] = {}
         self.ids = {"orders": "id-1", "payments": "id-2"}
-        self.questions: list[ev.Look] = []
+        self.questions: list[ev.ReadLogEnds] = []
         self.now_ms = 10_000
 
     def look(self, positions: Offsets, *, after_ms: int = 100) -> list[str]:
         """One look. Returns what is to be said of it."""
         self.now_ms += after_ms
-        question: ev.Look | None = self.lookout.begin(positions, self.now_ms)
+        question: ev.ReadLogEnds | None = self.lookout.begin(positions, self.now_ms)
         self.questions = []
         while question is not None:
             self.questions.append(question)
             question = self.lookout.take(
-                ev.Looked(
+                ev.LogEndsRead(
                     ends={tp: self.ends[tp] for tp in question.ends if tp in self.ends},
                     leader_epochs={tp: self.leaders.get(tp, 3) for tp in question.ends if tp in self.ends},
                     epoch_ends={tp: self.epoch_ends[tp] for tp in question.epoch_ends if tp in self.epoch_ends},
@@ -75,7 +75,7 @@ class Brokers:
             self.shrink(tp, end)
 
 
-def gone(lookout: Lookout) -> Offsets:
+def gone(lookout: DataLossDetector) -> Offsets:
     return {} if lookout.gone is None else lookout.gone.offsets
 
 
@@ -85,10 +85,10 @@ def gone(lookout: Lookout) -> Offsets:
 def test_the_first_look_asks_everything_about_what_came_and_an_idle_one_only_the_ends() -> None:
     brokers = Brokers()
     brokers.look({A: 100, B: 90})
-    assert brokers.questions == [ev.Look(ends=(A, B)), ev.Look(topics=("orders",), firsts=(A, B))]
+    assert brokers.questions == [ev.ReadLogEnds(ends=(A, B)), ev.ReadLogEnds(topics=("orders",), firsts=(A, B))]
     assert brokers.lookout.took_ms == 6
     brokers.look({A: 100, B: 100})
-    assert brokers.questions == [ev.Look(ends=(A, B))]
+    assert brokers.questions == [ev.ReadLogEnds(ends=(A, B))]
     assert brokers.lookout.took_ms == 3
     assert brokers.lookout.ends == {A: 100, B: 100}
 
@@ -97,7 +97,7 @@ def test_where_there_is_something_to_read_it_asks_whether_it_is_the_same_topic()
     brokers = Brokers()
     brokers.look({A: 100})
     brokers.look({A: 90})
-    assert brokers.questions == [ev.Look(ends=(A,)), ev.Look(topics=("orders",))]
+    assert brokers.questions == [ev.ReadLogEnds(ends=(A,)), ev.ReadLogEnds(topics=("orders",))]
     assert (brokers.error(), brokers.lookout.gone, brokers.lookout.suspects) == (None, None, False)
 
 
@@ -137,9 +137,9 @@ def test_a_topic_that_goes_to_another_member_is_asked_for_once() -> None:
     brokers = Brokers()
     brokers.look({A: 100, OTHER: 100})
     brokers.look({OTHER: 100})
-    assert brokers.questions == [ev.Look(ends=(OTHER,)), ev.Look(topics=("orders", "payments"))]
+    assert brokers.questions == [ev.ReadLogEnds(ends=(OTHER,)), ev.ReadLogEnds(topics=("orders", "payments"))]
     brokers.look({OTHER: 100})
-    assert brokers.questions == [ev.Look(ends=(OTHER,))]
+    assert brokers.questions == [ev.ReadLogEnds(ends=(OTHER,))]
     assert brokers.error() is None and not brokers.lookout.suspects
 
 
@@ -152,7 +152,7 @@ def test_a_topic_that_was_given_away_and_missed_for_a_moment_is_forgotten() -> N
             brokers.ids["orders"] = f"{id_}-again"
         said = [text for _ in range(3) for text in brokers.look({OTHER: 100}, after_ms=GRACE_MS)]
         assert said == ([] if comes_back else ["topic orders does not exist any more; the query goes on without it"])
-        assert brokers.questions == [ev.Look(ends=(OTHER,))] and not brokers.lookout.suspects
+        assert brokers.questions == [ev.ReadLogEnds(ends=(OTHER,))] and not brokers.lookout.suspects
 
 
 def test_a_topic_that_comes_back_is_suspected_anew_the_next_time() -> None:

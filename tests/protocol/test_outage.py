@@ -46,7 +46,7 @@ def test_an_outage_shows_in_the_statistics_while_it_lasts() -> None:
     run = reading()
     began_ms = run.clock()
     down(run, MINUTE_MS)
-    run.begin(ev.Asked(start=run.start, name="x"), until=RunState.LOOKING)
+    run.begin(ev.NextBatchRequested(start=run.start, name="x"), until=RunState.LOOKING)
     assert run.run.statistics().unreachable_since_ms == 0
     run.feed(run.answer(run.step()))
     assert began_ms <= run.run.statistics().unreachable_since_ms <= began_ms + 1_000
@@ -77,7 +77,7 @@ def test_at_the_start_a_wrong_address_is_told_within_half_a_minute(available_now
     began_ms = run.clock()
     down(run, 10 * MINUTE_MS)
     with pytest.raises(BrokerUnavailable, match="have not answered"):
-        run.call(ev.TargetAsked()) if available_now else run.latest()
+        run.call(ev.TargetRequested()) if available_now else run.latest()
     assert START_MS_MAX <= run.clock() - began_ms <= 30_000
 
 
@@ -87,7 +87,7 @@ def test_a_short_outage_at_the_start_is_waited_for(available_now: bool) -> None:
     run.ends = {A: 5, B: 7}
     down(run, 6_000)
     if available_now:
-        run.call(ev.TargetAsked())
+        run.call(ev.TargetRequested())
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
 
 
@@ -96,7 +96,7 @@ def test_a_group_that_gives_nothing_because_nobody_reaches_it_is_waited_for() ->
     run = RunHarness()
     run.silent = {ev.Join}
     run.ends = {A: 5, B: 7}
-    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=3 * MINUTE_MS + 20_000)
     run.gives = {0: (A, B)}
@@ -107,7 +107,7 @@ def test_a_group_that_gives_nothing_because_nobody_reaches_it_is_waited_for() ->
 def test_after_an_outage_the_group_has_its_whole_budget_again_and_no_more() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
-    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
     over_ms = down(run, 3 * MINUTE_MS)
     with pytest.raises(RebalanceTimeout):
         run.go_on()
@@ -116,8 +116,8 @@ def test_after_an_outage_the_group_has_its_whole_budget_again_and_no_more() -> N
 
 def test_lookups_without_an_answer_are_an_outage_with_the_same_bound() -> None:
     run = RunHarness(broker_timeout_ms=30_000)
-    run.silent = {ev.FetchCommitted}
-    run.begin(ev.Asked(start=run.start, name="9f2c"), until=RunState.GATHERING)
+    run.silent = {ev.FetchCommittedOffsets}
+    run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
     for at_ms in range(1_000, 40_000, 1_000):
         run.later(ev.LookupFailed(partitions=(A, B), error=BrokerUnavailable("moving", waited_ms=500)), ms=at_ms)
     with pytest.raises(BrokerUnavailable, match="moving"):
@@ -132,7 +132,7 @@ def test_what_was_looked_at_before_an_outage_is_looked_at_anew() -> None:
     run.later(ev.Lost(slot=0, client=1, partitions=(A,)), ms=30_000)
     assert run.latest().batch() == [(B, 0, 5)]
     assert run.clock() >= over_ms
-    last = run.took(ev.Look)[-1]
+    last = run.took(ev.ReadLogEnds)[-1]
     assert A not in last.ends + last.firsts
 
 

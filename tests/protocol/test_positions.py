@@ -26,7 +26,7 @@ def by_no_stream(offset: int) -> ev.Committed:
 def test_what_is_held_goes_on_at_its_own_position_and_is_not_asked_for_again(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
-    assert only(ev.FetchCommitted, group.assigned(B)) == [ev.FetchCommitted(partitions=(B,))]
+    assert only(ev.FetchCommittedOffsets, group.assigned(B)) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.machine.plannable() == {A: 150}
 
 
@@ -43,11 +43,11 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
     """Else a crash before the first echo leaves their commit, and it would look newer than our rows."""
     group.assigned(A, B)
     assert group.committed({A: by_no_stream(70), B: 80}) == [
-        ev.Echo(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
+        ev.CommitOffsets(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
     ]
     assert group.machine.positions.resolved and not group.gathered()
     assert group.machine.plannable() == {B: 80}
-    group.feed(ev.EchoFailed(reason="coordinator moved"))
+    group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
     assert group.machine.plannable() == {B: 80}
     group.echoed(group.tick(ms=100))
     assert group.gathered()
@@ -77,7 +77,7 @@ def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_
     group.assigned(A, B)
     assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
     assert not group.machine.positions.resolved
-    assert group.resolved({A: 31}) == [ev.Echo(offsets={A: 31}, stream=STREAM, seq=-1)]
+    assert group.resolved({A: 31}) == [ev.CommitOffsets(offsets={A: 31}, stream=STREAM, seq=-1)]
     assert group.machine.plannable() == {A: 31, B: 7}
 
 
@@ -105,7 +105,7 @@ def test_partitions_of_a_topic_that_was_made_again_start_at_their_beginning() ->
     group = GroupHarness(starting=FROM_THE_END)
     group.born()
     group.settled(A)
-    group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again", topics=("orders",)))
+    group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again", topics=("orders",)))
     group.echoed()
     group.assigned(B)
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
@@ -120,7 +120,7 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
         assert group.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("no broker"))) == []
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
-        assert group.tick(ms=1) == [ev.FetchCommitted(partitions=(A,))]
+        assert group.tick(ms=1) == [ev.FetchCommittedOffsets(partitions=(A,))]
     group.committed({A: None if starts else 3})
     if starts:
         group.resolved({A: 3})
@@ -131,10 +131,10 @@ def test_a_lookup_that_fails_is_asked_again_after_a_growing_pause(group: GroupHa
 
 
 def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: GroupHarness) -> None:
-    assert only(ev.FetchCommitted, group.assigned(A)) == [ev.FetchCommitted(partitions=(A,))]
+    assert only(ev.FetchCommittedOffsets, group.assigned(A)) == [ev.FetchCommittedOffsets(partitions=(A,))]
     group.revoking(A)  # it leaves, another member reads and commits, and it comes back
-    assert only(ev.FetchCommitted, group.assigned(A)) == []
-    assert group.committed({A: 100}) == [ev.FetchCommitted(partitions=(A,))]
+    assert only(ev.FetchCommittedOffsets, group.assigned(A)) == []
+    assert group.committed({A: 100}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     assert group.machine.plannable() == {}
     group.taken({A: by_no_stream(300)})
     assert group.machine.plannable() == {A: 300}
@@ -152,8 +152,8 @@ def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(f
 
 def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
     group.settled(A, B)
-    assert group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again")) == [
-        ev.Echo(offsets={A: 0}, stream=STREAM, seq=-1)
+    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == [
+        ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=-1)
     ]
     assert group.machine.plannable() == {A: 0, B: 100}
     assert group.warned() == ["topic orders was made again"]
@@ -162,13 +162,13 @@ def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(
 def test_a_move_back_while_the_old_position_is_being_committed_is_committed_next(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
-    assert group.feed(ev.RecordsGone(offsets={A: 0}, reason="topic orders was made again")) == []
-    assert group.echoed() == [ev.Echo(offsets={A: 0}, stream=STREAM, seq=0)]
+    assert group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again")) == []
+    assert group.echoed() == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
 
 
 def test_what_a_batch_is_reading_is_not_moved(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
-    group.feed(ev.RecordsGone(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
+    group.feed(ev.RecordsMissing(offsets={A: 120, B: 120, C: 120}, reason="records are gone"))
     assert group.machine.plannable() == {B: 120}
     group.durable()
     assert group.machine.plannable() == {A: 150, B: 120}
@@ -185,13 +185,13 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
     """A fresh partition: the broker that answers has not heard of it yet."""
     group.assigned(A, B)
     found: dict[TopicPartition, ev.Committed | None] = {A: ev.Committed(offset=5, stream=STREAM)}
-    assert group.feed(ev.CommittedRead(offsets=found, asked=(A, B))) == []
+    assert group.feed(ev.CommittedOffsetsRead(offsets=found, asked=(A, B))) == []
     assert group.machine.plannable() == {A: 5}
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         assert not group.machine.positions.resolved
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
-        assert group.tick(ms=pause_ms) == [ev.FetchCommitted(partitions=(B,))]
-        assert group.feed(ev.CommittedRead(offsets={}, asked=(B,))) == []
+        assert group.tick(ms=pause_ms) == [ev.FetchCommittedOffsets(partitions=(B,))]
+        assert group.feed(ev.CommittedOffsetsRead(offsets={}, asked=(B,))) == []
     assert "offsets of 1 partitions could not be read: the answer did not name them" in group.warned()[0]
     group.tick(ms=5_000)
     group.committed({B: 7})
@@ -202,7 +202,7 @@ def test_a_start_that_the_answer_leaves_out_is_asked_again_too(group: GroupHarne
     group.assigned(A, B)
     group.committed({A: None, B: None})
     group.feed(ev.StartsResolved(offsets={A: 3}, asked=(A, B)))
-    assert group.tick(ms=100) == [ev.FetchCommitted(partitions=(B,))]
+    assert group.tick(ms=100) == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert group.committed({B: None}) == [ev.ResolveStarts(starts={B: EARLIEST})]
     group.resolved({B: 4})
     assert group.machine.plannable() == {A: 3, B: 4}
@@ -299,7 +299,7 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
 
 
 def cut_below(group: GroupHarness, at: int) -> None:
-    group.feed(ev.RecordsGone(offsets={A: at}, reason="the log was cut", cut=frozenset({A})))
+    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was cut", cut=frozenset({A})))
 
 
 def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
@@ -349,5 +349,5 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
 
 def test_a_commit_where_the_log_was_cut_says_where_we_stood(group: GroupHarness) -> None:
     group.settled(A)
-    commands = group.feed(ev.RecordsGone(offsets={A: 60}, reason="the log was cut", cut=frozenset({A})))
-    assert only(ev.Echo, commands)[-1].cut == {A: 100}
+    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was cut", cut=frozenset({A})))
+    assert only(ev.CommitOffsets, commands)[-1].cut == {A: 100}

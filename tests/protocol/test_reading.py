@@ -6,14 +6,14 @@ from kit.run_harness import RunHarness
 
 from spark_group_source.model import OffsetRange
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.run import Machine
+from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.statistics import Statistics
 
 A, B, ELSEWHERE = tps("orders", 0, 1, 2)
 
 
 @pytest.fixture
-def run() -> Machine:
+def run() -> Run:
     """Two slots with a partition each, and the first batch planned."""
     harness = RunHarness(slots=2)
     harness.gives = {0: (A,), 1: (B,)}
@@ -23,21 +23,21 @@ def run() -> Machine:
     return harness.run
 
 
-def skipped(run: Machine, seq: int, *ranges: tuple[int, int]) -> int:
+def skipped(run: Run, seq: int, *ranges: tuple[int, int]) -> int:
     """A task tells that it skipped these of partition A; returns how many records count as lost then."""
     lost = tuple(OffsetRange(A, start, end) for start, end in ranges)
-    run.handle(ev.TaskRead(seq=seq, memory={}, brokers={}, lost=lost), now_ms=1)
+    run.handle(ev.TaskReported(seq=seq, memory={}, brokers={}, lost=lost), now_ms=1)
     return run.statistics().records_lost
 
 
-def test_rows_count_for_the_slot_that_has_the_partition(run: Machine) -> None:
-    run.handle(ev.TaskRead(seq=0, memory={A: 3, B: 4}, brokers={A: 1, ELSEWHERE: 9}, lost=()), now_ms=1)
-    run.handle(ev.TaskRead(seq=0, memory={}, brokers={B: 2}, lost=()), now_ms=1)
+def test_rows_count_for_the_slot_that_has_the_partition(run: Run) -> None:
+    run.handle(ev.TaskReported(seq=0, memory={A: 3, B: 4}, brokers={A: 1, ELSEWHERE: 9}, lost=()), now_ms=1)
+    run.handle(ev.TaskReported(seq=0, memory={}, brokers={B: 2}, lost=()), now_ms=1)
     found = run.statistics()
     assert (found.rows_from_memory, found.rows_from_brokers) == ((3, 4), (1, 2))
 
 
-def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: Machine) -> None:
+def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: Run) -> None:
     assert skipped(run, 0, (2, 5)) == 3
     assert skipped(run, 0, (2, 5)) == 3, "the same task again, or its twin"
     assert skipped(run, 0, (1, 3), (4, 7)) == 6
@@ -47,8 +47,8 @@ def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: 
     assert skipped(run, 1, (7, 9)) == 10, "of a batch that is long done"
 
 
-def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_said_it(run: Machine) -> None:
-    stock = ev.HostStocked(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),))
+def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_said_it(run: Run) -> None:
+    stock = ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),))
     run.handle(stock, now_ms=1)
     assert run.statistics().buffered_rows == (0, 0), "its slot is at home"
     run.slots.all[1].host = "h1"
@@ -56,14 +56,14 @@ def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_s
     assert (run.statistics().buffered_rows, run.statistics().buffered_bytes) == ((0, 7), (0, 100))
 
 
-def test_numbers_are_read_as_they_were_written(run: Machine) -> None:
+def test_numbers_are_read_as_they_were_written(run: Run) -> None:
     assert Statistics.from_dict(run.statistics().as_dict()) == run.statistics()
 
 
-def test_what_was_buffered_at_an_agent_is_not_shown_when_the_slot_has_left_it(run: Machine) -> None:
+def test_what_was_buffered_at_an_agent_is_not_shown_when_the_slot_has_left_it(run: Run) -> None:
     slot = run.slots.all[1]
     slot.host = "h1"
-    run.handle(ev.HostStocked(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)
+    run.handle(ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)
     run.handle(ev.MemberFailed(slot=1, client=slot.client, reason="x"), now_ms=1)
     run.handle(ev.Tick(), now_ms=60_000)
     assert slot.host == "", "no agent is known here"

@@ -24,9 +24,9 @@ def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarne
     group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - RENEW_MS // 2)})
     assert group.tick(ms=RENEW_MS // 2 - RENEW_LOOK_MS) == []
     again = group.tick(ms=RENEW_LOOK_MS)
-    assert again == [ev.Echo(offsets={B: 6}, stream=STREAM, seq=-1)]
+    assert again == [ev.CommitOffsets(offsets={B: 6}, stream=STREAM, seq=-1)]
     assert group.echoed(again) == []
-    assert group.tick(ms=RENEW_MS // 2) == [ev.Echo(offsets={A: 5}, stream=STREAM, seq=-1)]
+    assert group.tick(ms=RENEW_MS // 2) == [ev.CommitOffsets(offsets={A: 5}, stream=STREAM, seq=-1)]
     group.echoed()
     statistics = group.machine.statistics()
     assert (statistics.offsets_renewed, statistics.uncommitted) == (2, 0)
@@ -38,7 +38,7 @@ def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: Gro
     group.committed({A: committed(5, group.clock())})
     while not (again := group.tick(ms=RENEW_LOOK_MS - 1)):
         pass
-    assert only(ev.Echo, again) and group.clock() <= 7 * 3_600_000
+    assert only(ev.CommitOffsets, again) and group.clock() <= 7 * 3_600_000
 
 
 def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
@@ -52,7 +52,7 @@ def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
 
 def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
     group.settled(A)
-    assert group.tick(ms=RENEW_LOOK_MS) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+    assert group.tick(ms=RENEW_LOOK_MS) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
 def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:
@@ -70,7 +70,7 @@ def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh:
     commands = fresh.committed({A: None, B: None, C: None})
     assert [sorted(starts.starts) for starts in only(ev.ResolveStarts, commands)] == [[C]], "C was never read"
     assert fresh.machine.plannable() == {A: 150, B: 40}
-    assert only(ev.Echo, commands)[0].offsets == {A: 150, B: 40}, "and Kafka has it again"
+    assert only(ev.CommitOffsets, commands)[0].offsets == {A: 150, B: 40}, "and Kafka has it again"
     assert fresh.machine.statistics().offsets_restored == 2
     assert any("not at startingOffsets" in text for text in fresh.said())
 
@@ -78,7 +78,7 @@ def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh:
 def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
-    assert only(ev.Echo, aged(group)) == []
+    assert only(ev.CommitOffsets, aged(group)) == []
     assert group.machine.statistics().offsets_renewed == 0
 
 

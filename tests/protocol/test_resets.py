@@ -32,7 +32,7 @@ def test_offsets_that_were_deleted_are_committed_again_when_their_partition_come
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
-    assert group.committed({A: None}) == [ev.Echo(offsets={A: 100}, stream=STREAM, seq=-1)]
+    assert group.committed({A: None}) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
 def reset(offset: int, epoch: int = 1) -> ev.Committed:
@@ -44,11 +44,11 @@ def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHa
     assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
-    assert again == [ev.FetchCommitted(partitions=(A, B))]  # all are looked up again, in the light of it
+    assert again == [ev.FetchCommittedOffsets(partitions=(A, B))]  # all are looked up again, in the light of it
     assert fresh.machine.positions.owed() == {}
     assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
     assert fresh.committed({A: reset(20), B: reset(30)}) == [
-        ev.Echo(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
+        ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
     ]
     fresh.echoed()
     fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
@@ -74,7 +74,7 @@ def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: Gr
     group.committed({A: reset(20, epoch=2)})
     group.taken({A: reset(20, epoch=2)})
     group.plan({A: (20, 30)})
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
+    assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
 
 
 def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
@@ -82,7 +82,7 @@ def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fre
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
     ours = ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
-    assert fresh.committed({A: ours}) == [ev.FetchCommitted(partitions=(A,))]
+    assert fresh.committed({A: ours}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     fresh.committed({A: ours})
     assert fresh.machine.plannable() == {A: 20}
     assert fresh.machine.positions.followed() == {A}
@@ -94,10 +94,10 @@ def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered
 ) -> None:
     """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
     first = pair.assigned(A, slot=0)
-    assert first == [ev.FetchCommitted(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
+    assert first == [ev.FetchCommittedOffsets(partitions=(A,))] and set(first[0].beside) >= {B}  # type: ignore[union-attr]
     assert pair.assigned(B, slot=1) == []
     answered = pair.committed({A: 100})
-    assert answered == [ev.FetchCommitted(partitions=(B,))]
+    assert answered == [ev.FetchCommittedOffsets(partitions=(B,))]
     assert answered[0].beside == ()  # type: ignore[union-attr]
 
 
@@ -114,7 +114,9 @@ def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_afte
 
 def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for_again(group: GroupHarness) -> None:
     asked = group.assigned(A)
-    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    silent = ev.CommittedOffsetsRead(
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,)
+    )
     assert group.feed(silent) == []
     assert not group.machine.positions.resolved
     assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
@@ -124,7 +126,9 @@ def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for
 
 def test_a_note_that_is_never_told_does_not_keep_everything_waiting(group: GroupHarness) -> None:
     group.assigned(A)
-    silent = ev.CommittedRead(offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,))
+    silent = ev.CommittedOffsetsRead(
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,)
+    )
     for _ in range(SILENCES_MAX):
         group.feed(silent)
         group.tick(ms=RETRY_PAUSES_MS[-1])

@@ -33,7 +33,7 @@ def after_a_crash(
     run.committed, run.ends, run.gives = before.committed, before.ends, {0: given}
     run.start = parse(offset.to_json())
     if not durable:
-        run.call(ev.Reading(offset=run.start))
+        run.call(ev.BatchStarted(offset=run.start))
     return run
 
 
@@ -42,7 +42,7 @@ def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bo
     """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
     starting = StartingPosition(everywhere=LATEST)
     first = RunHarness(starting=starting)
-    first.silent = {ev.Echo}  # Kafka hears of nothing
+    first.silent = {ev.CommitOffsets}  # Kafka hears of nothing
     first.ends = {A: 10, B: 20}
     first.batch()
     first.ends = {A: 10, B: 30}
@@ -62,7 +62,7 @@ def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bo
 def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
-    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
+    run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
     assert run.committed[A] == ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     again = after_a_crash(run, run.start, durable=True)
     planned = again.batch()
@@ -97,7 +97,7 @@ def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
 def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:
     """Kafka has the end of the batch before: where the next one began is known to the checkpoint alone."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
     assert planned.ranges == {A: (170, 180), B: (40, 40)}
@@ -112,12 +112,12 @@ def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_
     """Kafka has the followed offset under the former batch's number, and it lies before the batch's first record."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.committed[A] = ev.Committed(offset=20)
-    run.call(ev.Asked(start=run.start, drain=True, name=STREAM))
+    run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))
     followed = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     assert run.committed[A] == followed
 
     planning = after_a_crash(run, run.start, durable=True, fail_on_data_loss=False)
-    planning.silent = {ev.Echo}
+    planning.silent = {ev.CommitOffsets}
     planning.firsts, planning.ends = {A: 30, B: 0}, {A: 80, B: 40}
     planned = planning.batch()
     assert planned.ranges[A] == (30, 80)
@@ -133,7 +133,7 @@ def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable: bool) -> None:
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
     assert planned.lost == {A: 150}
@@ -180,7 +180,7 @@ def coming_back(left: set[int], *, durable: bool = True, **rules: Any) -> RunHar
     run = RunHarness.returning(PAST, slots=1, auto_slots=True, **rules)
     run.left, run.gives = left, {slot: ((A, B)[slot],) if slot < 2 else () for slot in left or {0}}
     if not durable:
-        run.call(ev.Reading(offset=PAST))
+        run.call(ev.BatchStarted(offset=PAST))
     return run
 
 
@@ -208,10 +208,10 @@ def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:
 def test_members_that_stay_without_agents_leave_after_a_while() -> None:
     run = coming_back({0, 1}, shrink_ms=60_000)
     run.batch()
-    run.feed(ev.HostCame(host="h1", executor="1"))
+    run.feed(ev.AgentConnected(host="h1", executor="1"))
     for _ in range(120):
         run.pass_time(1_000)
-        run.feed(ev.HostHeard(host="h1"))
+        run.feed(ev.AgentHeartbeat(host="h1"))
         run.batch()
     assert [leave.slot for leave in only(ev.Leave, run.history) if leave.leave] == [1]
 
@@ -231,9 +231,9 @@ def test_members_of_other_streams_and_a_group_that_cannot_be_asked_at_once_chang
 
     def with_others(step: ev.Step) -> ev.Event:
         told = answer(step)
-        if isinstance(told, ev.GroupSeen):
+        if isinstance(told, ev.GroupDescribed):
             others = {"spark-group-other-7": frozenset({A}), "app-9": frozenset[TopicPartition]()}
-            return ev.GroupSeen(state=told.state, given={**told.given, **others})
+            return ev.GroupDescribed(state=told.state, given={**told.given, **others})
         return told
 
     run.answer = with_others  # type: ignore[method-assign]
@@ -246,4 +246,4 @@ def test_a_number_of_members_is_not_looked_up() -> None:
     run.left = {0, 1, 2}
     run.batch()
     assert members(run) == [0]
-    assert not run.took(ev.Describe)
+    assert not run.took(ev.DescribeGroup)

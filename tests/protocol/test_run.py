@@ -77,7 +77,7 @@ def test_the_first_batch_waits_until_an_assignment_that_is_on_its_way_has_come()
     run.ends = {A: 5, B: 7}
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
     assert 3_000 <= waited_ms(run) < 3_500
-    assert len(run.took(ev.Describe)) <= 3_000 // IDLE_PAUSES_MS[0] + 2
+    assert len(run.took(ev.DescribeGroup)) <= 3_000 // IDLE_PAUSES_MS[0] + 2
 
 
 @pytest.mark.parametrize("state", ["stable", "preparing_rebalance"])
@@ -136,7 +136,7 @@ def test_a_returning_run_goes_on_after_its_durable_batch_when_it_has_its_partiti
     run.later(ev.Assigned(slot=0, client=1, partitions=(A, B)), ms=late_ms)
     following = run.latest()
     assert (following.seq, following.ranges) == (8, {A: (150, 160), B: (40, 40)})
-    assert run.took(ev.Describe) == []
+    assert run.took(ev.DescribeGroup) == []
 
 
 def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> None:
@@ -158,9 +158,9 @@ def test_a_returning_run_waits_for_a_commit_that_it_takes_over() -> None:
 def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
     run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
-    assert run.call(ev.Reading(offset=PAST)) == PAST
+    assert run.call(ev.BatchStarted(offset=PAST)) == PAST
     assert waited_ms(run) == 0 and run.state() is RunState.READING
-    assert run.call(ev.Reading(offset=PAST)) == PAST  # a task's stage is tried again
+    assert run.call(ev.BatchStarted(offset=PAST)) == PAST  # a task's stage is tried again
     run.assigned(A, B)
     run.ends = {A: 160, B: 40}
     assert run.latest().ranges == {A: (150, 160), B: (40, 40)}
@@ -206,12 +206,12 @@ def test_a_rebalance_ends_the_rest() -> None:
 def test_what_leaves_while_the_brokers_are_asked_is_not_planned() -> None:
     run = idle()
     run.ends = {A: 20, B: 5}
-    run.feed(ev.Asked(start=run.start, name=STREAM))
+    run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
     run.pass_time(200)
     step = run.step()
-    assert isinstance(step, ev.Look) and set(step.ends) == {A, B}
+    assert isinstance(step, ev.ReadLogEnds) and set(step.ends) == {A, B}
     run.lost(B)
-    assert run.call(ev.Looked(ends={A: 20, B: 5})).ranges == {A: (10, 20)}
+    assert run.call(ev.LogEndsRead(ends={A: 20, B: 5})).ranges == {A: (10, 20)}
 
 
 # --- AvailableNow and Once -------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -
     run.aim(dict(run.ends))
     del run.ends[B]  # its leader has just moved
     assert run.batch().ranges == {A: (0, 10), B: (0, 0)}
-    run.feed(ev.Asked(start=run.start, name=STREAM))
+    run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
     for _ in range(20):
         step = run.step()
         if isinstance(step, ev.Wait):
@@ -301,7 +301,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
         run.latest()
     assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
     assert 'has not come to rest, so that "nothing to read" could be believed' in str(failure.value)
-    assert len(run.took(ev.Describe)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
+    assert len(run.took(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
 def test_a_bounded_run_that_another_driver_keeps_partitions_from_says_so() -> None:
@@ -370,7 +370,7 @@ def test_a_drain_waits_for_the_batch_that_spark_has() -> None:
     planned = run.latest()
     assert run.latest(drain=True) == planned
     assert not run.drained()
-    run.call(ev.Reading(offset=planned))
+    run.call(ev.BatchStarted(offset=planned))
     run.start = planned
     assert run.latest(drain=True) is planned
     assert run.drained() and run.committed[A].offset == 10
@@ -381,7 +381,7 @@ def test_a_drain_that_kafka_does_not_answer_answers_all_the_same_and_is_not_drai
     run.ends[A] = 10
     run.batch()
     run.pass_time(ANSWER_MS)
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     began_ms = run.clock()
     assert run.latest(drain=True) is run.start
     assert run.clock() - began_ms == ECHO_MS_MAX
@@ -394,11 +394,11 @@ def test_offsets_that_the_sink_has_and_kafka_has_not_are_counted_until_their_com
     run.ends = {A: 10, B: 7}
     run.batch()
     assert run.run.statistics().uncommitted_offsets == 0, "no batch of it is durable yet"
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.ends = {A: 15, B: 7}
     run.batch()
     assert run.run.statistics().uncommitted_offsets == 17
-    run.feed(ev.EchoDone(offsets={A: 10, B: 7}))
+    run.feed(ev.OffsetsCommitted(offsets={A: 10, B: 7}))
     assert run.run.statistics().uncommitted_offsets == 0
 
 
@@ -413,9 +413,9 @@ def test_a_failure_reaches_the_next_call() -> None:
         run.latest()
     with pytest.raises(Fenced):
         run.latest()
-    run.feed(ev.Broken(error=BrokerUnavailable("later")))
+    run.feed(ev.InternalFailure(error=BrokerUnavailable("later")))
     with pytest.raises(Fenced):
-        run.call(ev.Reading(offset=run.start))
+        run.call(ev.BatchStarted(offset=run.start))
     run.stop()
     assert run.state() is RunState.CLOSED
 
@@ -423,7 +423,7 @@ def test_a_failure_reaches_the_next_call() -> None:
 def test_a_failure_while_the_call_waits_ends_it() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
-    run.later(ev.Broken(error=InvariantBroken("thread worker died")), ms=500)
+    run.later(ev.InternalFailure(error=InvariantBroken("thread worker died")), ms=500)
     with pytest.raises(InvariantBroken, match="thread worker died"):
         run.latest()
     assert waited_ms(run) == 500
@@ -431,7 +431,9 @@ def test_a_failure_while_the_call_waits_ends_it() -> None:
 
 def test_a_failure_before_the_stream_has_a_name_makes_no_members_later() -> None:
     run = RunHarness.returning(PAST)
-    run.feed(ev.Asked(start=PAST, name=STREAM), ev.Broken(error=BrokerUnavailable("nobody answered")))
+    run.feed(
+        ev.NextBatchRequested(start=PAST, name=STREAM), ev.InternalFailure(error=BrokerUnavailable("nobody answered"))
+    )
     with pytest.raises(BrokerUnavailable):
         run.latest()
     run.feed(ev.Durable(offset=PAST))
@@ -453,10 +455,10 @@ def test_a_broken_rule_fails_the_run_with_its_story() -> None:
 
 def test_a_change_that_is_not_in_the_table_fails_the_run_with_its_story() -> None:
     run = idle()
-    run.feed(ev.Closing(leave=False))
+    run.feed(ev.MembersClosing(leave=False))
     with pytest.raises(InvariantBroken) as failure:
         run.latest()
-    assert "the run: Closing in state open. The last events:" in str(failure.value)
+    assert "the run: MembersClosing in state open. The last events:" in str(failure.value)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ def test_whether_members_leave_at_the_stop(rule: str, bounded: bool, leave: bool
     run.batch(unlimited=bounded)
     run.stop()
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=leave)]
-    assert run.took(ev.End) == [ev.End(leave=leave)]
+    assert run.took(ev.CloseMembers) == [ev.CloseMembers(leave=leave)]
 
 
 def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
@@ -489,7 +491,7 @@ def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
     assert run.clock() - began_ms <= 3 * ANSWER_MS
 
     run = RunHarness()
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.batch()
     began_ms = run.clock()
     run.stop()
@@ -499,19 +501,19 @@ def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
 
 def test_a_failure_during_the_stop_ends_the_wait_and_closes_the_members_all_the_same() -> None:
     run = idle()
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.ends[A] = 20
     run.batch()
-    run.later(ev.Broken(error=InvariantBroken("thread worker died")), ms=100)
+    run.later(ev.InternalFailure(error=InvariantBroken("thread worker died")), ms=100)
     began_ms = run.clock()
     run.stop(durable=1)
     assert run.clock() - began_ms == 100
-    assert run.took(ev.End) and run.state() is RunState.CLOSED
+    assert run.took(ev.CloseMembers) and run.state() is RunState.CLOSED
 
 
 def test_a_run_that_never_began_stops_at_once() -> None:
     run = RunHarness()
     run.stop()
     assert run.state() is RunState.CLOSED
-    assert run.took(ev.End) == []
+    assert run.took(ev.CloseMembers) == []
     run.stop()

@@ -26,12 +26,12 @@ def test_a_new_stream_joins_with_every_slot() -> None:
 
 def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
     assert fresh.assigned(A) == []
-    assert fresh.feed(ev.Tick(), ev.TopicsSeen(topics=("other",))) == []
+    assert fresh.feed(ev.Tick(), ev.TopicsChanged(topics=("other",))) == []
     assert fresh.machine.next_deadline_ms() is None
 
 
 def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
-    assert only(ev.FetchCommitted, pair.assigned(A, B, slot=0)) == [ev.FetchCommitted(partitions=(A, B))]
+    assert only(ev.FetchCommittedOffsets, pair.assigned(A, B, slot=0)) == [ev.FetchCommittedOffsets(partitions=(A, B))]
     pair.assigned(C, slot=1)
     assert not pair.gathered() and not pair.machine.positions.resolved
     pair.committed({A: 5, B: 6})
@@ -50,7 +50,7 @@ def test_more_members_than_partitions_are_idle_and_block_nothing() -> None:
     group.assigned(slot=2)
     assert group.gathered()
     assert group.plan({A: (100, 110)}) == []
-    assert only(ev.Echo, group.durable()) == [ev.Echo(offsets={A: 110}, stream=STREAM, seq=0)]
+    assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={A: 110}, stream=STREAM, seq=0)]
     assert group.machine.statistics().assigned == (1, 0, 0)
 
 
@@ -61,7 +61,7 @@ def test_a_restart_after_a_durable_batch_goes_on_from_its_end(fresh: GroupHarnes
     commands = fresh.committed({A: 100, B: 40})
     # The crash came between the sink's commit and the echo: Kafka is behind, and is brought forward.
     assert fresh.machine.plannable() == {A: 150, B: 40}
-    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=7)]
+    assert commands == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=7)]
     assert fresh.machine.seq == 7
 
 
@@ -71,7 +71,7 @@ def test_a_replay_that_is_durable_before_its_partitions_come_moves_them_on(fresh
     fresh.feed(ev.Durable(offset=replayed))
     commands = fresh.committed({A: 100})
     assert fresh.machine.plannable() == {A: 150}
-    assert commands == [ev.Echo(offsets={A: 150}, stream=STREAM, seq=3)]
+    assert commands == [ev.CommitOffsets(offsets={A: 150}, stream=STREAM, seq=3)]
 
 
 def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: GroupHarness) -> None:
@@ -81,9 +81,9 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
     after: Commands = []
     for event in (
         ev.Tick(),
-        ev.TopicsSeen(topics=("other",)),
+        ev.TopicsChanged(topics=("other",)),
         ev.Durable(offset=pair.offset({A: (100, 150)}, 9)),
-        ev.EchoDone(offsets={A: 1}),
+        ev.OffsetsCommitted(offsets={A: 1}),
     ):
         after += pair.feed(event)
     after += pair.assigned(B) + pair.revoking(A) + pair.failed() + pair.fenced()
@@ -97,7 +97,7 @@ def test_closing_leaves_with_every_member_and_then_ignores_everything(pair: Grou
 def test_a_failed_member_joins_again_after_a_growing_pause(group: GroupHarness) -> None:
     for client, pause_ms in enumerate((100, 200, 500, 1_000, 2_000, 5_000, 5_000), start=2):
         assert group.failed() == []
-        assert group.machine.statistics().slots == ("out",)
+        assert group.machine.statistics().slots == ("closed",)
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [group.join(client=client)]
@@ -143,9 +143,9 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
 def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_again(group: GroupHarness) -> None:
     group.settled(A)
     doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", seen=False)
-    assert group.feed(doubt) == [ev.AskReplaced(slot=0, seen=False)]
-    group.feed(ev.ReplacedUnknown(slot=0, reason="brokers are away"))
-    assert group.tick(ms=100) == [ev.AskReplaced(slot=0, seen=False)], "still only possible"
+    assert group.feed(doubt) == [ev.CheckReplaced(slot=0, seen=False)]
+    group.feed(ev.ReplacedUnclear(slot=0, reason="brokers are away"))
+    assert group.tick(ms=100) == [ev.CheckReplaced(slot=0, seen=False)], "still only possible"
     assert group.feed(ev.NotReplaced(slot=0)) == []
     assert group.tick(ms=200) == [group.join(client=2)]
 
@@ -154,12 +154,12 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     pair.settled(A, slot=0)
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 110)})
-    assert pair.fenced() == [ev.AskReplaced(slot=0)]
-    assert pair.machine.statistics().slots == ("asking", "assigned")
+    assert pair.fenced() == [ev.CheckReplaced(slot=0)]
+    assert pair.machine.statistics().slots == ("checking", "assigned")
     assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
     asking = "asking the broker whether a newer driver runs this stream"
     assert f"slot 0's place was taken (FENCED_INSTANCE_ID): {asking}" in pair.warned()
-    assert only(ev.Echo, pair.durable())[0].offsets == {B: 110}
+    assert only(ev.CommitOffsets, pair.durable())[0].offsets == {B: 110}
     assert pair.tick(ms=60_000) == []  # it does not join before it knows
 
 
@@ -173,7 +173,7 @@ def test_a_newer_driver_stops_the_run_for_good(pair: GroupHarness) -> None:
     assert pair.machine.closed
     assert pair.durable() == []
     assert pair.tick(ms=60_000) == []
-    assert pair.machine.statistics().slots == ("out", "out")
+    assert pair.machine.statistics().slots == ("closed", "closed")
 
 
 @pytest.mark.parametrize(("leave_on_stop", "leave"), [("auto", False), ("always", True)])
@@ -185,7 +185,7 @@ def test_a_run_that_fails_closes_its_members_at_once_whatever_they_hold(leave_on
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 110)})
     assert pair.revoking(B, slot=1) == []
-    assert only(ev.Leave, pair.feed(ev.Broken(error=Fenced("x")))) == [
+    assert only(ev.Leave, pair.feed(ev.InternalFailure(error=Fenced("x")))) == [
         ev.Leave(slot=slot, leave=leave) for slot in (0, 1)
     ]
 
@@ -195,7 +195,7 @@ def test_a_place_that_an_older_process_took_is_taken_back(group: GroupHarness) -
     group.reads({A: (100, 150)})
     group.fenced()
     assert group.feed(ev.NotReplaced(slot=0)) == []
-    assert group.machine.statistics().slots == ("out",)
+    assert group.machine.statistics().slots == ("closed",)
     assert group.tick(ms=100) == [group.join(client=2)]
     group.assigned(A, generation=2)
     group.committed({A: 100})
@@ -218,12 +218,12 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
     group.fenced()
     fails: list[ev.Fail] = []
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000):
-        assert group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")) == []
+        assert group.feed(ev.ReplacedUnclear(slot=0, reason="no broker")) == []
         assert group.tick(ms=pause_ms - 1) == []
-        assert group.tick(ms=1) == [ev.AskReplaced(slot=0)]
+        assert group.tick(ms=1) == [ev.CheckReplaced(slot=0)]
     bound_ms = Rules(group="etl", starting=StartingPosition()).broker_timeout_ms
     while not fails and group.clock() < 2 * bound_ms:
-        fails = only(ev.Fail, group.feed(ev.ReplacedUnknown(slot=0, reason="no broker")))
+        fails = only(ev.Fail, group.feed(ev.ReplacedUnclear(slot=0, reason="no broker")))
         group.tick(ms=5_000)
     assert bound_ms <= group.clock() <= bound_ms + 10_000
     assert isinstance(fails[0].error, RebalanceTimeout)
@@ -232,28 +232,28 @@ def test_whether_it_was_replaced_is_asked_again_after_a_growing_pause_within_a_b
 
 def test_where_nobody_can_ever_say_who_took_the_place_the_run_ends_at_once(group: GroupHarness) -> None:
     group.fenced()
-    unknown = ev.ReplacedUnknown(slot=0, reason="transactions are not allowed", final=True)
+    unknown = ev.ReplacedUnclear(slot=0, reason="transactions are not allowed", final=True)
     (fail,) = only(ev.Fail, group.feed(unknown))
     assert isinstance(fail.error, Fenced) and "transactions are not allowed" in str(fail.error)
-    assert group.machine.statistics().slots == ("out",)
+    assert group.machine.statistics().slots == ("closed",)
 
 
 def test_a_late_word_about_who_took_a_place_changes_nothing(group: GroupHarness) -> None:
     group.settled(A)
-    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnknown(slot=0, reason="x", final=True)) == []
+    assert group.feed(ev.NotReplaced(slot=0), ev.ReplacedUnclear(slot=0, reason="x", final=True)) == []
     assert group.machine.statistics().slots == ("assigned",)
 
 
 def test_a_changed_subscription_goes_to_every_member(pair: GroupHarness) -> None:
-    commands = pair.feed(ev.TopicsSeen(topics=("orders", "payments")))
+    commands = pair.feed(ev.TopicsChanged(topics=("orders", "payments")))
     assert commands == [ev.Subscribe(slot=slot, topics=("orders", "payments")) for slot in (0, 1)]
     assert any("2 topics: orders, payments" in text for text in pair.said())
-    assert pair.feed(ev.TopicsSeen(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
+    assert pair.feed(ev.TopicsChanged(topics=("orders", "payments"))) == [], "an unchanged one disturbs nobody"
 
 
 def test_a_member_that_comes_back_joins_with_the_newest_subscription(group: GroupHarness) -> None:
     group.failed()
-    assert group.feed(ev.TopicsSeen(topics=("orders", "payments"))) == []
+    assert group.feed(ev.TopicsChanged(topics=("orders", "payments"))) == []
     assert group.tick(ms=100) == [group.join(client=2, topics=("orders", "payments"))]
 
 
@@ -290,7 +290,7 @@ def test_a_place_that_is_taken_again_with_the_same_subscription_disturbs_nobody(
 def test_a_member_that_failed_before_it_had_its_place_again_still_tells_the_former_subscription_first() -> None:
     group, _ = came_back("payments", known={"orders": 4})
     group.failed()
-    assert group.feed(ev.TopicsSeen(topics=("payments", "refunds"))) == []
+    assert group.feed(ev.TopicsChanged(topics=("payments", "refunds"))) == []
     assert group.tick(ms=100) == [group.join(client=2, topics=("orders",))]
     assert group.assigned()[0] == ev.Subscribe(slot=0, topics=("payments", "refunds"))
 

@@ -18,7 +18,7 @@ from spark_group_source.protocol.states import (
     PARTITIONS,
     RUN,
     SLOTS,
-    HostState,
+    AgentState,
     PartitionState,
     RunState,
     SlotState,
@@ -80,13 +80,13 @@ def host_here(g: GroupHarness) -> None:
 
 def host_cut(g: GroupHarness) -> None:
     host_came(g)
-    g.feed(ev.HostCut(host="h1"))
+    g.feed(ev.AgentDisconnected(host="h1"))
 
 
 def moving(g: GroupHarness) -> None:
     assigned(g)
     host_here(g)
-    g.feed(ev.Boundary())
+    g.feed(ev.BatchBoundary())
 
 
 def lent(g: GroupHarness) -> None:
@@ -106,7 +106,7 @@ def lent_and_revoking(g: GroupHarness) -> None:
 
 
 def host_gone(g: GroupHarness) -> None:
-    g.feed(ev.HostGone(host="h1", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
 
 
 def lease_over(g: GroupHarness) -> None:
@@ -118,7 +118,7 @@ def twin_came(g: GroupHarness) -> None:
 
 
 SLOT_WAYS: dict[Row, Way] = {
-    (SlotState.OUT, ev.Join): [out, lambda g: g.tick(ms=100)],
+    (SlotState.CLOSED, ev.Join): [out, lambda g: g.tick(ms=100)],
     (SlotState.JOINING, ev.Assigned): [born, lambda g: g.assigned(A)],
     (SlotState.ASSIGNED, ev.Assigned): [assigned, lambda g: g.assigned()],
     (SlotState.REVOKING, ev.Assigned): [revoking, lambda g: g.assigned()],
@@ -140,32 +140,36 @@ SLOT_WAYS: dict[Row, Way] = {
     (SlotState.JOINING, ev.MemberFenced): [born, lambda g: g.fenced()],
     (SlotState.ASSIGNED, ev.MemberFenced): [assigned, lambda g: g.fenced()],
     (SlotState.REVOKING, ev.MemberFenced): [revoking, lambda g: g.fenced()],
-    (SlotState.ASKING, ev.NotReplaced): [asking, lambda g: g.feed(ev.NotReplaced(slot=0))],
-    (SlotState.ASKING, ev.ReplacedUnknown): [asking, lambda g: g.feed(ev.ReplacedUnknown(slot=0, reason="x"))],
+    (SlotState.CHECKING, ev.NotReplaced): [asking, lambda g: g.feed(ev.NotReplaced(slot=0))],
+    (SlotState.CHECKING, ev.ReplacedUnclear): [asking, lambda g: g.feed(ev.ReplacedUnclear(slot=0, reason="x"))],
     (SlotState.JOINING, ev.Leave): [born, close],
     (SlotState.ASSIGNED, ev.Leave): [assigned, close],
     (SlotState.REVOKING, ev.Leave): [revoking, close],
-    (SlotState.ASKING, ev.Leave): [asking, close],
-    (SlotState.JOINING, ev.Moves): [lent, lambda g: g.stay(g.machine.rules.joining_budget_ms // 2)],
-    (SlotState.ASSIGNED, ev.Moves): [moving],
+    (SlotState.CHECKING, ev.Leave): [asking, close],
+    (SlotState.JOINING, ev.SlotMoves): [lent, lambda g: g.stay(g.machine.rules.joining_budget_ms // 2)],
+    (SlotState.ASSIGNED, ev.SlotMoves): [moving],
     (SlotState.MOVING, ev.Join): [lent],
     (SlotState.MOVING, ev.Leave): [moving, close],
-    (SlotState.JOINING, ev.HostLost): [lent, host_gone],
-    (SlotState.ASSIGNED, ev.HostLost): [lent_and_assigned, host_gone],
-    (SlotState.REVOKING, ev.HostLost): [lent_and_revoking, host_gone],
+    (SlotState.JOINING, ev.AgentLost): [lent, host_gone],
+    (SlotState.ASSIGNED, ev.AgentLost): [lent_and_assigned, host_gone],
+    (SlotState.REVOKING, ev.AgentLost): [lent_and_revoking, host_gone],
 }
 
 HOST_WAYS: dict[Row, Way] = {
-    (HostState.NEW, ev.Stayed): [born, host_here],
-    (HostState.NEW, ev.HostCame): [born, host_came, host_came],
-    (HostState.HERE, ev.HostCame): [born, host_here, host_came],
-    (HostState.CUT, ev.HostCame): [born, host_cut, host_came],
-    (HostState.NEW, ev.HostCut): [born, host_cut],
-    (HostState.HERE, ev.HostCut): [born, host_here, lambda g: g.feed(ev.HostCut(host="h1"))],
+    (AgentState.NEW, ev.AgentStable): [born, host_here],
+    (AgentState.NEW, ev.AgentConnected): [born, host_came, host_came],
+    (AgentState.READY, ev.AgentConnected): [born, host_here, host_came],
+    (AgentState.DISCONNECTED, ev.AgentConnected): [born, host_cut, host_came],
+    (AgentState.NEW, ev.AgentDisconnected): [born, host_cut],
+    (AgentState.READY, ev.AgentDisconnected): [born, host_here, lambda g: g.feed(ev.AgentDisconnected(host="h1"))],
     **{
         (state, cause): [born, there, way]
-        for state, there in ((HostState.NEW, host_came), (HostState.HERE, host_here), (HostState.CUT, host_cut))
-        for cause, way in ((ev.HostGone, host_gone), (ev.LeaseOver, lease_over), (ev.TwinCame, twin_came))
+        for state, there in (
+            (AgentState.NEW, host_came),
+            (AgentState.READY, host_here),
+            (AgentState.DISCONNECTED, host_cut),
+        )
+        for cause, way in ((ev.AgentEnded, host_gone), (ev.LeaseExpired, lease_over), (ev.AgentSuperseded, twin_came))
     },
 }
 
@@ -189,7 +193,7 @@ def starting(g: GroupHarness) -> None:
 def taking(g: GroupHarness) -> None:
     asked(g)
     g.committed({A: BY_HAND})
-    g.feed(ev.EchoFailed(reason="x"))
+    g.feed(ev.OffsetCommitFailed(reason="x"))
 
 
 def back_in_the_batch(g: GroupHarness) -> None:
@@ -201,12 +205,12 @@ def back_in_the_batch(g: GroupHarness) -> None:
 
 
 WAYS_TO: dict[PartitionState, Callable[[GroupHarness], None]] = {
-    PartitionState.CAME: came,
-    PartitionState.ASKED: asked,
-    PartitionState.STARTING: starting,
-    PartitionState.TAKING: taking,
+    PartitionState.UNRESOLVED: came,
+    PartitionState.FETCHING: asked,
+    PartitionState.RESOLVING: starting,
+    PartitionState.CLAIMING: taking,
     PartitionState.READY: assigned,
-    PartitionState.PLANNED: planned,
+    PartitionState.IN_FLIGHT: planned,
 }
 
 
@@ -218,39 +222,39 @@ def reset_shows(g: GroupHarness) -> None:
 
 
 PARTITION_WAYS: dict[Row, Way] = {
-    (PartitionState.AWAY, ev.Assigned): [asked],
-    (PartitionState.CAME, ev.FetchCommitted): [asked],
-    (PartitionState.ASKED, ev.LookupFailed): [came],
-    (PartitionState.ASKED, ev.CommittedRead): [assigned],
-    (PartitionState.ASKED, ev.TheirCommit): [taking],
-    (PartitionState.ASKED, ev.ResolveStarts): [starting],
-    (PartitionState.STARTING, ev.LookupFailed): [
+    (PartitionState.UNASSIGNED, ev.Assigned): [asked],
+    (PartitionState.UNRESOLVED, ev.FetchCommittedOffsets): [asked],
+    (PartitionState.FETCHING, ev.LookupFailed): [came],
+    (PartitionState.FETCHING, ev.CommittedOffsetsRead): [assigned],
+    (PartitionState.FETCHING, ev.ForeignCommit): [taking],
+    (PartitionState.FETCHING, ev.ResolveStarts): [starting],
+    (PartitionState.RESOLVING, ev.LookupFailed): [
         starting,
         lambda g: g.feed(ev.LookupFailed(partitions=(A,), error=BrokerUnavailable("x"))),
     ],
-    (PartitionState.STARTING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
-    (PartitionState.TAKING, ev.EchoDone): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
+    (PartitionState.RESOLVING, ev.StartsResolved): [starting, lambda g: g.resolved({A: 0})],
+    (PartitionState.CLAIMING, ev.OffsetsCommitted): [taking, lambda g: g.tick(ms=100), lambda g: g.echoed()],
     (PartitionState.READY, ev.Planned): [planned],
     (PartitionState.READY, ev.Replay): [
         lambda g: g.replay(REPLAYED),
         lambda g: g.settled(A),
     ],
-    (PartitionState.TAKING, ev.Replay): [back_in_the_batch],
-    (PartitionState.READY, ev.RecordsGone): [
+    (PartitionState.CLAIMING, ev.Replay): [back_in_the_batch],
+    (PartitionState.READY, ev.RecordsMissing): [
         assigned,
-        lambda g: g.feed(ev.RecordsGone(offsets={A: 120}, reason="x")),
+        lambda g: g.feed(ev.RecordsMissing(offsets={A: 120}, reason="x")),
     ],
-    (PartitionState.READY, ev.Moves): [moving],
-    (PartitionState.PLANNED, ev.Durable): [planned, lambda g: g.durable()],
-    (PartitionState.PLANNED, ev.TheirCommit): [back_in_the_batch, lambda g: g.durable()],
+    (PartitionState.READY, ev.SlotMoves): [moving],
+    (PartitionState.IN_FLIGHT, ev.Durable): [planned, lambda g: g.durable()],
+    (PartitionState.IN_FLIGHT, ev.ForeignCommit): [back_in_the_batch, lambda g: g.durable()],
     **{
         (state, ev.Release): [way, lambda g: g.revoking(A)]
         for state, way in WAYS_TO.items()
-        if state is not PartitionState.PLANNED
+        if state is not PartitionState.IN_FLIGHT
     },
     **{(state, ev.Lost): [way, lambda g: g.lost(A)] for state, way in WAYS_TO.items()},
-    **{(state, ev.ResetSeen): [way, reset_shows] for state, way in WAYS_TO.items()},
-    (PartitionState.CAME, ev.ResetSeen): [
+    **{(state, ev.ResetDetected): [way, reset_shows] for state, way in WAYS_TO.items()},
+    (PartitionState.UNRESOLVED, ev.ResetDetected): [
         asked,
         lambda g: g.assigned(B),
         lambda g: g.lost(A),
@@ -263,8 +267,8 @@ PARTITION_WAYS: dict[Row, Way] = {
 # --- ways to the states of the run ----------------------------------------------------------------------------------
 
 
-def asked_for(run: RunHarness, *, drain: bool = False) -> ev.Asked:
-    return ev.Asked(start=run.start, name=STREAM, drain=drain)
+def asked_for(run: RunHarness, *, drain: bool = False) -> ev.NextBatchRequested:
+    return ev.NextBatchRequested(start=run.start, name=STREAM, drain=drain)
 
 
 def at(state: RunState) -> Callable[[], RunHarness]:
@@ -294,13 +298,13 @@ def resting() -> RunHarness:
 
 def reading() -> RunHarness:
     run = RunHarness()
-    run.call(ev.Reading(offset=run.latest()))
+    run.call(ev.BatchStarted(offset=run.latest()))
     return run
 
 
 def draining() -> RunHarness:
     run = RunHarness()
-    run.silent = {ev.Echo}
+    run.silent = {ev.CommitOffsets}
     run.batch()
     run.begin(asked_for(run, drain=True), RunState.DRAINING)
     return run
@@ -339,7 +343,7 @@ def unsettled() -> None:
 def continued(event: type) -> None:
     run = RunHarness()
     run.start = REPLAYED
-    run.call(asked_for(run) if event is ev.Asked else ev.Reading(offset=REPLAYED))
+    run.call(asked_for(run) if event is ev.NextBatchRequested else ev.BatchStarted(offset=REPLAYED))
 
 
 def fed(way: Callable[[], RunHarness], *events: ev.Event) -> RunHarness:
@@ -350,13 +354,13 @@ def fed(way: Callable[[], RunHarness], *events: ev.Event) -> RunHarness:
 
 def aiming() -> RunHarness:
     run = RunHarness()
-    run.feed(ev.TargetAsked())
+    run.feed(ev.TargetRequested())
     return run
 
 
 RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
     RunState.NEW: RunHarness,
-    RunState.AIMING: aiming,
+    RunState.TARGETING: aiming,
     RunState.STARTING: at(RunState.STARTING),
     RunState.OPEN: idle,
     RunState.GATHERING: at(RunState.GATHERING),
@@ -368,9 +372,9 @@ RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
     RunState.DRAINING: draining,
     RunState.DRAINED: drained,
     RunState.ENDING: ending,
-    RunState.STOPPING: lambda: fed(idle, ev.Stopping()),
+    RunState.STOPPING: lambda: fed(idle, ev.StopRequested()),
     RunState.FAILED: lambda: fed(idle, ev.Replaced(reason="x")),
-    RunState.CLOSED: lambda: fed(RunHarness, ev.Stopping()),
+    RunState.CLOSED: lambda: fed(RunHarness, ev.StopRequested()),
 }
 
 
@@ -379,41 +383,41 @@ def ask_in(state: RunState) -> None:
 
 
 RUN_WAYS: dict[Row, Callable[[], object]] = {
-    (RunState.NEW, ev.TargetAsked): aiming,
-    (RunState.AIMING, ev.TargetTaken): lambda: RunHarness().aim({}),
-    (RunState.NEW, ev.Asked): at(RunState.STARTING),
-    (RunState.NEW, ev.Reading): lambda: continued(ev.Reading),
-    (RunState.STARTING, ev.Born): at(RunState.GATHERING),
-    (RunState.STARTING, ev.Durable): lambda: continued(ev.Asked),
-    (RunState.STARTING, ev.Replay): lambda: continued(ev.Reading),
-    (RunState.OPEN, ev.Asked): resting,
-    (RunState.GATHERING, ev.Gathered): at(RunState.SETTLING),
-    (RunState.GATHERING, ev.DrainAsked): draining,
-    (RunState.SETTLING, ev.Settled): at(RunState.LOOKING),
-    (RunState.RESTING, ev.Rested): at(RunState.LOOKING),
+    (RunState.NEW, ev.TargetRequested): aiming,
+    (RunState.TARGETING, ev.TargetRead): lambda: RunHarness().aim({}),
+    (RunState.NEW, ev.NextBatchRequested): at(RunState.STARTING),
+    (RunState.NEW, ev.BatchStarted): lambda: continued(ev.BatchStarted),
+    (RunState.STARTING, ev.StreamCreated): at(RunState.GATHERING),
+    (RunState.STARTING, ev.Durable): lambda: continued(ev.NextBatchRequested),
+    (RunState.STARTING, ev.Replay): lambda: continued(ev.BatchStarted),
+    (RunState.OPEN, ev.NextBatchRequested): resting,
+    (RunState.GATHERING, ev.PositionsKnown): at(RunState.SETTLING),
+    (RunState.GATHERING, ev.DrainRequested): draining,
+    (RunState.SETTLING, ev.GroupStable): at(RunState.LOOKING),
+    (RunState.RESTING, ev.PauseEnded): at(RunState.LOOKING),
     (RunState.LOOKING, ev.Planned): at(RunState.PLANNED),
     (RunState.LOOKING, ev.NothingToRead): idle,
-    (RunState.LOOKING, ev.Unsettled): unsettled,
+    (RunState.LOOKING, ev.GroupUnstable): unsettled,
     (RunState.LOOKING, ev.TargetReached): ending,
-    (RunState.PLANNED, ev.Reading): reading,
+    (RunState.PLANNED, ev.BatchStarted): reading,
     (RunState.PLANNED, ev.Durable): lambda: (run := at(RunState.PLANNED)()).feed(ev.Durable(offset=run.latest())),
-    (RunState.READING, ev.Reading): lambda: (run := reading()).call(ev.Reading(offset=run.latest())),
+    (RunState.READING, ev.BatchStarted): lambda: (run := reading()).call(ev.BatchStarted(offset=run.latest())),
     (RunState.READING, ev.Durable): idle,
-    (RunState.DRAINING, ev.Echoed): drained,
-    (RunState.ENDING, ev.Echoed): never_leaving,
-    (RunState.ENDING, ev.Closing): lambda: ending().go_on(),
-    (RunState.STOPPING, ev.Closing): lambda: idle().stop(),
+    (RunState.DRAINING, ev.AllCommitted): drained,
+    (RunState.ENDING, ev.AllCommitted): never_leaving,
+    (RunState.ENDING, ev.MembersClosing): lambda: ending().go_on(),
+    (RunState.STOPPING, ev.MembersClosing): lambda: idle().stop(),
     **{
-        (state, ev.Asked): partial(ask_in, state)
+        (state, ev.NextBatchRequested): partial(ask_in, state)
         for state in (RunState.PLANNED, RunState.READING, RunState.DRAINING, RunState.DRAINED, RunState.CLOSED)
     },
     **{
-        (state, ev.Stopping): partial(fed, RUN_STATES[state], ev.Stopping())
+        (state, ev.StopRequested): partial(fed, RUN_STATES[state], ev.StopRequested())
         for state in RunState
         if state is not RunState.STOPPING
     },
     **{
-        (state, ev.Fail): partial(fed, RUN_STATES[state], ev.Broken(error=BrokerUnavailable("x")))
+        (state, ev.Fail): partial(fed, RUN_STATES[state], ev.InternalFailure(error=BrokerUnavailable("x")))
         for state in RunState
         if state not in (RunState.FAILED, RunState.CLOSED)
     },
@@ -477,8 +481,8 @@ def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
     """Not always a good one, but never a loop without end, nor an error that is not ours."""
     calls: list[Callable[[RunHarness], ev.Event]] = [
         asked_for,
-        lambda run: ev.Reading(offset=run.start),
-        lambda run: ev.Stopping(),
+        lambda run: ev.BatchStarted(offset=run.start),
+        lambda run: ev.StopRequested(),
     ]
     for ask in calls:
         run = RUN_STATES[state]()
@@ -498,7 +502,7 @@ def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
     assert {*RUN.values(), RunState.NEW} == set(RunState)
     assert {*SLOTS.values()} == set(SlotState)
     assert {*PARTITIONS.values()} == set(PartitionState)
-    assert {*HOSTS.values()} == set(HostState)
+    assert {*HOSTS.values()} == set(AgentState)
 
 
 def test_nothing_leads_out_of_the_ends() -> None:
@@ -506,5 +510,5 @@ def test_nothing_leads_out_of_the_ends() -> None:
 
 
 def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
-    with pytest.raises(InvariantBroken, match="Asked in state gathering"):
+    with pytest.raises(InvariantBroken, match="NextBatchRequested in state gathering"):
         group.born()

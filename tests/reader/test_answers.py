@@ -27,7 +27,7 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader import fetch, intake, range_reader, read_counts, read_errors, records, requests
 from spark_group_source.reader.broker_checks import Patience
 from spark_group_source.reader.records import Event
-from spark_group_source.reader.requests import ANSWER_S_MAX, Question
+from spark_group_source.reader.requests import ANSWER_S_MAX, PendingRequest
 
 TP = TopicPartition("orders", 0)
 COUNT = 20
@@ -305,12 +305,12 @@ def test_a_question_is_sent_again_and_the_first_answer_of_any_counts(monkeypatch
     clock = Clock()
     monkeypatch.setattr(requests, "time", clock)
     asked: Any = Requests({})
-    question: Question[Any] = Question(asked, asked.send, itemgetter(0), asked.look_for_brokers)
+    question: PendingRequest[Any] = PendingRequest(asked, asked.send, itemgetter(0), asked.look_for_brokers)
     assert (question.take(0), asked.sent, asked.looked) == (None, 1, 0)
     for seconds in (1, 2):
-        clock.now_s += asked.OVERDUE_S
+        clock.now_s += requests.OVERDUE_S
         assert (question.take(0), asked.sent, asked.looked) == (None, 1 + seconds, seconds)
-    failure = Event(asked.NO_ANSWER, "no answer in time", TP, -1)
+    failure = Event(requests.NO_ANSWER, "no answer in time", TP, -1)
     asked.answered = {1: failure}
     assert question.take(0) == (failure, 0.0)
     asked.answered = {2: records.Bounds(0, 9)}

@@ -80,7 +80,7 @@ class Scene:
         )
 
     def _handle(self, event: ev.Event) -> None:
-        if isinstance(event, ev.TransactionsSeen):
+        if isinstance(event, ev.TransactionsChecked):
             self.transactions.append(event.allowed)
         else:
             self.handled.append(event)
@@ -101,7 +101,7 @@ class Scene:
 
     def ordered(self, order: Any) -> Any:
         """As the coordinator hands it on: an echo with who holds its partitions now."""
-        return in_whose_name(order, self._member) if isinstance(order, ev.Echo) else order
+        return in_whose_name(order, self._member) if isinstance(order, ev.CommitOffsets) else order
 
     def order(self, *orders: Any) -> Callable[[], None]:
         def give() -> None:
@@ -133,12 +133,14 @@ def scene() -> Scene:
     return Scene()
 
 
-def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.Echo:
+def echo(slots: Mapping[TopicPartition, int] | None = None, **more: Any) -> ev.CommitOffsets:
     slots = {A0: 0, A1: 1} if slots is None else slots
-    return ev.Echo(offsets={tp: 5 + slot for tp, slot in slots.items()}, slots=slots, stream="s", seq=4, **more)
+    return ev.CommitOffsets(
+        offsets={tp: 5 + slot for tp, slot in slots.items()}, slots=slots, stream="s", seq=4, **more
+    )
 
 
-FETCH = ev.FetchCommitted(partitions=(A0, A1, B0))
+FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 
 # --- first things first ---------------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
     scene.runtime.will("committed", [found, KafkaPartition("a", 1, -1001)])
     scene.run(scene.order(FETCH))
     assert scene.handled == [
-        ev.CommittedRead(
+        ev.CommittedOffsetsRead(
             offsets={A0: ev.Committed(offset=9, stream="s", seq=3, epoch=2, followed=True), A1: None},
             asked=(A0, A1, B0),
         )
@@ -186,7 +188,7 @@ def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_ru
     scene.run(scene.order(FETCH), scene.order(FETCH))
     failed, broken = scene.handled
     assert isinstance(failed, ev.LookupFailed) and failed.partitions == FETCH.partitions
-    assert isinstance(broken, ev.Broken) and isinstance(broken.error, AccessDenied)
+    assert isinstance(broken, ev.InternalFailure) and isinstance(broken.error, AccessDenied)
 
 
 # --- nothing ends it ------------------------------------------------------------------------------------------------
@@ -201,34 +203,38 @@ def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
 
 def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
     scene = by_pattern(ValueError("odd"), *[{"a": 1}] * 9)
-    scene.run(lambda: None, lambda: None, scene.order(ev.AskReplaced(slot=1)))
-    broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsSeen))
-    assert isinstance(broken, ev.Broken) and isinstance(broken.error, InvariantBroken) and "odd" in str(broken.error)
+    scene.run(lambda: None, lambda: None, scene.order(ev.CheckReplaced(slot=1)))
+    broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsChanged))
+    assert (
+        isinstance(broken, ev.InternalFailure)
+        and isinstance(broken.error, InvariantBroken)
+        and "odd" in str(broken.error)
+    )
     assert answer == ev.NotReplaced(slot=1)
 
 
 def test_what_fails_in_an_order_ends_the_run_but_not_the_worker(scene: Scene) -> None:
     scene.runtime.will("committed", ValueError("odd"))
-    scene.run(scene.order(FETCH), scene.order(ev.AskReplaced(slot=1)))
-    assert [type(event) for event in scene.handled] == [ev.Broken, ev.NotReplaced]
+    scene.run(scene.order(FETCH), scene.order(ev.CheckReplaced(slot=1)))
+    assert [type(event) for event in scene.handled] == [ev.InternalFailure, ev.NotReplaced]
 
 
 def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
     scene.worker._died(MemoryError())
     (broken,) = scene.handled
-    assert isinstance(broken, ev.Broken)
+    assert isinstance(broken, ev.InternalFailure)
 
 
 def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
     scene = by_pattern(BrokerUnavailable("no"), {"a": 1, "b": 2})
     scene.run(lambda: None, lambda: None)
-    assert scene.handled == [ev.TopicsSeen(topics=("a", "b"))]
+    assert scene.handled == [ev.TopicsChanged(topics=("a", "b"))]
 
 
 def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
     scene = by_pattern(*[{"a": 1, "b": 2}] * 3)
-    scene.run(scene.order_after(500, ev.AskReplaced(slot=1)))
-    assert ev.TopicsSeen(topics=("a", "b")) in scene.handled
+    scene.run(scene.order_after(500, ev.CheckReplaced(slot=1)))
+    assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
 
 
 # --- who is in charge -----------------------------------------------------------------------------------------------
@@ -242,15 +248,15 @@ NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
     [
         (None, None, ev.NotReplaced),
         ("send_offsets", FENCED, ev.Replaced),
-        ("send_offsets", NO_ANSWER, ev.ReplacedUnknown),
-        ("init_transactions", TIMED_OUT, ev.ReplacedUnknown),
+        ("send_offsets", NO_ANSWER, ev.ReplacedUnclear),
+        ("init_transactions", TIMED_OUT, ev.ReplacedUnclear),
     ],
     ids=["it has its id", "its id is another's", "no answer", "it has no id, and does not take it by asking"],
 )
 def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
     if call is not None:
         scene.runtime.will(call, answer)
-    scene.run(scene.order(ev.AskReplaced(slot=1)))
+    scene.run(scene.order(ev.CheckReplaced(slot=1)))
     (event,) = scene.handled
     assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
     assert len(scene.runtime.called("init_transactions")) == 1
@@ -261,13 +267,13 @@ def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exce
 def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
     scene.runtime.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
-    question = ev.AskReplaced(slot=1)
-    only_possible = ev.AskReplaced(slot=2, seen=False)
+    question = ev.CheckReplaced(slot=1)
+    only_possible = ev.CheckReplaced(slot=2, seen=False)
     scene.run(*(scene.order(order) for order in (question, echo(), question, only_possible)))
     before, done, after, joins_again = scene.handled
-    assert isinstance(before, ev.ReplacedUnknown) and not before.final
-    assert isinstance(done, ev.EchoDone)
-    assert isinstance(after, ev.ReplacedUnknown) and after.final
+    assert isinstance(before, ev.ReplacedUnclear) and not before.final
+    assert isinstance(done, ev.OffsetsCommitted)
+    assert isinstance(after, ev.ReplacedUnclear) and after.final
     assert joins_again == ev.NotReplaced(slot=2), "nobody was seen in its place"
 
 
@@ -312,12 +318,12 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(
     scene = broken
     scene.worker.known_as.append("mine")
     scene.runtime.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
-    question = ev.AskReplaced(slot=0)
+    question = ev.CheckReplaced(slot=0)
     later = scene.order_after(2 * scene.options.session_timeout_ms, question)
     scene.run(scene.order(echo()), scene.order(question), later)
     failed, first, second = (type(event) for event in scene.handled)
-    assert failed is ev.EchoFailed
-    assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnknown)
+    assert failed is ev.OffsetCommitFailed
+    assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnclear)
     assert second is answer
     assert len(scene.runtime.producers) == 1
 
@@ -331,7 +337,11 @@ def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(
     for _ in range(2):
         broken.shows({A0: 5, A1: 6})
     broken.run(*[broken.order(echo())] * 3)
-    assert [type(event) for event in broken.handled] == [ev.EchoFailed, ev.EchoDone, ev.EchoDone]
+    assert [type(event) for event in broken.handled] == [
+        ev.OffsetCommitFailed,
+        ev.OffsetsCommitted,
+        ev.OffsetsCommitted,
+    ]
     if static:
         assert [len(member.committed) for member in broken.members.values()] == [1, 1, 0]
     assert len(broken.runtime.producers) == 1 + static
@@ -351,7 +361,7 @@ def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> Non
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
     scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(DENIED_AGAIN_MS, echo()))
-    assert [type(event) for event in scene.handled] == [ev.EchoDone] * 3
+    assert [type(event) for event in scene.handled] == [ev.OffsetsCommitted] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.runtime.called("commit_transaction")) == 1
 
@@ -362,18 +372,26 @@ def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactio
     scene.topics_there(a=2)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(BARRED_MS, echo()))
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoFailed, ev.Broken]
+    assert [type(event) for event in scene.handled] == [
+        ev.OffsetCommitFailed,
+        ev.OffsetCommitFailed,
+        ev.InternalFailure,
+    ]
     ended = scene.handled[-1]
-    assert isinstance(ended, ev.Broken) and isinstance(ended.error, AccessDenied) and "on the group" in str(ended.error)
+    assert (
+        isinstance(ended, ev.InternalFailure)
+        and isinstance(ended.error, AccessDenied)
+        and "on the group" in str(ended.error)
+    )
     assert not any(member.committed for member in scene.members.values())
 
 
 def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
     scene = Scene(subscribePattern="a.*")
     scene.topics = [{}, {"ab": 3}]
-    question = ev.AskReplaced(slot=1)
+    question = ev.CheckReplaced(slot=1)
     scene.run(scene.order(question), scene.order(question))
-    assert [type(event) for event in scene.handled] == [ev.ReplacedUnknown, ev.NotReplaced]
+    assert [type(event) for event in scene.handled] == [ev.ReplacedUnclear, ev.NotReplaced]
     assert scene.runtime.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
 
 
@@ -383,7 +401,7 @@ def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
 def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
     scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
-    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.runtime.called("send_offsets") == [
         (1, {A0: (5, "spark-group:s:4:2:at=7")}),
         (2, {A1: (6, "spark-group:s:4:2:followed:at=7")}),
@@ -396,7 +414,7 @@ def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene:
     scene.shows({A0: 5})
     scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
-    assert isinstance(done, ev.EchoDone)
+    assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
 
 
@@ -405,7 +423,7 @@ def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committe
     scene.shows({A0: 5, B0: 7})
     scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
-    assert isinstance(done, ev.EchoDone)
+    assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
     assert scene.members[1].orders == []
     assert scene.runtime.called("commit_transaction") == [None]
@@ -417,7 +435,7 @@ def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> Non
     scene.run(scene.order(echo()))
     failed, done = scene.handled
     assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
-    assert isinstance(done, ev.EchoDone) and done.offsets == {A1: 6}
+    assert isinstance(done, ev.OffsetsCommitted) and done.offsets == {A1: 6}
     assert scene.members[0].orders == [ev.Leave(slot=0, leave=False)]
 
 
@@ -425,7 +443,7 @@ def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: 
     scene.runtime.will("send_offsets", STALE, STALE)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
-    assert isinstance(failed, ev.EchoFailed) and failed.stale
+    assert isinstance(failed, ev.OffsetCommitFailed) and failed.stale
     assert scene.runtime.called("commit_transaction") == []
 
 
@@ -446,7 +464,7 @@ def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_w
 
     scene.run(ordered_then_changed)
     (done,) = scene.handled
-    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
     assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
@@ -464,8 +482,8 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
 
     scene.run(scene.order(echo()), the_next_one)
     failed, done = scene.handled
-    assert isinstance(failed, ev.EchoFailed)
-    assert isinstance(done, ev.EchoDone) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
+    assert isinstance(failed, ev.OffsetCommitFailed)
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
     assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
@@ -474,7 +492,7 @@ def test_a_refused_echo_is_said(scene: Scene) -> None:
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
-    assert isinstance(failed, ev.EchoFailed) and not failed.stale
+    assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
 
 def test_a_run_whose_commit_is_fenced_was_replaced(scene: Scene) -> None:
@@ -489,7 +507,7 @@ def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(sce
     scene.topics_there(a=1)
     scene.shows({A0: 5})
     scene.run(scene.order(echo()))
-    assert scene.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
 
 
@@ -505,7 +523,7 @@ def denied(scene: Scene) -> Scene:
 def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied: Scene) -> None:
     denied.shows({A0: 5, A1: 6})
     denied.run(denied.order(echo()))
-    assert denied.handled == [ev.EchoDone(offsets={A0: 5, A1: 6})]
+    assert denied.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
 
 
@@ -515,7 +533,7 @@ def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, t
     denied.shows({A1: 6})
     denied.run(denied.order(echo()))
     done = denied.handled[-1]
-    assert isinstance(done, ev.EchoDone) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
+    assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
     assert bool(denied.members[0].orders) == thrown_out
 
 
@@ -525,7 +543,7 @@ def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Except
     denied.topics_there(a=2)
     denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
     (failed,) = denied.handled
-    assert isinstance(failed, ev.EchoFailed) and not failed.stale
+    assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
 
 # --- members at agents ----------------------------------------------------------------------------------------------
@@ -551,7 +569,7 @@ def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refus
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
-    assert isinstance(failed, ev.EchoFailed) and "come home first" in failed.reason
+    assert isinstance(failed, ev.OffsetCommitFailed) and "come home first" in failed.reason
     assert not scene.members[0].committed and not scene.members[1].committed
 
 
@@ -574,7 +592,10 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
 
     scene.run(scene.order(echo()), goes_out, scene.order(echo()))
     again = bool(others) and not out
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed, ev.EchoDone if again else ev.EchoFailed]
+    assert [type(event) for event in scene.handled] == [
+        ev.OffsetCommitFailed,
+        ev.OffsetsCommitted if again else ev.OffsetCommitFailed,
+    ]
     assert len(scene.runtime.producers) == 1 + again
     assert not scene.members[0].committed
 
@@ -592,6 +613,6 @@ def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(b
         scene.runtime.will("init_transactions", *[DENIED] * 4)
 
     scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
-    assert [type(event) for event in scene.handled] == [ev.EchoFailed] * 3
+    assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed] * 3
     assert "come home first" in scene.handled[-1].reason  # type: ignore[union-attr]
     assert scene.transactions[-1] is False

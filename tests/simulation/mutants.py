@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "believes-what-is-in-flight",
         P,
-        "                self._move(tp, partition, ev.TheirCommit)\n",
-        "                partition.position = end\n                self._move(tp, partition, ev.TheirCommit)\n",
+        "                self._move(tp, partition, ev.ForeignCommit)\n",
+        "                partition.position = end\n                self._move(tp, partition, ev.ForeignCommit)\n",
         "and so does what they committed inside a batch that is in flight",
     ),
     # --- plan
@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "holds-nothing",
         M,
-        "if partition.state is PartitionState.PLANNED:\n            return True",
-        "if partition.state is PartitionState.PLANNED:\n            return False",
+        "if partition.state is PartitionState.IN_FLIGHT:\n            return True",
+        "if partition.state is PartitionState.IN_FLIGHT:\n            return False",
         "revocations wait for the batch",
     ),
     Mutant(
@@ -392,8 +392,8 @@ MUTANTS = [
     Mutant(
         "leaves-slots-with-the-lost",
         S,
-        "            self._move(slot, ev.HostLost)\n            self.join(slot)",
-        "            self._move(slot, ev.HostLost)",
+        "            self._move(slot, ev.AgentLost)\n            self.join(slot)",
+        "            self._move(slot, ev.AgentLost)",
         "a slot whose host is lost joins from elsewhere",
         agents=True,
     ),
@@ -408,8 +408,8 @@ MUTANTS = [
     Mutant(
         "counts-no-lost-host",
         S,
-        "            self._lost(slot, tuple(slot.held), why)\n            self._move(slot, ev.HostLost)",
-        "            self._drop(slot, tuple(slot.held), ev.Lost)\n            self._move(slot, ev.HostLost)",
+        "            self._lost(slot, tuple(slot.held), why)\n            self._move(slot, ev.AgentLost)",
+        "            self._drop(slot, tuple(slot.held), ev.Lost)\n            self._move(slot, ev.AgentLost)",
         "what a lost host's members had is counted",
         agents=True,
     ),

@@ -23,14 +23,14 @@ def test_G2_offsets_that_are_committed_again_and_again(
     monkeypatch.setattr(partitions, "RENEW_MS", OLD_AFTER_S * 1000)
     monkeypatch.setattr(run, "RENEW_LOOK_MS", 1_000)
     renewed = 0
-    renew = partitions.Positions.renew
+    renew = partitions.Partitions.renew
 
-    def counted(self: partitions.Positions, now_ms: int) -> int:
+    def counted(self: partitions.Partitions, now_ms: int) -> int:
         nonlocal renewed
         count = renew(self, now_ms)
         renewed += count
         return count
 
-    monkeypatch.setattr(partitions.Positions, "renew", counted)
+    monkeypatch.setattr(partitions.Partitions, "renew", counted)
     simulation.run(seed, protocol=protocol, agents=agents)
     assert renewed > 0

@@ -18,7 +18,7 @@ import pyarrow as pa
 from spark_group_source.agents.agent_folder import Home, is_ours
 from spark_group_source.agents.channel import frames
 from spark_group_source.agents.channel.codec import Codec, WireError
-from spark_group_source.agents.task_messages import Given, Part, Served
+from spark_group_source.agents.task_messages import ClaimGranted, Part, Served
 from spark_group_source.model import OffsetRange, Piece
 from spark_group_source.reader.fetch import read_ranges
 from spark_group_source.reader.range_reader import ReadOptions
@@ -28,7 +28,7 @@ from spark_group_source.reader.records import arrow_schema
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-CODEC = Codec((Given, Served), bytes_max=16 << 20)
+CODEC = Codec((ClaimGranted, Served), bytes_max=16 << 20)
 """A task shows its agent what it is to read, and the agent says what of it follows. 100,000 ranges take 3 MB."""
 ASK_S = 5.0
 """For the agent's whole answer; then its task reads directly."""
@@ -56,7 +56,7 @@ def ask(
     ranges = piece.ranges
     if not ranges:
         return [], []
-    wanted = Given(**piece._asdict())
+    wanted = ClaimGranted(**piece._asdict())
     until_s = time.monotonic() + ASK_S
     try:
         with connected(home, until_s) as connection:

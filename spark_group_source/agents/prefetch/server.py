@@ -23,7 +23,7 @@ from spark_group_source.agents.prefetch import near
 from spark_group_source.agents.prefetch.buffers import Piece, Taken
 from spark_group_source.agents.prefetch.confirm import Confirmer
 from spark_group_source.agents.prefetch.reader import Stock
-from spark_group_source.agents.task_messages import Given, Part, Served
+from spark_group_source.agents.task_messages import ClaimGranted, Part, Served
 from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,13 @@ class Server:
         try:
             with connection:
                 if is_ours(connection):
-                    self._answer(connection, near.receive(connection, Given, time.monotonic() + REQUEST_S))
+                    self._answer(connection, near.receive(connection, ClaimGranted, time.monotonic() + REQUEST_S))
         except (OSError, WireError) as exc:
             log.info("a connection ended: %s: %s", type(exc).__name__, exc)
         finally:
             self._places.release()
 
-    def _answer(self, connection: socket.socket, wanted: Given) -> None:
+    def _answer(self, connection: socket.socket, wanted: ClaimGranted) -> None:
         until_s = time.monotonic() + ANSWER_S
         taken = self._take(wanted)
         left = [piece for one in taken for piece in one.pieces]
@@ -105,7 +105,7 @@ class Server:
         finally:
             self._stock.free(left)
 
-    def _take(self, wanted: Given) -> list[Taken]:
+    def _take(self, wanted: ClaimGranted) -> list[Taken]:
         with self._stock.locked() as buffers:
             needed = buffers.numbers(wanted.ranges)
         confirmed = self._confirmer.confirmed(needed, wanted.topic_ids) if needed else {}

@@ -14,7 +14,7 @@ from sink_words import Intruder, NewQuery, Query, actions, commits, next_offsets
 from spark_group_source.delta import table_writer
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.delta.ledger_store import Restored, read_ledger, restored, set_ledger
-from spark_group_source.delta.table_history import Commit, History, note_of
+from spark_group_source.delta.table_history import Commit, TableHistory, note_of
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 
@@ -67,9 +67,9 @@ def test_a_note_is_read_as_it_was_written() -> None:
 
 
 def test_a_restore_that_came_after_the_look_is_seen_though_the_batch_was_written_behind_it() -> None:
-    assert restored(History(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
-    assert restored(History(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restored(2, 0, 3)
-    assert restored(History(Listed(batch(1), restore(2, 0))), "etl") == Restored(2, 0)
+    assert restored(TableHistory(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
+    assert restored(TableHistory(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restored(2, 0, 3)
+    assert restored(TableHistory(Listed(batch(1), restore(2, 0))), "etl") == Restored(2, 0)
 
 
 # RESTORE
@@ -243,7 +243,7 @@ def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_
 ) -> None:
     def foreign(start: int, end: int) -> None:
         frame = query.spark.createDataFrame(records(start, end, topic="foreign"), SCHEMA)
-        there = table_writer.TableAccess(query.spark, str(table))
+        there = table_writer.TableWriter(query.spark, str(table))
         there.commit(there.history(), frame, {"theirs": start}, "not ours", needed=True)
 
     sink = query.sink(table)

@@ -488,7 +488,7 @@ TestWriters.settings = settings(max_examples=60, stateful_step_count=15, deadlin
 @pytest.fixture
 def table(spark: "SparkSession", tmp_path: Path) -> str:
     path = tmp_path / "table"
-    table_writer.TableAccess(spark, str(path)).create(spark.createDataFrame([], SCHEMA))
+    table_writer.TableWriter(spark, str(path)).create(spark.createDataFrame([], SCHEMA))
     return str(path)
 
 
@@ -537,7 +537,7 @@ def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_o
 
 def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:
     set_ledger(spark, table, "etl", {P0: 5}, reason="r", epoch=1)
-    there = table_writer.TableAccess(spark, table)
+    there = table_writer.TableWriter(spark, table)
     note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
     there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
     with pytest.raises(LedgerConflict, match="damaged"):

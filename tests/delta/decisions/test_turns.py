@@ -12,8 +12,8 @@ from sink_words import NewQuery, Query, commits, next_offsets, one, records, row
 from spark_group_source.delta import checkpoint
 from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
 from spark_group_source.delta.sink import DeltaSink
-from spark_group_source.delta.table_history import History
-from spark_group_source.delta.table_writer import TableAccess
+from spark_group_source.delta.table_history import TableHistory
+from spark_group_source.delta.table_writer import TableWriter
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.protocol.offsets import StreamOffset
@@ -118,7 +118,7 @@ def test_one_sink_may_serve_several_queries(three: list[Query], table: Path, ent
 def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_does_no_harm(
     three: list[Query], table: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, sink, (a, b, _) = TableAccess.history, DeltaSink(table), three
+    real, sink, (a, b, _) = TableWriter.history, DeltaSink(table), three
 
     def run(query: Query, n: int, batch: StreamOffset) -> None:
         enter(query, "only")
@@ -127,13 +127,13 @@ def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_
     run(a, 0, offset(0, one(0, 5)))
     waiting = [lambda: run(b, 0, offset(0, one(5, 9), stream="s2"))]
 
-    def history(self: TableAccess) -> History:
+    def history(self: TableWriter) -> TableHistory:
         found = real(self)
         while waiting:
             waiting.pop()()
         return found
 
-    monkeypatch.setattr(TableAccess, "history", history)
+    monkeypatch.setattr(TableWriter, "history", history)
     run(a, 1, offset(1, one(5, 12)))
     assert rows(table) == records(0, 12)
     assert len(commits(table)) == 4
