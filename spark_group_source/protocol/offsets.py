@@ -13,12 +13,13 @@ offset reads exactly these, whatever came before it, so a replay never depends o
 position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
 ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Eight optional members:
 ``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
-(:class:`data_loss.LeaderEpochs`), -1 where they were not told; ``cut`` has, for partitions that go back to where their log was
-cut, the position that they had before; ``lost`` has it for those that begin after it, because their next records were
-gone; ``began`` lists partitions of which the group had no offset, so that they begin where ``startingOffsets`` says,
-and that is not at their first record; ``epoch`` counts the resets of the group that this plan knows of (:mod:`names`);
-``followed`` lists the partitions whose start followed a commit that no stream of ours made (an operator's reset, an
-ordinary consumer); ``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
+(:class:`data_loss.LeaderEpochs`), -1 where they were not told; ``cut`` has, for partitions that go back to where their
+log was cut, the position that they had before; ``lost`` has it for those that begin after it, because their next
+records were gone; ``began`` lists partitions of which the group had no offset, so that they begin where
+``startingOffsets`` says, and that is not at their first record; ``epoch`` counts the resets of the group that this plan
+knows of (:mod:`names`); ``followed`` lists the partitions whose start followed a commit that no stream of ours made (an
+operator's reset, an ordinary consumer);
+``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
 know yet how far the batches before it came; and ``since`` has, for some of them, the number of the last batch that read
 them, and where it began.
 
