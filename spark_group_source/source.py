@@ -273,16 +273,16 @@ def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
             f"metricsPort needs the package prometheus-client on the driver's host ({exc}); pip install it there",
             option="metricsPort",
         ) from exc
-    from spark_group_source.kafka import Runtime
+    from spark_group_source.kafka import Environment
 
-    runtime = Runtime()
+    environment = Environment()
     serving = endpoint.Endpoint(
-        endpoint.Published(run.METRICS, lambda: publisher.last, now_ms=runtime.now_ms),
+        endpoint.Published(run.METRICS, lambda: publisher.last, now_ms=environment.now_ms),
         host=options.metrics_host or "",
         port=options.metrics_port or 0,
         option="metricsPort",
         wait_s=METRICS_WAIT_S,
-        runtime=runtime,
+        environment=environment,
     )
     publisher.metrics_port = serving.port
     level = logging.INFO if options.metrics_port else logging.WARNING  # nobody else says which it is

@@ -19,7 +19,7 @@ from confluent_kafka import Consumer
 from kafka_words import Record, await_progress
 from reading import read as read_batches
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.options.table import Options
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.runtime.coordinator import Coordinator
@@ -201,12 +201,14 @@ class Engine:
     Args:
         options: as a user writes them.
         log: the offsets that earlier runs planned, as the checkpoint has them; all of them durable.
-        runtime: another clock or other clients than the real ones.
+        environment: another clock or other clients than the real ones.
     """
 
-    def __init__(self, options: Mapping[str, str], log: Sequence[str] = (), *, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self, options: Mapping[str, str], log: Sequence[str] = (), *, environment: Environment | None = None
+    ) -> None:
         self.options = Options.parse(dict(options))
-        self.coordinator = Coordinator(self.options, runtime=runtime)
+        self.coordinator = Coordinator(self.options, environment=environment)
         self.log = list(log)
         self.rows: list[Seen] = []
 

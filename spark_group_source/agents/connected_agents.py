@@ -18,7 +18,7 @@ from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.agents.session import Session
 from spark_group_source.agents.task_messages import Ahead
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 
@@ -50,7 +50,7 @@ class ConnectedAgents:
     """All agents that have come.
 
     Args:
-        runtime: locks and answers.
+        environment: locks and answers.
         lease_ms: how long an agent may be silent.
         incremental: whether members keep what they have through a rebalance.
         known_as: takes each member id that the group gives a member of ours.
@@ -60,15 +60,15 @@ class ConnectedAgents:
     def __init__(
         self,
         *,
-        runtime: Runtime,
+        environment: Environment,
         lease_ms: int,
         incremental: bool,
         known_as: deque[str],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._runtime, self._lease_ms, self._incremental = runtime, lease_ms, incremental
+        self._environment, self._lease_ms, self._incremental = environment, lease_ms, incremental
         self._known_as, self._handle = known_as, handle
-        self._lock = runtime.condition()
+        self._lock = environment.condition()
         self._peers: dict[str, Peer] = {}  # by host: its newest channel
         self._hosts: dict[Peer, str] = {}
         self._links: dict[str, Session[_Order]] = {}  # of hosts that were admitted
@@ -140,7 +140,7 @@ class ConnectedAgents:
             peer = self._peers.get(host)
             if peer is None:
                 return  # cut meanwhile; it will come again
-            link = self._links.setdefault(host, Session(self._runtime))
+            link = self._links.setdefault(host, Session(self._environment))
             _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
             link.connect(partial(self._order, peer, link))
 
@@ -167,7 +167,7 @@ class ConnectedAgents:
         """The member that a slot is to have at one of the agents."""
         member = RemoteMember(
             join,
-            runtime=self._runtime,
+            environment=self._environment,
             incremental=self._incremental,
             tell=partial(self._tell, join.host),
             known_as=self._known_as,

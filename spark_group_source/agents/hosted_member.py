@@ -13,7 +13,7 @@ from functools import partial
 
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.session import Session
-from spark_group_source.kafka import Identity, Runtime
+from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
@@ -45,7 +45,7 @@ class Hosted:
         host: the agent's own id, which no other agent ever has.
         executor, name: which executor it runs for, and what people call it.
         settings: librdkafka settings of members, with group.id.
-        runtime: threads, clock and clients.
+        environment: threads, clock and clients.
         send: sends the coordinator a message on the present channel, if there is one; never raises.
         ended: told once, why the agent has to end. Its members are closed by then.
         deaf: told when nothing was heard on the channel for too long; never raises, never waits. ``opened`` follows
@@ -59,40 +59,42 @@ class Hosted:
         executor: str,
         name: str,
         settings: Mapping[str, str],
-        runtime: Runtime,
+        environment: Environment,
         send: Callable[[ms.AgentReport], object],
         ended: Callable[[str], None],
         deaf: Callable[[], object],
     ) -> None:
         self._deaf = deaf
         self._host, self._executor, self._name = host, executor, name
-        self._settings, self._runtime, self._send, self._ended = dict(settings), runtime, send, ended
+        self._settings, self._environment, self._send, self._ended = dict(settings), environment, send, ended
         self._buffered: Buffered = _nothing
-        self._link: Session[ms.Report] = Session(runtime)
-        self._changed = runtime.condition()
+        self._link: Session[ms.Report] = Session(environment)
+        self._changed = environment.condition()
         self._members: dict[int, Member] = {}
         self._former: list[Member] = []
         self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
-        self._heard_ms = self._listens_ms = runtime.now_ms()
+        self._heard_ms = self._listens_ms = environment.now_ms()
         self._fresh = True
         self._why_end: str | None = None
 
     def begin(self, buffered: Buffered = _nothing) -> None:
         """From here on it shows that it lives, on a thread of its own, until it has ended, and what is ``buffered``."""
         self._buffered = buffered
-        self._runtime.spawn("hosted", self._run, died=lambda exc: self._ended(f"the thread of the agent died: {exc!r}"))
+        self._environment.spawn(
+            "hosted", self._run, died=lambda exc: self._ended(f"the thread of the agent died: {exc!r}")
+        )
 
     def opened(self) -> None:
         """There is a channel, maybe a new one."""
         with self._changed:
-            self._listens_ms = self._runtime.now_ms()
+            self._listens_ms = self._environment.now_ms()
         self._say()
         self._link.connect(lambda number, report: self._say(number=number, report=report))
 
     def take(self, message: ms.AgentOrders) -> None:
         """A message of the coordinator's. On the channel's thread, one after the other; never waits."""
         with self._changed:
-            self._heard_ms = self._runtime.now_ms()
+            self._heard_ms = self._environment.now_ms()
             if not message.over:
                 if message.lease_ms != self._lease_ms:
                     self._changed.notify_all()  # the next report was due by another lease
@@ -125,7 +127,7 @@ class Hosted:
         with self._changed:
             if self._why_end is None:
                 self._changed.wait(self._lease_ms / PINGS_A_LEASE / 1000)
-            silent_ms = self._runtime.now_ms() - self._heard_ms
+            silent_ms = self._environment.now_ms() - self._heard_ms
             if self._why_end is None and silent_ms >= self._lease_ms:
                 self._why_end = f"the stream reader was not heard for {silent_ms} ms"
             if self._why_end is None and self._link.broken:
@@ -135,7 +137,7 @@ class Hosted:
     def _is_deaf(self) -> bool:
         """Whether this channel has to be given up. The next one has as much time from then on."""
         with self._changed:
-            now_ms = self._runtime.now_ms()
+            now_ms = self._environment.now_ms()
             deaf = now_ms - max(self._heard_ms, self._listens_ms) >= self._lease_ms * DEAF_SHARE
             if deaf:
                 self._listens_ms = now_ms
@@ -146,11 +148,11 @@ class Hosted:
         with self._changed:
             members = [*self._members.values(), *self._former]
             self._members.clear()
-        deadline_ms = self._runtime.now_ms() + int(CLOSE_S_MAX * 1000)
+        deadline_ms = self._environment.now_ms() + int(CLOSE_S_MAX * 1000)
         for member in members:
             member.order(ev.Leave(slot=member.slot, leave=False))
         for member in members:
-            if not member.wait_ended(max(0, deadline_ms - self._runtime.now_ms()) / 1000):
+            if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
         self._say(over=why)
         self._ended(why)
@@ -170,7 +172,7 @@ class Hosted:
         member = Member(
             join,
             self._settings,
-            runtime=self._runtime,
+            environment=self._environment,
             known_as=deque(maxlen=KNOWN_AS_MAX),
             report=partial(self._report, join),
             renamed=partial(self._renamed, join),

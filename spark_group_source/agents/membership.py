@@ -17,7 +17,7 @@ from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.hosted_member import Buffered, Hosted
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.errors import ChannelBroken
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Membership:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        runtime = Runtime()
+        environment = Environment()
         self._addresses = [(str(host), int(port)) for host, port in given["addresses"]]
         self._secret = Secret.revealed(given["secret"])
         self._client: Client | None = None
@@ -47,11 +47,11 @@ class Membership:
         self._why = ""
         self._read_ahead: Callable[[Ahead], None] = lambda _: None
         self._hosted = Hosted(
-            host=runtime.new_id(),
+            host=environment.new_id(),
             executor=given["executor"],
             name=given["name"],
             settings=given["settings"],
-            runtime=runtime,
+            environment=environment,
             send=self._send,
             ended=self._ended,
             deaf=self._deaf,

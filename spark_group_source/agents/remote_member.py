@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from spark_group_source.agents.member_messages import Known, Order, Report
-from spark_group_source.kafka import Identity, Runtime
+from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.slot_member import SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
@@ -23,7 +23,7 @@ class RemoteMember(SlotMember):
 
     Args:
         join: which slot, the number of its consumer, its names in the group, and its host.
-        runtime: locks and answers.
+        environment: locks and answers.
         incremental: whether it keeps what it has through a rebalance.
         tell: orders something of the client with that number; never raises, and the agent hears it while it lives.
         known_as: takes each member id that the group gives it.
@@ -34,17 +34,17 @@ class RemoteMember(SlotMember):
         self,
         join: ev.Join,
         *,
-        runtime: Runtime,
+        environment: Environment,
         incremental: bool,
         tell: Callable[[int, Order], None],
         known_as: deque[str],
         report: Callable[[ev.Event], None],
     ) -> None:
         super().__init__(join)
-        self._runtime, self._incremental = runtime, incremental
+        self._environment, self._incremental = environment, incremental
         self._tell, self._known_as, self._report = tell, known_as, report
-        self._lock = runtime.condition()
-        self._ended: Future[None] = runtime.future()
+        self._lock = environment.condition()
+        self._ended: Future[None] = environment.future()
         self._revoking: tuple[TopicPartition, ...] = ()
         self._identity: Identity | None = None
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 KEPT_MAX = 10_000
 """Changes that the other end has not taken; beyond this it is given up: it would know of nothing that matters."""
@@ -24,11 +24,11 @@ class Session(Generic[C]):
     """One end. Any thread.
 
     Args:
-        runtime: locks.
+        environment: locks.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._lock = runtime.condition()
+    def __init__(self, environment: Environment) -> None:
+        self._lock = environment.condition()
         self._send: Callable[[int, C], object] | None = None
         self._kept: deque[tuple[int, C]] = deque()
         self._last = 0  # number of the last change here

@@ -8,7 +8,7 @@ ours here, once.
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
 from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_place
-from spark_group_source.kafka.environment import Empty, Queue, Runtime, Thread
+from spark_group_source.kafka.environment import Empty, Environment, Queue, Thread
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
 from spark_group_source.kafka.leader_epochs import EpochEnds
@@ -27,6 +27,7 @@ __all__ = [
     "Admin",
     "CommittedOffset",
     "Empty",
+    "Environment",
     "EpochEnds",
     "GroupAdmin",
     "GroupDescription",
@@ -40,7 +41,6 @@ __all__ = [
     "Queue",
     "RecordTime",
     "RecordTimes",
-    "Runtime",
     "Thread",
     "Topic",
     "check_settings",

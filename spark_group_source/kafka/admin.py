@@ -16,7 +16,7 @@ from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.answers import Meaning, Request, lacks_token, meaning
 from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
     Asker,
@@ -82,7 +82,7 @@ class Admin:
 
     Args:
         settings: librdkafka settings of an admin client.
-        runtime: clock and clients; the real ones unless given.
+        environment: clock and clients; the real ones unless given.
         retries: how often a question that was not answered is asked again.
         retry_interval_s: the wait before it is.
     """
@@ -91,15 +91,17 @@ class Admin:
         self,
         settings: Mapping[str, str],
         *,
-        runtime: Runtime | None = None,
+        environment: Environment | None = None,
         retries: int = 3,
         retry_interval_s: float = 1.0,
     ) -> None:
-        self._runtime = runtime or Runtime()
+        self._environment = environment or Environment()
         self._servers = settings["bootstrap.servers"]
         self._asker = Asker.of(settings)
         self._retries = retries
-        self._retry = Retry(self._asker, self._runtime, retries=retries, interval_s=retry_interval_s, pause=self.pause)
+        self._retry = Retry(
+            self._asker, self._environment, retries=retries, interval_s=retry_interval_s, pause=self.pause
+        )
         self._settings = settings
         self._refusal = RefusalWatch()
         self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
@@ -247,7 +249,7 @@ class Admin:
 
     def pause(self, wait_s: float) -> None:
         """Let time pass between two questions, serving the client meanwhile."""
-        self._runtime.pause(wait_s)
+        self._environment.pause(wait_s)
         self._client.poll(0)
 
     def _looked_for(self, wanted: set[K], find: Callable[[set[K]], dict[K, T]]) -> dict[K, T]:
@@ -296,7 +298,7 @@ class Admin:
                     raise
                 failed[partition] = exc
         if failed and answers and not whole:
-            if self._runtime.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
+            if self._environment.now_ms() >= self._renewed_ms + RENEW_EVERY_S * 1000:
                 self._renew()
             return answers
         if not failed:
@@ -326,7 +328,7 @@ class Admin:
 
     def _answer(self, request: Request, future: "Future[Any]", name: str = "") -> Any:
         """One answer; ``name``: the topic or group that it is about."""
-        deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
+        deadline_ms = self._environment.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
                 return future.result(timeout=ERROR_POLL_S)
@@ -337,7 +339,7 @@ class Admin:
             except TimeoutError:
                 self._client.poll(0)  # runs the error callback
                 self._refusal.check()
-                if self._runtime.now_ms() > deadline_ms:
+                if self._environment.now_ms() > deadline_ms:
                     raise _no_answer() from None
 
     def _timeout_s(self) -> float:
@@ -348,13 +350,15 @@ class Admin:
 
         def once() -> T:
             nonlocal short
-            troubled = self._runtime.now_ms() < self._renewed_ms + TROUBLED_S * 1000
+            troubled = self._environment.now_ms() < self._renewed_ms + TROUBLED_S * 1000
             short = troubled and not short and self._retries > 0
-            asked_ms = self._runtime.now_ms()
+            asked_ms = self._environment.now_ms()
             try:
                 answer = ask({"request_timeout": AWAY_TIMEOUT_S if short else self._timeout_s()})
                 if not short:  # an answer may leave out what a slow leader was asked
-                    self._slow = self._slow + 1 if self._runtime.now_ms() - asked_ms >= FIRST_TIMEOUT_S * 1000 else 0
+                    self._slow = (
+                        self._slow + 1 if self._environment.now_ms() - asked_ms >= FIRST_TIMEOUT_S * 1000 else 0
+                    )
                 return answer
             except KafkaException as exc:
                 self._slow += not short
@@ -380,7 +384,7 @@ class Admin:
         or says that it is not any more; and it says only once in half a minute that it was refused.
         """
         self._forget_errors()
-        self._renewed_ms = self._runtime.now_ms()
+        self._renewed_ms = self._environment.now_ms()
         self._former.append(self._client)
         self._client = self._new_client()
 
@@ -389,7 +393,7 @@ class Admin:
         self._tokenless = None
 
     def _new_client(self) -> Any:
-        return self._runtime.admin({**self._settings, "error_cb": self._on_error})
+        return self._environment.admin({**self._settings, "error_cb": self._on_error})
 
 
 def _no_answer() -> KafkaException:

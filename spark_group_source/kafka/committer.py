@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
 from spark_group_source.model import TopicPartition
@@ -56,11 +56,13 @@ class OffsetCommitter:
         settings: librdkafka settings of a producer.
         group: the consumer group.
         transactional_id: the same for every run of one stream.
-        runtime: clients.
+        environment: clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, group: str, transactional_id: str, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self, settings: Mapping[str, str], *, group: str, transactional_id: str, environment: Environment
+    ) -> None:
+        self._environment = environment
         own = {"transactional.id": transactional_id}
         usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
         self._settings = {**COORDINATOR_IDLE, **usual, **settings, **own}
@@ -119,7 +121,7 @@ class OffsetCommitter:
             return False
         try:
             producer = self._begun()
-            nobody = memberless(self._settings, self._group, runtime=self._runtime)
+            nobody = memberless(self._settings, self._group, environment=self._environment)
             producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
             self._end()
         except KafkaException as exc:
@@ -180,7 +182,7 @@ class OffsetCommitter:
         return self._producer
 
     def _take_over(self) -> None:
-        producer = self._runtime.producer(self._settings)
+        producer = self._environment.producer(self._settings)
         producer.init_transactions(TRANSACTION_TIMEOUT_S)
         self._producer, self._transaction, self.lost = producer, Transaction.NONE, False
 
@@ -189,7 +191,7 @@ class OffsetCommitter:
         producer = self._own()
         self._end()
         producer.begin_transaction()
-        self._transaction, self._begun_ms = Transaction.OPEN, self._runtime.now_ms()
+        self._transaction, self._begun_ms = Transaction.OPEN, self._environment.now_ms()
         return producer
 
     def _end(self) -> None:
@@ -230,7 +232,7 @@ class OffsetCommitter:
         if meaning(Request.TRANSACTION, error.code()) is not Meaning.FENCED:
             return
         expires_ms = int(str(self._settings["transaction.timeout.ms"]))
-        if self._transaction is not Transaction.NONE and self._runtime.now_ms() - self._begun_ms >= expires_ms:
+        if self._transaction is not Transaction.NONE and self._environment.now_ms() - self._begun_ms >= expires_ms:
             self._producer, self._transaction, self.lost = None, Transaction.NONE, True
         else:
             self._fenced = error
@@ -243,11 +245,11 @@ class OffsetCommitter:
         return self._producer is not None
 
 
-def memberless(settings: Mapping[str, Any], group: str, *, runtime: Runtime) -> Identity:
+def memberless(settings: Mapping[str, Any], group: str, *, environment: Environment) -> Identity:
     """What a consumer that never subscribed says of its group: generation -1, no member, which the broker accepts
     for transactional commits in every state of the group. For the question alone: nothing is committed with it."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
-    consumer = runtime.consumer({**own, **NEVER_JOINS, "group.id": group})
+    consumer = environment.consumer({**own, **NEVER_JOINS, "group.id": group})
     try:
         return Identity(-1, "", consumer.consumer_group_metadata())
     finally:

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
@@ -56,7 +56,7 @@ class MemberConsumer:
 
     Args:
         settings: librdkafka settings with group.id and group.instance.id.
-        runtime: clock and clients.
+        environment: clock and clients.
         known_as: takes each member id that the group gives it.
         on_assigned: partitions that came, in addition; generation.
         on_revoked: partitions to give back; returns when they may go, with what the member must end with, if anything.
@@ -71,14 +71,14 @@ class MemberConsumer:
         self,
         settings: Mapping[str, str],
         *,
-        runtime: Runtime,
+        environment: Environment,
         known_as: deque[str],
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
         on_revoked: Callable[[tuple[TopicPartition, ...]], GroupError | None],
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
         renamed: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
-        self._runtime = runtime
+        self._environment = environment
         self._asker = Asker.of(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
@@ -91,7 +91,7 @@ class MemberConsumer:
         self._known_as = known_as
         self._holder = ""  # as which member it was given its partitions
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
-        self._consumer: Any = runtime.consumer(settings)
+        self._consumer: Any = environment.consumer(settings)
 
     def subscribe(self, topics: Sequence[str]) -> None:
         self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
@@ -177,9 +177,9 @@ class MemberConsumer:
             if leave:
                 # A close() right behind it would suppress a static member's leave: let the revocation be served first.
                 self._consumer.unsubscribe()
-                deadline_ms = self._runtime.now_ms() + LEAVE_S_MAX * 1000
+                deadline_ms = self._environment.now_ms() + LEAVE_S_MAX * 1000
                 self._consumer.poll(LEAVE_POLL_S)
-                while self._is_member() and self._runtime.now_ms() < deadline_ms:
+                while self._is_member() and self._environment.now_ms() < deadline_ms:
                     self._consumer.poll(LEAVE_POLL_S)
             self._consumer.close()
 
@@ -249,7 +249,7 @@ def take_place(
     settings: Mapping[str, str],
     topics: Sequence[str],
     *,
-    runtime: Runtime,
+    environment: Environment,
     known_as: deque[str],
     over: Callable[[], bool],
 ) -> None:
@@ -273,7 +273,7 @@ def take_place(
     classic = {name: text for name, text in settings.items() if name not in _CONSUMER_PROTOCOL_ONLY}
     consumer = MemberConsumer(
         classic | {"group.protocol": "classic"},
-        runtime=runtime,
+        environment=environment,
         known_as=known_as,
         on_assigned=lambda _, generation: given.append(generation),
         on_revoked=lambda _: None,
@@ -281,8 +281,8 @@ def take_place(
     )
     try:
         consumer.subscribe(topics)
-        until_ms = runtime.now_ms() + TAKE_MS_MAX
-        while not given and not over() and runtime.now_ms() < until_ms:
+        until_ms = environment.now_ms() + TAKE_MS_MAX
+        while not given and not over() and environment.now_ms() < until_ms:
             consumer.poll(TAKE_POLL_S)
     finally:
         consumer.close(leave=False)

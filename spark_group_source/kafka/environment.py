@@ -1,7 +1,7 @@
 """What the shells need of the machine that they run on: time, threads, and the client library's own clients.
 
 Runs in: the stream reader, the user's driver (CLI). Deliberately absent: decisions, and Kafka's words. Everything in
-``driver`` and ``kafka`` that waits, starts a thread or makes a client does it through one :class:`Runtime`. The
+``driver`` and ``kafka`` that waits, starts a thread or makes a client does it through one :class:`Environment`. The
 simulation has another one with the same methods, under which the same code runs with simulated time and brokers.
 """
 
@@ -22,7 +22,7 @@ from confluent_kafka import admin as kafka_admin
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.options.callables import TOKEN_CALLABLE, imported
 
-__all__ = ["Empty", "Queue", "Runtime", "Thread"]
+__all__ = ["Empty", "Environment", "Queue", "Thread"]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _AdminClient: Any = kafka_admin.AdminClient
 
 
 class Thread(Protocol):
-    """A thread that :meth:`Runtime.spawn` made."""
+    """A thread that :meth:`Environment.spawn` made."""
 
     def join(self, timeout_s: float) -> None:
         """Wait for its end, not longer than that."""
@@ -43,7 +43,7 @@ class Thread(Protocol):
         """Whether it runs; False also for one that could not be started."""
 
 
-class Runtime:
+class Environment:
     """The real one. Any thread may call anything here."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class GroupAdmin(Admin):
 
     def delete_offsets(self, group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         """Delete committed offsets, also of a group with members: :func:`offset_deletion.delete_offsets`."""
-        return delete_offsets(self._settings, group, tps, runtime=self._runtime)
+        return delete_offsets(self._settings, group, tps, environment=self._environment)
 
     def read_offsets(self, group: str, tps: Iterable[TopicPartition]) -> dict[TopicPartition, CommittedOffset | None]:
         """What the group has committed of these now; those that were not answered are left out.
@@ -73,7 +73,7 @@ class GroupAdmin(Admin):
         Raises:
             BrokerUnavailable: no answer.
         """
-        offsets = GroupOffsets(self._settings, group=group, runtime=self._runtime)
+        offsets = GroupOffsets(self._settings, group=group, environment=self._environment)
         try:
             return offsets.read(tps)
         finally:

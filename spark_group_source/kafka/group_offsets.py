@@ -13,7 +13,7 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import Retry
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, CommittedOffset, portions, to_kafka
@@ -33,13 +33,13 @@ class GroupOffsets:
     Args:
         settings: librdkafka settings of an admin client.
         group: the consumer group.
-        runtime: clock and clients.
+        environment: clock and clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, group: str, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, settings: Mapping[str, str], *, group: str, environment: Environment) -> None:
+        self._environment = environment
         self._settings = {**COORDINATOR_IDLE, **settings, **NEVER_JOINS, "group.id": group}
-        self._retry = Retry(Asker.of(settings, group=group), runtime)
+        self._retry = Retry(Asker.of(settings, group=group), environment)
         self._consumers: dict[bool, Any] = {}
 
     def read(
@@ -70,9 +70,9 @@ class GroupOffsets:
         return answered
 
     def _answers(self, asked: list[list[Any]], stable: bool) -> Iterator[Any]:
-        deadline_ms = self._runtime.now_ms() + READ_TIMEOUT_S * 1000
+        deadline_ms = self._environment.now_ms() + READ_TIMEOUT_S * 1000
         for portion in asked:
-            left_s = max(0, deadline_ms - self._runtime.now_ms()) / 1000
+            left_s = max(0, deadline_ms - self._environment.now_ms()) / 1000
             yield from self._consumer(stable).committed(portion, timeout=left_s)
 
     def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:
@@ -81,19 +81,19 @@ class GroupOffsets:
         Raises:
             CommitFailed: they did not show in time, or someone else committed others after us.
         """
-        deadline_ms = self._runtime.now_ms() + READ_BACK_S_MAX * 1000
+        deadline_ms = self._environment.now_ms() + READ_BACK_S_MAX * 1000
         pause_s, pause_s_max = READ_BACK_PAUSES_S
         while True:
             seen = self.read(offsets, stable=False)
             late = [tp for tp, offset in offsets.items() if (at := seen.get(tp)) is None or at.offset != offset]
             if not late:
                 return
-            if self._runtime.now_ms() > deadline_ms:
+            if self._environment.now_ms() > deadline_ms:
                 tp = late[0]
                 raise CommitFailed(
                     f"{tp} was committed at {offsets[tp]}, but the group shows {seen.get(tp)}", late=len(late)
                 )
-            self._runtime.pause(pause_s)
+            self._environment.pause(pause_s)
             pause_s = min(pause_s * 2, pause_s_max)
 
     def close(self) -> None:
@@ -106,5 +106,5 @@ class GroupOffsets:
         if stable not in self._consumers:
             level = "read_committed" if stable else "read_uncommitted"  # it decides whether the read must be stable
             settings = {**self._settings, "isolation.level": level}
-            self._consumers[stable] = self._runtime.consumer(settings)
+            self._consumers[stable] = self._environment.consumer(settings)
         return self._consumers[stable]

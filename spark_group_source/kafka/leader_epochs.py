@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from spark_group_source.answers import Request
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.settings import NEVER_JOINS
 from spark_group_source.kafka.translation import Asker, to_kafka
@@ -37,12 +37,12 @@ class EpochEnds:
 
     Args:
         settings: librdkafka settings of an admin client.
-        runtime: clock and clients.
+        environment: clock and clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._retry = Retry(Asker.of(settings), runtime)
+    def __init__(self, settings: Mapping[str, str], *, environment: Environment) -> None:
+        self._environment = environment
+        self._retry = Retry(Asker.of(settings), environment)
         self._refusal = RefusalWatch()
         # Only with "error" the library reports what it found.
         self._settings = {**settings, **NEVER_JOINS, "auto.offset.reset": "error", "error_cb": self._refusal}
@@ -61,7 +61,7 @@ class EpochEnds:
 
     def _ask(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
         self._refusal.clear()
-        consumer = self._runtime.consumer(self._settings)
+        consumer = self._environment.consumer(self._settings)
         try:
             consumer.assign([to_kafka(tp, BEYOND) for tp in epochs])
             for tp, epoch in epochs.items():
@@ -73,8 +73,8 @@ class EpochEnds:
 
     def _answers(self, consumer: Any, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
         found: dict[TopicPartition, int | None] = {}
-        deadline_ms = self._runtime.now_ms() + ANSWER_S_MAX * 1000
-        while len(found) < len(epochs) and self._runtime.now_ms() < deadline_ms:
+        deadline_ms = self._environment.now_ms() + ANSWER_S_MAX * 1000
+        while len(found) < len(epochs) and self._environment.now_ms() < deadline_ms:
             message = consumer.poll(POLL_S)
             self._refusal.check()
             error = None if message is None else message.error()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import CODES, Request
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import Asker
 from spark_group_source.librdkafka import (
@@ -54,7 +54,7 @@ def delete_offsets(
     group: str,
     tps: Collection[TopicPartition],
     *,
-    runtime: Runtime | None = None,
+    environment: Environment | None = None,
 ) -> dict[TopicPartition, int]:
     """Ask the group's coordinator to delete committed offsets. It may be asked twice: what is gone stays gone.
 
@@ -74,7 +74,7 @@ def delete_offsets(
             kind (as those of Kafka Connect) are in it.
         OptionError: the client refuses a setting.
     """
-    retry = Retry(Asker.of(settings, group=group), runtime or Runtime())
+    retry = Retry(Asker.of(settings, group=group), environment or Environment())
     return retry(Request.DELETE, "deleting committed offsets", lambda: _ask_once(settings, group, tps))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.settings import NEVER_JOINS
 from spark_group_source.kafka.translation import to_kafka
 from spark_group_source.model import TopicPartition
@@ -65,12 +65,12 @@ class RecordTimes:
     Args:
         settings: librdkafka settings of an admin client.
         isolation_level: of the consumers that are meant.
-        runtime: clock and clients.
+        environment: clock and clients.
     """
 
-    def __init__(self, settings: Mapping[str, str], *, isolation_level: str, runtime: Runtime) -> None:
+    def __init__(self, settings: Mapping[str, str], *, isolation_level: str, environment: Environment) -> None:
         self._settings = {**settings, **_SETTINGS, "isolation.level": isolation_level}
-        self._runtime = runtime
+        self._environment = environment
         self._consumer: Any = None
 
     def read(self, offsets: Mapping[TopicPartition, int], *, until_ms: int) -> dict[TopicPartition, RecordTime | None]:
@@ -78,17 +78,17 @@ class RecordTimes:
         and those of a log that ends before the offset, are left out.
 
         Args:
-            until_ms: no answer is waited for beyond this moment of the runtime's clock.
+            until_ms: no answer is waited for beyond this moment of the environment's clock.
         """
         found: dict[TopicPartition, RecordTime | None] = {}
         waiting = iter(offsets.items())
         asked: set[TopicPartition] = set()
-        silent_ms = self._runtime.now_ms() + SILENT_MS
+        silent_ms = self._environment.now_ms() + SILENT_MS
         try:
             self._add(islice(waiting, AT_ONCE), asked)
-            while asked and self._runtime.now_ms() < min(until_ms, silent_ms):
+            while asked and self._environment.now_ms() < min(until_ms, silent_ms):
                 if done := self._take(offsets, asked, found):
-                    silent_ms = self._runtime.now_ms() + SILENT_MS
+                    silent_ms = self._environment.now_ms() + SILENT_MS
                     self._consumer.incremental_unassign([to_kafka(tp) for tp in done])
                     self._add(islice(waiting, len(done)), asked)
             if asked:
@@ -109,7 +109,7 @@ class RecordTimes:
         if not entries:
             return
         if self._consumer is None:
-            self._consumer = self._runtime.consumer(self._settings)
+            self._consumer = self._environment.consumer(self._settings)
         self._consumer.incremental_assign([to_kafka(tp, offset) for tp, offset in entries.items()])
         asked.update(entries)
 

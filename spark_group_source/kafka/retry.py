@@ -11,7 +11,7 @@ from typing import TypeVar
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.answers import Meaning, Request, Suspicions, meaning
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, translate
 
 log = logging.getLogger(__name__)
@@ -52,23 +52,23 @@ class Retry:
 
     Args:
         asker: for the message of what ends it.
-        runtime: the clock.
+        environment: the clock.
         retries: how often what was not answered is asked again, but not later than :data:`ASK_S_MAX`.
         interval_s: the pause before that.
-        pause: lets time pass in the runtime's place.
+        pause: lets time pass in the environment's place.
     """
 
     def __init__(
         self,
         asker: Asker,
-        runtime: Runtime,
+        environment: Environment,
         *,
         retries: int = 0,
         interval_s: float = 1.0,
         pause: Callable[[float], None] | None = None,
     ) -> None:
-        self._asker, self._runtime, self._retries, self._interval_s = asker, runtime, retries, interval_s
-        self._pause = pause or runtime.pause
+        self._asker, self._environment, self._retries, self._interval_s = asker, environment, retries, interval_s
+        self._pause = pause or environment.pause
 
     def __call__(self, request: Request, op: str, ask: Callable[[], T]) -> T:
         """The answer.
@@ -83,7 +83,7 @@ class Retry:
             AccessDenied: refused twice in a row.
             GroupError: the request cannot succeed, or what it is about is not there, reported twice in a row.
         """
-        started_ms = self._runtime.now_ms()
+        started_ms = self._environment.now_ms()
         suspicions = Suspicions()
         tries = 0
         while True:
@@ -91,7 +91,7 @@ class Retry:
                 return ask()
             except KafkaException as exc:
                 error: KafkaError = exc.args[0]
-                waited_s = (self._runtime.now_ms() - started_ms) / 1000
+                waited_s = (self._environment.now_ms() - started_ms) / 1000
                 what = meaning(request, error.code(), error.str())
                 suspicions.clear(*(TWICE - {what}))
                 tries += 1

@@ -9,7 +9,7 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.options.callables import CALLABLES, imported
 from spark_group_source.options.client import without_secrets
 from spark_group_source.options.java import RENAMED
@@ -28,10 +28,10 @@ def check_settings(options: Options) -> None:
     Raises:
         OptionError: with the library's own words, in which no secret shows; or a function cannot be imported.
     """
-    runtime = Runtime()
+    environment = Environment()
     try:
-        runtime.consumer(_checkable(options.consumer_settings())).close()
-        runtime.producer(_checkable(options.producer_settings()))
+        environment.consumer(_checkable(options.consumer_settings())).close()
+        environment.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
         text = without_secrets(exc.args[0].str(), dict(options.settings)).strip()
         # The cause may hold a secret.

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_group_source.errors import AccessDenied, Fenced, GroupError, InvariantBroken, OptionError, SourceError
-from spark_group_source.kafka import Empty, Identity, MemberConsumer, MemberStale, Queue, Runtime, Thread, take_place
+from spark_group_source.kafka import (
+    Empty,
+    Environment,
+    Identity,
+    MemberConsumer,
+    MemberStale,
+    Queue,
+    Thread,
+    take_place,
+)
 from spark_group_source.members.slot_member import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
@@ -52,7 +61,7 @@ class Member(SlotMember):
     Args:
         join: which slot, the number of its consumer, its names in the group, and the first subscription.
         settings: librdkafka settings with group.id; the names of ``join`` are added here.
-        runtime: threads, clock and clients.
+        environment: threads, clock and clients.
         known_as: takes each member id that the group gives it.
         report: takes each event; never raises. A thread that cannot be started is reported inside :meth:`start`.
         before: waits for whatever must be so before it joins. On its thread.
@@ -64,7 +73,7 @@ class Member(SlotMember):
         join: ev.Join,
         settings: Mapping[str, str],
         *,
-        runtime: Runtime,
+        environment: Environment,
         known_as: deque[str],
         report: Callable[[ev.Event], None],
         before: Callable[[], None] = lambda: None,
@@ -74,11 +83,11 @@ class Member(SlotMember):
         self._settings = dict(settings) | ({"client.id": join.client_id} if join.client_id else {})
         if join.instance_id is not None:
             self._settings["group.instance.id"] = join.instance_id
-        self._runtime = runtime
+        self._environment = environment
         self._known_as = known_as
         self._report = report
         self._before, self._renamed = before, renamed
-        self._orders: Queue[_Order] = runtime.queue(ORDERS_MAX)
+        self._orders: Queue[_Order] = environment.queue(ORDERS_MAX)
         self._leaving: ev.Leave | None = None
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
@@ -89,7 +98,7 @@ class Member(SlotMember):
 
     def start(self) -> None:
         name = f"slot-{self.slot}.{self.client}"
-        self._thread = self._runtime.spawn(name, self._run, died=self._died)
+        self._thread = self._environment.spawn(name, self._run, died=self._died)
 
     def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         """Give the thread something to do; it is done within :data:`POLL_S` or at once inside a hold."""
@@ -106,7 +115,7 @@ class Member(SlotMember):
         Returns:
             Ends with MemberStale when the member is not what it was when that was ordered, or with CommitFailed.
         """
-        done: Future[None] = self._runtime.future()
+        done: Future[None] = self._environment.future()
         self._orders.put_nowait(_Commit(share, notes, done))
         return done
 
@@ -152,7 +161,7 @@ class Member(SlotMember):
             take_place(
                 self._settings,
                 self._topics,
-                runtime=self._runtime,
+                environment=self._environment,
                 known_as=self._known_as,
                 over=self._is_told_to_leave,
             )
@@ -168,7 +177,7 @@ class Member(SlotMember):
     def _serve(self) -> None:
         self._consumer = consumer = MemberConsumer(
             self._settings,
-            runtime=self._runtime,
+            environment=self._environment,
             known_as=self._known_as,
             on_assigned=self._on_assigned,
             on_revoked=self._on_revoked,
@@ -176,7 +185,7 @@ class Member(SlotMember):
             renamed=self._renamed,
         )
         subscribed: tuple[str, ...] = ()
-        self._ran_ms = self._runtime.now_ms()
+        self._ran_ms = self._environment.now_ms()
         while self._leaving is None:
             if (why := self._stood_still()) is not None:
                 raise why
@@ -294,7 +303,7 @@ class Member(SlotMember):
         A member that has no partitions, or holds a revocation, is not told that its session ended meanwhile: the
         library joins again by itself, under the name that may be another process's by now.
         """
-        since_ms, self._ran_ms = self._ran_ms, self._runtime.now_ms()
+        since_ms, self._ran_ms = self._ran_ms, self._environment.now_ms()
         still_ms = self._ran_ms - since_ms
         return self._why_not_again(f"did not run for {still_ms} ms") if still_ms > self._still_ms_max else None
 

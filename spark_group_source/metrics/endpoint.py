@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from spark_group_source.errors import OptionError
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 log = logging.getLogger(__name__)
 
@@ -105,16 +105,16 @@ class Endpoint:
         port: int,
         option: str,
         wait_s: float = 0.0,
-        runtime: Runtime | None = None,
+        environment: Environment | None = None,
     ) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
         ProcessCollector(registry=registry)
-        runtime = runtime or Runtime()
-        self._server = _bound(host or ANY, port, option, wait_s, runtime)
+        environment = environment or Environment()
+        self._server = _bound(host or ANY, port, option, wait_s, environment)
         self._server.set_app(make_wsgi_app(registry))
         self.port = int(self._server.server_address[1])
-        self._thread = runtime.spawn("metrics", self._server.serve_forever, died=_died)
+        self._thread = environment.spawn("metrics", self._server.serve_forever, died=_died)
 
     def stop(self) -> None:
         """Free the port at once. Safe to call twice."""
@@ -164,20 +164,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         log.debug("a scrape by %s failed: %s", client_address, sys.exception())
 
 
-def _bound(host: str, port: int, option: str, wait_s: float, runtime: Runtime) -> _Server:
-    until_ms = runtime.now_ms() + wait_s * 1000
+def _bound(host: str, port: int, option: str, wait_s: float, environment: Environment) -> _Server:
+    until_ms = environment.now_ms() + wait_s * 1000
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             return _Server(address, family)
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE or runtime.now_ms() >= until_ms:
+            if exc.errno != errno.EADDRINUSE or environment.now_ms() >= until_ms:
                 taken = "another process has it. Free it, or choose another; 0 takes any free one"
                 why = taken if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
                 raise OptionError(
                     f"{option} is {port}, and this process cannot listen there ({host}): {why}", option=option
                 ) from exc
-        runtime.pause(AGAIN_S)
+        environment.pause(AGAIN_S)
 
 
 def _died(exc: BaseException) -> None:

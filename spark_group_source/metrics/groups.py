@@ -8,7 +8,7 @@ those of one sweep, so that they belong together; what did not answer then has n
 import threading
 from collections.abc import Callable, Iterator
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.metrics.endpoint import Endpoint, Metric, Published, Sample, since_s
 from spark_group_source.metrics.sweep import GroupSeen, PartitionSeen, Seen, Sweeps
 
@@ -32,13 +32,13 @@ class Exporter:
     """
 
     def __init__(
-        self, sweeps: Sweeps, *, interval_s: float, host: str, port: int, runtime: Runtime | None = None
+        self, sweeps: Sweeps, *, interval_s: float, host: str, port: int, environment: Environment | None = None
     ) -> None:
         self._sweeps, self._interval_s = sweeps, interval_s
-        self._runtime = runtime or Runtime()
+        self._environment = environment or Environment()
         self.last: Seen | None = None
-        collector = Published(METRICS, lambda: self.last, now_ms=self._runtime.now_ms)
-        self._endpoint = Endpoint(collector, host=host, port=port, option="--port", runtime=self._runtime)
+        collector = Published(METRICS, lambda: self.last, now_ms=self._environment.now_ms)
+        self._endpoint = Endpoint(collector, host=host, port=port, option="--port", environment=self._environment)
         self.port = self._endpoint.port
 
     def sweep(self) -> Seen:
@@ -49,9 +49,9 @@ class Exporter:
     def run(self, stop: threading.Event) -> None:
         """Sweep every interval until ``stop`` is set."""
         while not stop.is_set():
-            began_ms = self._runtime.now_ms()
+            began_ms = self._environment.now_ms()
             self.sweep()
-            stop.wait(max(0.0, self._interval_s - (self._runtime.now_ms() - began_ms) / 1000))
+            stop.wait(max(0.0, self._interval_s - (self._environment.now_ms() - began_ms) / 1000))
 
     def close(self) -> None:
         """Free the port, and close every connection."""

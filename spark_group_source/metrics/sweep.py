@@ -15,13 +15,13 @@ from functools import partial
 
 from spark_group_source.errors import GroupError
 from spark_group_source.kafka import (
+    Environment,
     GroupAdmin,
     GroupDescription,
     GroupMember,
     GroupOffsets,
     RecordTime,
     RecordTimes,
-    Runtime,
 )
 from spark_group_source.kafka.record_times import NO_TIME
 from spark_group_source.model import TopicPartition
@@ -112,13 +112,13 @@ class Sweeps:
         *,
         isolation_level: str,
         bound_s: float,
-        runtime: Runtime | None = None,
+        environment: Environment | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._groups, self._bound_ms, self._wall_s = settings, groups, round(bound_s * 1000), wall_s
-        self._runtime = runtime or Runtime()
-        self._admin = GroupAdmin(settings, runtime=self._runtime, retries=0)
-        self._times = RecordTimes(settings, isolation_level=isolation_level, runtime=self._runtime)
+        self._environment = environment or Environment()
+        self._admin = GroupAdmin(settings, environment=self._environment, retries=0)
+        self._times = RecordTimes(settings, isolation_level=isolation_level, environment=self._environment)
         self._committed_only = isolation_level == "read_committed"
         self._ages = Ages()
         self._watched: dict[str, _Watched] = {name: _Watched() for name in groups or ()}
@@ -130,14 +130,14 @@ class Sweeps:
 
     def sweep(self) -> Seen:
         """Look once. Never raises for what brokers say, or do not."""
-        began_ms = self._runtime.now_ms()
+        began_ms = self._environment.now_ms()
         until_ms = began_ms + self._bound_ms
         self._failures = {}
         for watched in self._watched.values():
             watched.described, watched.committed = None, {}
         if reached := self._tried("the cluster", self._list):
             for name in sorted(self._watched, key=lambda name: self._watched[name].answered_ms):
-                if self._runtime.now_ms() >= until_ms:
+                if self._environment.now_ms() >= until_ms:
                     break
                 self._tried(f"group {name}", partial(self._ask, name))
         wall_ms = round(self._wall_s() * 1000)
@@ -153,7 +153,7 @@ class Sweeps:
         return Seen(
             groups=tuple(self._seen(name, ends, wall_ms) for name in sorted(self._watched)),
             unreachable_since_ms=self._silent_since_ms,
-            took_s=(self._runtime.now_ms() - began_ms) / 1000,
+            took_s=(self._environment.now_ms() - began_ms) / 1000,
             ended_s=self._wall_s(),
             records_read=self._records_read,
         )
@@ -183,7 +183,7 @@ class Sweeps:
             for name in self._watched.keys() - names:
                 self._forget(name)
             self._watched |= {name: _Watched() for name in names - self._watched.keys()}
-        now_ms = self._runtime.now_ms()
+        now_ms = self._environment.now_ms()
         if self._listed_ms is None or now_ms >= self._listed_ms + SEARCH_EVERY_MS:
             listed = self._admin.listed()
             self._all = tuple(TopicPartition(name, p) for name, topic in listed.items() for p in topic.partitions)
@@ -199,7 +199,7 @@ class Sweeps:
         owned = {tp for member in described.members for tp in member.partitions}
         searching = watched.searched_ms is None or watched.searched_ms != self._listed_ms
         tps = owned.union(self._all if searching else watched.tps)
-        offsets = watched.offsets or GroupOffsets(self._settings, group=name, runtime=self._runtime)
+        offsets = watched.offsets or GroupOffsets(self._settings, group=name, environment=self._environment)
         try:
             read = offsets.read(tps, stable=False) if tps else {}
         finally:
@@ -220,7 +220,7 @@ class Sweeps:
             for tp, at in watched.committed.items()
             if at < ends.get(tp, at)
         }
-        now_ms = self._runtime.now_ms()
+        now_ms = self._environment.now_ms()
         firsts: dict[TopicPartition, int] = {}
         if known := self._ages.known(behind, now_ms=now_ms):
             self._tried("beginnings of partitions", lambda: firsts.update(self._admin.earliest(known, whole=False)))
@@ -246,11 +246,13 @@ class Sweeps:
             self._silent_since_ms = began_ms
             log.warning("nothing was answered, and of lag nothing is told until it is: %s", self._failed())
         elif not silent and self._silent_since_ms is not None:
-            log.warning("there are answers again, after %d s", (self._runtime.now_ms() - self._silent_since_ms) // 1000)
+            log.warning(
+                "there are answers again, after %d s", (self._environment.now_ms() - self._silent_since_ms) // 1000
+            )
             self._silent_since_ms = None
         for name, watched in self._watched.items():
             if watched.described is not None:
-                watched.answered_ms, watched.silent_since_ms = self._runtime.now_ms(), None
+                watched.answered_ms, watched.silent_since_ms = self._environment.now_ms(), None
                 self._count(watched, watched.described)
             elif watched.silent_since_ms is None:
                 watched.silent_since_ms = began_ms

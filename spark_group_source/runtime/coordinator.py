@@ -20,7 +20,7 @@ from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMe
 from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.errors import BrokerUnavailable, InvariantBroken, SourceError
 from spark_group_source.host import run_files
-from spark_group_source.kafka import Admin, EpochEnds, Runtime, is_incremental
+from spark_group_source.kafka import Admin, Environment, EpochEnds, is_incremental
 from spark_group_source.members.member import Member
 from spark_group_source.members.slot_member import SlotMember
 from spark_group_source.model import TopicPartition
@@ -54,39 +54,39 @@ class Coordinator:
 
     Args:
         options: the query's options.
-        runtime: threads, time and Kafka's clients.
+        environment: threads, time and Kafka's clients.
         publisher: where the run's statistics go, and where it is asked to drain.
     """
 
     def __init__(
-        self, options: Options, *, runtime: Runtime | None = None, publisher: run_files.Publisher | None = None
+        self, options: Options, *, environment: Environment | None = None, publisher: run_files.Publisher | None = None
     ) -> None:
         self._options = options
-        self._runtime = runtime or Runtime()
+        self._environment = environment or Environment()
         self._admin = Admin(
             options.admin_settings(),
-            runtime=self._runtime,
+            environment=self._environment,
             retries=options.fetch_offset_retries,
             retry_interval_s=options.fetch_offset_retry_interval_ms / 1000,
         )
-        epoch_ends = EpochEnds(options.admin_settings(), runtime=self._runtime)
-        self._questions = Questions(options, self._admin, epoch_ends, self._runtime.now_ms)
+        epoch_ends = EpochEnds(options.admin_settings(), environment=self._environment)
+        self._questions = Questions(options, self._admin, epoch_ends, self._environment.now_ms)
         self._run = Run(rules_of(options))
-        self._changed = self._runtime.condition()
-        self._publishing = self._runtime.condition()
+        self._changed = self._environment.condition()
+        self._publishing = self._environment.condition()
         self._members: dict[int, SlotMember] = {}
         self._ended: list[SlotMember] = []
         self._worker = Worker(
             options,
             self._admin,
-            runtime=self._runtime,
+            environment=self._environment,
             topics=self._questions.topics,
             handle=self._handle,
         )
-        self._clock = self._runtime.condition()
+        self._clock = self._environment.condition()
         self._over = False
         self.hosts = ConnectedAgents(
-            runtime=self._runtime,
+            environment=self._environment,
             lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
             known_as=self._worker.known_as,
@@ -115,7 +115,7 @@ class Coordinator:
         """
         drain = self._publisher.drain_asked
         end = self._call(
-            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._runtime.new_id())
+            ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._environment.new_id())
         )
         if end is not start:  # a listener may look as soon as the batch is done, before the clock publishes
             self._publish()
@@ -163,7 +163,7 @@ class Coordinator:
                 case ev.RaiseError():
                     raise step.error
                 case ev.Wait():
-                    if self._runtime.orphaned():
+                    if self._environment.orphaned():
                         raise SystemExit("the driver is gone")
                 case ev.CloseMembers():
                     self._handle(ev.MembersClosing(leave=step.leave))
@@ -197,7 +197,7 @@ class Coordinator:
     def _proceed(self) -> ev.Step:
         """The next step. A wait is begun here, under the lock: no event can slip in between."""
         with self._changed:
-            now_ms = self._runtime.now_ms()
+            now_ms = self._environment.now_ms()
             step, commands = self._run.proceed(now_ms=now_ms)
             for command in commands:
                 self._carry_out(command)
@@ -210,7 +210,7 @@ class Coordinator:
     def _handle(self, event: ev.Event) -> None:
         """Feed the run and pass its commands on. Any thread; never raises, waits for nothing but the lock."""
         with self._changed:
-            for command in self._run.handle(event, now_ms=self._runtime.now_ms()):
+            for command in self._run.handle(event, now_ms=self._environment.now_ms()):
                 self._carry_out(command)
             self._changed.notify_all()
 
@@ -246,7 +246,7 @@ class Coordinator:
             stream, slots = self._run.stream, len(self._run.slots.all)
             log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
             self._worker.start(stream)
-            self._runtime.spawn("clock", self._tick, died=self.died)
+            self._environment.spawn("clock", self._tick, died=self.died)
         self._retire(join.slot)
         self._worker.lent |= bool(join.host)
         member = self._members[join.slot] = self.hosts.make(join) if join.host else self._at_home(join)
@@ -256,7 +256,7 @@ class Coordinator:
         return Member(
             join,
             self._options.member_settings(),
-            runtime=self._runtime,
+            environment=self._environment,
             known_as=self._worker.known_as,
             report=self._report,
             before=self._worker.await_shut_out,
@@ -274,7 +274,7 @@ class Coordinator:
 
     def _end(self, *, leave: bool) -> None:
         """Every thread ends now, whatever the run believes of it; one that does not ends with its session."""
-        deadline_ms = self._runtime.now_ms() + int(CLOSE_S_MAX * 1000)
+        deadline_ms = self._environment.now_ms() + int(CLOSE_S_MAX * 1000)
         self._worker.stop()
         with self._clock:
             self._over = True
@@ -285,7 +285,7 @@ class Coordinator:
         for member in members:
             member.order(ev.Leave(slot=member.slot, leave=leave))  # who was told before goes as it was told
         for member in members:
-            if not member.wait_ended(max(0, deadline_ms - self._runtime.now_ms()) / 1000):
+            if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
         self.hosts.end("the run has ended")
         self._publisher.close()
@@ -300,7 +300,7 @@ class Coordinator:
                     return
             with self._changed:
                 due_ms = self._run.next_deadline_ms()
-            if due_ms is not None and self._runtime.now_ms() >= due_ms:
+            if due_ms is not None and self._environment.now_ms() >= due_ms:
                 self._handle(ev.Tick())
             self._publish()
 

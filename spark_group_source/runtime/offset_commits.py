@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
-from spark_group_source.kafka import Admin, GroupMember, GroupOffsets, MemberStale, OffsetCommitter, Runtime
+from spark_group_source.kafka import Admin, Environment, GroupMember, GroupOffsets, MemberStale, OffsetCommitter
 from spark_group_source.members.slot_member import Share, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
@@ -71,7 +71,7 @@ class OffsetCommits:
         options, admin: the run's.
         stream: its id.
         offsets: reads the group's offsets.
-        runtime: clients.
+        environment: clients.
         known_as: the ids under which the group knows, or knew, the members of this run.
         lent: whether a slot of this run was ever lent to an agent.
         handle: takes each event; never raises.
@@ -84,13 +84,13 @@ class OffsetCommits:
         *,
         stream: str,
         offsets: GroupOffsets,
-        runtime: Runtime,
+        environment: Environment,
         known_as: Collection[str],
         lent: Callable[[], bool],
         handle: Callable[[ev.Event], None],
     ) -> None:
         self._lent = lent
-        self._admin, self._offsets, self._runtime, self._handle = admin, offsets, runtime, handle
+        self._admin, self._offsets, self._environment, self._handle = admin, offsets, environment, handle
         self._group, self._known_as = options.group_id, known_as
         self._stream = stream
         self._stays_ms = int(SESSIONS_OF_ANOTHER * options.session_timeout_ms)
@@ -103,7 +103,7 @@ class OffsetCommits:
             options.producer_settings(),
             group=options.group_id,
             transactional_id=identifiers.transactional_id(options.group_id, stream),
-            runtime=runtime,
+            environment=environment,
         )
 
     @property
@@ -160,7 +160,7 @@ class OffsetCommits:
         if taken is None:
             self._taken_since_ms.clear()
             return ev.NotReplaced(slot=slot)
-        now_ms = self._runtime.now_ms()
+        now_ms = self._environment.now_ms()
         reason = f"{taken.instance_id} is {taken.member_id} at {taken.host} now"
         if now_ms - self._taken_since_ms.setdefault(taken.member_id, now_ms) > self._stays_ms:
             return ev.Replaced(reason=reason)
@@ -202,7 +202,7 @@ class OffsetCommits:
             GroupError: nothing, or not everything, was committed.
         """
         echo, left = order.echo, dict(order.left)
-        at_ms = self._runtime.wall_ms()
+        at_ms = self._environment.wall_ms()
         usual = identifiers.note_text(echo.stream, echo.seq, echo.epoch, at_ms=at_ms)
         notes = dict.fromkeys(echo.offsets, usual)
         for tp in echo.followed | echo.cut.keys():
@@ -281,7 +281,7 @@ class OffsetCommits:
         away = [share for share in shares if share.member.host]
         if self._committer.lost and away and (denied := self._regain(shares, whole=whole)) is not None:
             self._deny(denied)
-        if not self._committer.lost and self._runtime.now_ms() >= self._denied_until_ms:
+        if not self._committer.lost and self._environment.now_ms() >= self._denied_until_ms:
             denied = self._try_transaction(shares, notes)
             if denied is None:
                 self._allowed()
@@ -332,14 +332,14 @@ class OffsetCommits:
         self._denials += 1
         if not self.by_members:
             raise CommitFailed(f"{exc}; it is tried once more") from exc
-        self._denied_until_ms = self._runtime.now_ms() + DENIED_AGAIN_MS
+        self._denied_until_ms = self._environment.now_ms() + DENIED_AGAIN_MS
         self._tell_allowed()
         if self._denials == DENIALS_BELIEVED:
             log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
 
     def _bar(self, exc: AccessDenied) -> NoReturn:
         """Nobody of ours may commit: the run ends with that where it is said again after a while."""
-        now_ms = self._runtime.now_ms()
+        now_ms = self._environment.now_ms()
         if self._barred_ms is None:
             self._barred_ms = now_ms
         if now_ms - self._barred_ms >= BARRED_MS:

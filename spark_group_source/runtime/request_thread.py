@@ -19,7 +19,7 @@ from spark_group_source.errors import (
     InvariantBroken,
     SourceError,
 )
-from spark_group_source.kafka import Admin, CommittedOffset, Empty, GroupOffsets, Queue, Runtime
+from spark_group_source.kafka import Admin, CommittedOffset, Empty, Environment, GroupOffsets, Queue
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -49,7 +49,7 @@ class Worker:
 
     Args:
         options, admin: the run's.
-        runtime: threads, clock and clients.
+        environment: threads, clock and clients.
         topics: lists the subscribed topics and their partition counts; may raise GroupError.
         handle: takes each event; never raises.
     """
@@ -59,24 +59,24 @@ class Worker:
         options: Options,
         admin: Admin,
         *,
-        runtime: Runtime,
+        environment: Environment,
         topics: Callable[[], Mapping[str, int]],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._options, self._admin, self._runtime = options, admin, runtime
+        self._options, self._admin, self._environment = options, admin, environment
         self._topics, self._handle = topics, handle
-        self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, runtime=runtime)
+        self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, environment=environment)
         self._commits: offset_commits.OffsetCommits | None = None
         self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
         """The member ids that the run's members have and had."""
         self.lent = False
         """Whether a slot of the run was ever lent to an agent."""
         self._prepared = self._stopped = False
-        self._shut_out: Future[None] = runtime.future()
+        self._shut_out: Future[None] = environment.future()
         self._prepare_at_ms = 0.0
         self._topics_every_ms = options.topics_every_s * 1000
         self._topics_at_ms = 0.0
-        self._work: Queue[Order | None] = runtime.queue(WORK_MAX)
+        self._work: Queue[Order | None] = environment.queue(WORK_MAX)
 
     def start(self, stream: str) -> None:
         """Begin, with commits fenced by the stream's id. A thread that cannot be started is reported in here."""
@@ -85,13 +85,13 @@ class Worker:
             self._admin,
             stream=stream,
             offsets=self._offsets,
-            runtime=self._runtime,
+            environment=self._environment,
             known_as=self.known_as,
             lent=lambda: self.lent,
             handle=self._handle,
         )
-        self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
-        self._runtime.spawn("worker", self._run, died=self._died)
+        self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
+        self._environment.spawn("worker", self._run, died=self._died)
 
     def await_shut_out(self) -> None:
         """Wait until an older driver of this stream can commit nothing more, or that is known not to be possible now.
@@ -130,7 +130,7 @@ class Worker:
             error = exc if isinstance(exc, SourceError) else InvariantBroken(f"{exc!r} in the worker")
             log.warning("the worker met what it did not expect", exc_info=exc)
             self._handle(ev.InternalFailure(error=error))
-            self._runtime.pause(WAKE_S)
+            self._environment.pause(WAKE_S)
 
     def _died(self, exc: BaseException) -> None:
         self._stopped = True
@@ -155,10 +155,10 @@ class Worker:
         self._admin.close()
 
     def _on_time(self) -> None:
-        if not self._prepared and self._runtime.now_ms() >= self._prepare_at_ms:
+        if not self._prepared and self._environment.now_ms() >= self._prepare_at_ms:
             self._prepare()
-        if self._options.topic_pattern is not None and self._runtime.now_ms() >= self._topics_at_ms:
-            self._topics_at_ms = self._runtime.now_ms() + self._topics_every_ms
+        if self._options.topic_pattern is not None and self._environment.now_ms() >= self._topics_at_ms:
+            self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
             try:
                 self._handle(ev.TopicsChanged(topics=tuple(self._topics())))
             except GroupError as exc:
@@ -180,7 +180,7 @@ class Worker:
                 self._handle(self._commits.echo(work))
 
     def _committed_read(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
-        began_ms = self._runtime.wall_ms() - self._runtime.now_ms()
+        began_ms = self._environment.wall_ms() - self._environment.now_ms()
         read = self._offsets.read(order.partitions + order.beside)
         found = {tp: _committed(at, began_ms) for tp, at in read.items()}
         epoch = max((at.epoch for at in found.values() if at is not None), default=0)
@@ -203,7 +203,7 @@ class Worker:
     def _prepare(self) -> None:
         """Before anything is looked up, since what an older driver committed later would not be seen."""
         assert self._commits is not None
-        self._prepare_at_ms = self._runtime.now_ms() + PREPARE_EVERY_S * 1000
+        self._prepare_at_ms = self._environment.now_ms() + PREPARE_EVERY_S * 1000
         self._prepared = self._commits.prepare()
 
     def _any_partition(self) -> TopicPartition:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from confluent_kafka import KafkaError
-from hand_made import A0, A1, HandRuntime, refusal
+from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.cli.reset import plan, targets
 from spark_group_source.delta.ledger_format import Ledger
@@ -84,10 +84,10 @@ def test_partitions_that_are_gone_are_left_out() -> None:
 
 
 def test_a_partition_that_goes_while_it_is_asked_for_is_left_out() -> None:
-    runtime = HandRuntime()
-    admin = GroupAdmin({"bootstrap.servers": "b"}, runtime=runtime, retries=0)
+    environment = ManualEnvironment()
+    admin = GroupAdmin({"bootstrap.servers": "b"}, environment=environment, retries=0)
     no_record, there = SimpleNamespace(offset=-1), SimpleNamespace(offset=5)
     gone, unknown = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), refusal(KafkaError._UNKNOWN_PARTITION)
-    runtime.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
-    runtime.will("describe_topics", {"a": gone})
+    environment.will("list_offsets", {A0: no_record, A1: there}, {A0: unknown})
+    environment.will("describe_topics", {"a": gone})
     assert targets(admin, [A0, A1], StartAt("time", 7)) == {A1: 5}

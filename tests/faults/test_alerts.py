@@ -14,7 +14,7 @@ from kit.faulty_cluster import Fault, FaultyCluster
 from metrics.scrapes import Scrape, fires, scrape, value, values
 from rebalance.ordinary import OrdinaryConsumer
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.metrics.groups import Exporter
 from spark_group_source.metrics.sweep import Sweeps
 
@@ -30,7 +30,7 @@ ALERT_S = 60
 GROUP = "watched"
 
 
-class Ahead(Runtime):
+class Ahead(Environment):
     """A clock that can be put forward."""
 
     ahead_ms = 0
@@ -40,15 +40,15 @@ class Ahead(Runtime):
 
 
 @pytest.fixture
-def runtime() -> Ahead:
+def environment() -> Ahead:
     return Ahead()
 
 
 @pytest.fixture
-def exporter(faulty: FaultyCluster, runtime: Ahead) -> Iterator[Exporter]:
+def exporter(faulty: FaultyCluster, environment: Ahead) -> Iterator[Exporter]:
     settings = {"bootstrap.servers": faulty.bootstrap_servers}
-    sweeps = Sweeps(settings, (GROUP,), isolation_level="read_committed", bound_s=10, runtime=runtime)
-    serving = Exporter(sweeps, interval_s=0.5, host="127.0.0.1", port=0, runtime=runtime)
+    sweeps = Sweeps(settings, (GROUP,), isolation_level="read_committed", bound_s=10, environment=environment)
+    serving = Exporter(sweeps, interval_s=0.5, host="127.0.0.1", port=0, environment=environment)
     stop = threading.Event()
     thread = threading.Thread(target=serving.run, args=(stop,), name="sweeps")
     thread.start()
@@ -64,7 +64,7 @@ def firing(now: Scrape) -> set[str]:
 
 
 def test_alerts_fire_and_clear(
-    faulty: FaultyCluster, judge: AdminClient, exporter: Exporter, runtime: Ahead, tmp_path: Path
+    faulty: FaultyCluster, judge: AdminClient, exporter: Exporter, environment: Ahead, tmp_path: Path
 ) -> None:
     topic = create_topic(judge, GROUP, 1, config={"retention.ms": "-1"})
     producer = Producer({"bootstrap.servers": faulty.direct_servers, "log_level": 0})
@@ -93,7 +93,7 @@ def test_alerts_fire_and_clear(
         assert fires("increase(kafka_group_rebalances_seen_total[15m]) > 0", scrape(exporter.port), at)
         with faulty.suffering(Fault("refuse", 1)):
             await_until(lambda: exporter.last and exporter.last.unreachable_since_ms, ALERT_S, what="an outage")
-            runtime.ahead_ms += 61_000
+            environment.ahead_ms += 61_000
             at = become("KafkaGroupUnreachable")
             assert value(at, "kafka_group_up") == 0
             assert not [sample for sample in at if sample.name in ("kafka_group_lag_seconds", "kafka_group_end_offset")]

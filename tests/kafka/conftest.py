@@ -1,7 +1,7 @@
 """Clients that are moved by hand, and what asks through them."""
 
 import pytest
-from hand_made import HandRuntime
+from manual_environment import ManualEnvironment
 
 from spark_group_source.kafka import GroupOffsets
 
@@ -9,10 +9,10 @@ SETTINGS = {"bootstrap.servers": "b"}
 
 
 @pytest.fixture
-def runtime() -> HandRuntime:
-    return HandRuntime()
+def environment() -> ManualEnvironment:
+    return ManualEnvironment()
 
 
 @pytest.fixture
-def offsets(runtime: HandRuntime) -> GroupOffsets:
-    return GroupOffsets(SETTINGS, group="g", runtime=runtime)
+def offsets(environment: ManualEnvironment) -> GroupOffsets:
+    return GroupOffsets(SETTINGS, group="g", environment=environment)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaError
-from hand_made import A0, A1, HandRuntime, refusal
+from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
@@ -24,15 +24,15 @@ UNHEARD_OF = 9_999
 REFUSED = refusal(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
-def bounds(runtime: HandRuntime) -> list[float]:
+def bounds(environment: ManualEnvironment) -> list[float]:
     """How long each question about offsets was to be waited for."""
-    return [bound_s for client in runtime.admins for bound_s in client.bounds_s]
+    return [bound_s for client in environment.admins for bound_s in client.bounds_s]
 
 
 @pytest.fixture
-def admin(runtime: HandRuntime) -> Admin:
+def admin(environment: ManualEnvironment) -> Admin:
     """One that asks nothing again but what is confirmed."""
-    return Admin(SETTINGS, runtime=runtime, retries=0)
+    return Admin(SETTINGS, environment=environment, retries=0)
 
 
 def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
@@ -68,7 +68,7 @@ def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
 def test_every_row_is_followed(request_: Request) -> None:
     """Asked again, believed the second time, or the end: for each code in the answer to each kind of request."""
     for code in ANSWERS.keys() - {KafkaError.NO_ERROR}:
-        runtime = HandRuntime()
+        environment = ManualEnvironment()
         tries = itertools.count(1)
 
         def ask(tries: "itertools.count[int]" = tries, code: int = code) -> str:
@@ -76,8 +76,8 @@ def test_every_row_is_followed(request_: Request) -> None:
                 raise refusal(code)
             return "answer"
 
-        def asked(runtime: HandRuntime = runtime) -> str:
-            return Retry(Asker("b:9092"), runtime, retries=3)(request_, "asking", ask)
+        def asked(environment: ManualEnvironment = environment) -> str:
+            return Retry(Asker("b:9092"), environment, retries=3)(request_, "asking", ask)
 
         means = meaning(request_, code)
         if means is Meaning.AGAIN:
@@ -91,32 +91,32 @@ def test_every_row_is_followed(request_: Request) -> None:
 
 
 def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(
-    runtime: HandRuntime, admin: Admin
+    environment: ManualEnvironment, admin: Admin
 ) -> None:
-    runtime.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
+    environment.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         admin.latest([A0])
-    assert runtime.clock_ms >= CONFIRM_S * 1000
-    runtime.will("list_offsets", {A0: REFUSED}, {A0: _info(5)})
+    assert environment.clock_ms >= CONFIRM_S * 1000
+    environment.will("list_offsets", {A0: REFUSED}, {A0: _info(5)})
     assert admin.latest([A0]) == {A0: 5}
 
 
 def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_too(
-    runtime: HandRuntime, admin: Admin
+    environment: ManualEnvironment, admin: Admin
 ) -> None:
     """The library tells of it once in half a minute; an old one said nothing of a slow answer days later."""
     told = KafkaError(KafkaError._AUTHENTICATION)
     admin._on_error(told)
-    runtime.will("list_offsets", {A0: _info(5)})
+    environment.will("list_offsets", {A0: _info(5)})
     assert admin.latest([A0]) == {A0: 5}
-    runtime.will("list_offsets", {A0: _Slow(None, admin)})
+    environment.will("list_offsets", {A0: _Slow(None, admin)})
     assert admin.latest([A0]) == {A0: 6}  # slow only
-    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _info(7)})
+    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _info(7)})
     assert admin.latest([A0]) == {A0: 7}  # refused, and not again
-    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
     with pytest.raises(AccessDenied):
         admin.latest([A0])
-    assert len(runtime.admins) == 4
+    assert len(environment.admins) == 4
 
 
 NO_TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
@@ -134,98 +134,108 @@ NO_TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
         "OAUTHBEARER cannot log in because there is no token available; last error: (not available)",
     ],
 )
-def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(runtime: HandRuntime, text: str) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(
+    environment: ManualEnvironment, text: str
+) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=1)
     silent = _Slow(KafkaError(KafkaError._AUTHENTICATION, text), admin, refusal(KafkaError._TIMED_OUT))
-    runtime.will("list_offsets", *[{A0: silent}] * 2)
+    environment.will("list_offsets", *[{A0: silent}] * 2)
     with pytest.raises(BrokerUnavailable, match="could not be asked") as failure:
         admin.latest([A0])
     assert text in str(failure.value) and "kafka.oauth_cb" in str(failure.value)
-    runtime.will("list_offsets", {A0: silent}, {A0: _info(5)})
+    environment.will("list_offsets", {A0: silent}, {A0: _info(5)})
     assert admin.latest([A0]) == {A0: 5}
 
 
 @pytest.mark.parametrize("text", ['{"error": "invalid_client"}', '{"error_description":"x","error":"invalid_scope"}'])
-def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(runtime: HandRuntime, admin: Admin, text: str) -> None:
+def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(
+    environment: ManualEnvironment, admin: Admin, text: str
+) -> None:
     told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
-    runtime.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
+    environment.will("list_offsets", {A0: _Slow(told, admin)}, {A0: _Slow(told, admin)})
     with pytest.raises(AccessDenied, match="invalid_"):
         admin.latest([A0])
 
 
-def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_away(runtime: HandRuntime) -> None:
+def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_away(
+    environment: ManualEnvironment,
+) -> None:
     """A question is answered as a whole: after one that some did not answer in time the next is given up sooner."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+    admin = Admin(SETTINGS, environment=environment, retries=1)
     moves, there = {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5), A1: _info(6)}
-    runtime.will("list_offsets", moves, moves, there, there)
+    environment.will("list_offsets", moves, moves, there, there)
     for _ in range(3):
         admin.latest([A0, A1], whole=False)
-    runtime.clock_ms += int(TROUBLED_S * 1000)
+    environment.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0, A1], whole=False)
-    assert bounds(runtime) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(environment) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
-def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(runtime: HandRuntime) -> None:
+def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(
+    environment: ManualEnvironment,
+) -> None:
     """It goes to one broker, which each client is told by the cluster: it may be the one that is away."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=3)
+    admin = Admin(SETTINGS, environment=environment, retries=3)
     gone = refusal(KafkaError._TIMED_OUT)
-    runtime.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
+    environment.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
     admin.describe(["a"])
-    asked = [bound_s for client in runtime.admins for bound_s in client.topic_bounds_s]
+    asked = [bound_s for client in environment.admins for bound_s in client.topic_bounds_s]
     assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, AWAY_TIMEOUT_S]
 
 
-def test_who_answers_slowly_is_given_the_whole_time_again(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+def test_who_answers_slowly_is_given_the_whole_time_again(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=1)
     nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
     both = {A0: _info(5), A1: _info(6)}
-    runtime.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
+    environment.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
     admin.latest([A0, A1], whole=False)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
-    assert bounds(runtime) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(environment) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
-def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=9)
+def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=9)
     silent, answer = {A0: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5)}
-    runtime.will("list_offsets", silent, silent, silent, silent, answer, answer)
+    environment.will("list_offsets", silent, silent, silent, silent, answer, answer)
     assert admin.latest([A0]) == {A0: 5}
-    runtime.clock_ms += int(TROUBLED_S * 1000)
+    environment.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0])
     first, away = FIRST_TIMEOUT_S, AWAY_TIMEOUT_S
-    assert bounds(runtime) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
+    assert bounds(environment) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
-def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_sooner(runtime: HandRuntime) -> None:
+def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_sooner(
+    environment: ManualEnvironment,
+) -> None:
     """What the others said is an answer: without it their rows would wait, and with it the slow one might for ever."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=9)
-    late = {A0: _info(5), A1: _TakesTooLong(runtime)}
-    runtime.will("list_offsets", late, late, {A0: _info(5), A1: _info(6)})
+    admin = Admin(SETTINGS, environment=environment, retries=9)
+    late = {A0: _info(5), A1: _TakesTooLong(environment)}
+    environment.will("list_offsets", late, late, {A0: _info(5), A1: _info(6)})
     for _ in range(2):
         assert admin.latest([A0, A1], whole=False) == {A0: 5}
-        runtime.clock_ms += int(TROUBLED_S * 1000)
+        environment.clock_ms += int(TROUBLED_S * 1000)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
-    assert bounds(runtime) == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
+    assert bounds(environment) == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
 def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(
-    runtime: HandRuntime, admin: Admin
+    environment: ManualEnvironment, admin: Admin
 ) -> None:
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
-    runtime.will("list_offsets", moves, moves)
-    runtime.will("list_offsets", *[moves] * 3)
+    environment.will("list_offsets", moves, moves)
+    environment.will("list_offsets", *[moves] * 3)
     for _ in range(4):
         assert admin.latest([A0, A1], whole=False) == {A0: 5}
-    assert len(runtime.admins) <= 2
+    assert len(environment.admins) <= 2
     with pytest.raises(BrokerUnavailable, match="listing offsets was not answered"):
         admin.latest([A0, A1])
 
 
-def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(runtime: HandRuntime) -> None:
+def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(environment: ManualEnvironment) -> None:
     """It says so at once of each partition whose broker it cannot reach."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=1)
-    runtime.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
-    runtime.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
+    admin = Admin(SETTINGS, environment=environment, retries=1)
+    environment.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
+    environment.will("describe_topics", {"a": SimpleNamespace(partitions=[0])})
     assert admin.latest([A0]) == {A0: 5}
 
 
@@ -249,11 +259,11 @@ class _Slow:
 class _TakesTooLong:
     """An answer that does not come in the time of the first questions."""
 
-    def __init__(self, runtime: HandRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, environment: ManualEnvironment) -> None:
+        self._environment = environment
 
     def result(self, timeout: float) -> object:
-        self._runtime.clock_ms += int(FIRST_TIMEOUT_S * 1000)
+        self._environment.clock_ms += int(FIRST_TIMEOUT_S * 1000)
         raise refusal(KafkaError._TIMED_OUT)
 
 
@@ -266,29 +276,29 @@ NOTHING = -1001
 
 
 @pytest.mark.parametrize("ask", ["latest", "earliest", "at_time"])
-def test_G10_an_offset_that_no_broker_told_is_no_answer(runtime: HandRuntime, ask: str) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=1)
+def test_G10_an_offset_that_no_broker_told_is_no_answer(environment: ManualEnvironment, ask: str) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=1)
     question = {"latest": lambda: admin.latest([A0]), "earliest": lambda: admin.earliest([A0])}.get(
         ask, lambda: admin.at_time({A0: 5})
     )
-    runtime.will("list_offsets", {A0: _info(NOTHING)}, {A0: _info(7)})
+    environment.will("list_offsets", {A0: _info(NOTHING)}, {A0: _info(7)})
     assert question() == {A0: 7}
-    runtime.will("list_offsets", *[{A0: _info(NOTHING)}] * 2)
+    environment.will("list_offsets", *[{A0: _info(NOTHING)}] * 2)
     with pytest.raises(BrokerUnavailable):
         question()
 
 
-def test_no_record_as_young_as_a_time_is_an_answer(runtime: HandRuntime) -> None:
-    runtime.will("list_offsets", {A0: _info(-1)})
-    assert Admin(SETTINGS, runtime=runtime, retries=0).at_time({A0: 5}) == {A0: None}
+def test_no_record_as_young_as_a_time_is_an_answer(environment: ManualEnvironment) -> None:
+    environment.will("list_offsets", {A0: _info(-1)})
+    assert Admin(SETTINGS, environment=environment, retries=0).at_time({A0: 5}) == {A0: None}
 
 
-def test_a_question_that_failed_is_asked_by_another_client(runtime: HandRuntime) -> None:
+def test_a_question_that_failed_is_asked_by_another_client(environment: ManualEnvironment) -> None:
     """One goes on asking a leader that died, or says that its epoch is fenced, for ever."""
-    admin = Admin(SETTINGS, runtime=runtime, retries=2)
+    admin = Admin(SETTINGS, environment=environment, retries=2)
     fenced = {A0: refusal(KafkaError.FENCED_LEADER_EPOCH)}
-    runtime.will("list_offsets", fenced, fenced, {A0: _info(7)}, {A0: _info(8)})
+    environment.will("list_offsets", fenced, fenced, {A0: _info(7)}, {A0: _info(8)})
     assert admin.latest([A0]) == {A0: 7}
-    assert len(runtime.admins) == 3
+    assert len(environment.admins) == 3
     assert admin.latest([A0]) == {A0: 8}
-    assert len(runtime.admins) == 3
+    assert len(environment.admins) == 3

@@ -2,7 +2,7 @@
 
 import pytest
 from confluent_kafka import KafkaError
-from hand_made import A0, A1, HandRuntime, metadata, refusal
+from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced
 from spark_group_source.kafka import Identity, MemberStale, OffsetCommitter
@@ -14,14 +14,16 @@ FENCED = refusal(KafkaError._FENCED, fatal=True)
 
 
 @pytest.fixture
-def committer(runtime: HandRuntime) -> OffsetCommitter:
-    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", runtime=runtime)
+def committer(environment: ManualEnvironment) -> OffsetCommitter:
+    return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", environment=environment)
 
 
-def test_each_offset_has_its_note_and_each_share_its_member(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+def test_each_offset_has_its_note_and_each_share_its_member(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
     committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
-    assert runtime.called("send_offsets") == [(1, {A0: (5, "note 0")}), (2, {A1: (7, "note 1")})]
-    assert runtime.called()[1:] == [
+    assert environment.called("send_offsets") == [(1, {A0: (5, "note 0")}), (2, {A1: (7, "note 1")})]
+    assert environment.called()[1:] == [
         "init_transactions",
         "begin_transaction",
         *["send_offsets"] * 2,
@@ -33,51 +35,58 @@ def test_each_offset_has_its_note_and_each_share_its_member(runtime: HandRuntime
     ("code", "thrown_out"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
 )
 def test_a_stale_share_is_named_and_nothing_stays_open(
-    runtime: HandRuntime, committer: OffsetCommitter, code: int, thrown_out: bool
+    environment: ManualEnvironment, committer: OffsetCommitter, code: int, thrown_out: bool
 ) -> None:
-    runtime.will("send_offsets", None, refusal(code, abort=True))
+    environment.will("send_offsets", None, refusal(code, abort=True))
     with pytest.raises(MemberStale) as stale:
         committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
     assert (stale.value.share, stale.value.thrown_out) == (1, thrown_out)
-    assert runtime.called()[-1] == "abort_transaction"
+    assert environment.called()[-1] == "abort_transaction"
     committer.commit([(ONE, {A0: 5})], NOTES)
-    assert len(runtime.producers) == 1
+    assert len(environment.producers) == 1
 
 
 def test_G6_a_commit_without_an_answer_is_ended_by_the_same_producer(
-    runtime: HandRuntime, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     """Another one would take the id back from a driver that was started instead of this one meanwhile."""
-    runtime.will("commit_transaction", TIMED_OUT, TIMED_OUT)
+    environment.will("commit_transaction", TIMED_OUT, TIMED_OUT)
     for _ in range(2):
         with pytest.raises(CommitFailed):
             committer.commit([(ONE, {A0: 5})], NOTES)
-    assert runtime.called()[-2:] == ["commit_transaction"] * 2
+    assert environment.called()[-2:] == ["commit_transaction"] * 2
     committer.commit([(ONE, {A0: 6})], NOTES)
-    assert runtime.called()[-4:] == ["commit_transaction", "begin_transaction", "send_offsets", "commit_transaction"]
-    assert runtime.called("init_transactions") == [None]
+    assert environment.called()[-4:] == [
+        "commit_transaction",
+        "begin_transaction",
+        "send_offsets",
+        "commit_transaction",
+    ]
+    assert environment.called("init_transactions") == [None]
 
 
 def test_G6_offsets_without_an_answer_are_taken_back_before_the_next_commit(
-    runtime: HandRuntime, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
-    runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
-    runtime.will("abort_transaction", TIMED_OUT)
+    environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
+    environment.will("abort_transaction", TIMED_OUT)
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    runtime.will("abort_transaction", FENCED)
+    environment.will("abort_transaction", FENCED)
     for _ in range(2):  # and what was said once stays so
         with pytest.raises(Fenced):
             committer.commit([(ONE, {A0: 5})], NOTES)
-    assert runtime.called("init_transactions") == [None]
+    assert environment.called("init_transactions") == [None]
 
 
-def test_G6_a_process_that_was_fenced_never_takes_the_id_back(runtime: HandRuntime, committer: OffsetCommitter) -> None:
-    runtime.will("commit_transaction", FENCED)
+def test_G6_a_process_that_was_fenced_never_takes_the_id_back(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
+    environment.will("commit_transaction", FENCED)
     for ask in (lambda: committer.commit([(ONE, {A0: 5})], NOTES), committer.prepare, lambda: committer.probe(A0)):
         with pytest.raises(Fenced):
             ask()
-    assert runtime.called("init_transactions") == [None]
+    assert environment.called("init_transactions") == [None]
 
 
 BROKEN = {
@@ -88,9 +97,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("call", BROKEN)
 def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_place_is_ours(
-    runtime: HandRuntime, committer: OffsetCommitter, call: str
+    environment: ManualEnvironment, committer: OffsetCommitter, call: str
 ) -> None:
-    runtime.will(*BROKEN[call])
+    environment.will(*BROKEN[call])
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
     assert committer.lost
@@ -99,87 +108,93 @@ def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_p
     with pytest.raises(CommitFailed):
         committer.prepare()
     assert committer.probe(A0) is False
-    assert runtime.called("init_transactions") == [None]
+    assert environment.called("init_transactions") == [None]
     committer.anew()
     committer.commit([(ONE, {A0: 5})], NOTES)
-    assert len(runtime.producers) == 2
+    assert len(environment.producers) == 2
 
 
 @pytest.mark.parametrize(("minutes", "lost"), [(0, False), (2, True)])
 def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of_another_process(
-    runtime: HandRuntime, committer: OffsetCommitter, minutes: int, lost: bool
+    environment: ManualEnvironment, committer: OffsetCommitter, minutes: int, lost: bool
 ) -> None:
-    runtime.will("commit_transaction", TIMED_OUT)
+    environment.will("commit_transaction", TIMED_OUT)
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    runtime.clock_ms += minutes * 60_000
-    runtime.will("commit_transaction", FENCED)
+    environment.clock_ms += minutes * 60_000
+    environment.will("commit_transaction", FENCED)
     with pytest.raises(CommitFailed if lost else Fenced):
         committer.commit([(ONE, {A0: 5})], NOTES)
     assert committer.lost == lost
 
 
-def test_one_refusal_is_not_the_end_of_transactions(runtime: HandRuntime, committer: OffsetCommitter) -> None:
-    runtime.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
+def test_one_refusal_is_not_the_end_of_transactions(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+    environment.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
     with pytest.raises(AccessDenied, match="Read and Describe on the group 'g'"):
         committer.commit([(ONE, {A0: 5})], NOTES)
     committer.commit([(ONE, {A0: 5})], NOTES)
-    assert len(runtime.producers) == 1
+    assert len(environment.producers) == 1
 
 
-def test_transactions_that_are_not_allowed_are_told_apart(runtime: HandRuntime, committer: OffsetCommitter) -> None:
-    runtime.will("init_transactions", refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True))
+def test_transactions_that_are_not_allowed_are_told_apart(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
+    environment.will("init_transactions", refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True))
     with pytest.raises(AccessDenied):
         committer.prepare()
 
 
-def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transactions(runtime: HandRuntime) -> None:
+def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transactions(
+    environment: ManualEnvironment,
+) -> None:
     by_token = {"bootstrap.servers": "b", "sasl.mechanism": "OAUTHBEARER"}
-    committer = OffsetCommitter(by_token, group="g", transactional_id="g.s", runtime=runtime)
-    runtime.will("init_transactions", refusal(KafkaError._AUTHENTICATION))
+    committer = OffsetCommitter(by_token, group="g", transactional_id="g.s", environment=environment)
+    environment.will("init_transactions", refusal(KafkaError._AUTHENTICATION))
     with pytest.raises(CommitFailed):
         committer.prepare()
 
 
-def test_a_probe_takes_nothing_over_and_leaves_nothing_behind(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+def test_a_probe_takes_nothing_over_and_leaves_nothing_behind(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
     assert committer.probe(A0) is False
-    assert runtime.calls == []
+    assert environment.calls == []
     committer.prepare()
     assert committer.probe(A0) is True
-    assert runtime.called()[-4:] == ["Consumer", "close", "send_offsets", "abort_transaction"]
-    assert runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
+    assert environment.called()[-4:] == ["Consumer", "close", "send_offsets", "abort_transaction"]
+    assert environment.called("send_offsets") == [(-1, {A0: (0, None)})]
 
 
 def test_a_probe_of_a_partition_that_is_gone_is_answered_all_the_same(
-    runtime: HandRuntime, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     committer.prepare()
-    runtime.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    environment.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     assert committer.probe(A0) is True
-    runtime.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
-    runtime.will("abort_transaction", FENCED)
+    environment.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    environment.will("abort_transaction", FENCED)
     with pytest.raises(Fenced):
         committer.probe(A0)
 
 
-def test_a_probe_without_an_answer_says_so(runtime: HandRuntime, committer: OffsetCommitter) -> None:
+def test_a_probe_without_an_answer_says_so(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
     committer.prepare()
-    runtime.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
+    environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
     with pytest.raises(CommitFailed):
         committer.probe(A0)
-    runtime.will("send_offsets", FENCED)
+    environment.will("send_offsets", FENCED)
     with pytest.raises(Fenced):
         committer.probe(A0)
 
 
 def test_G6_a_proof_that_the_place_is_ours_is_good_for_its_moment_only(
-    runtime: HandRuntime, committer: OffsetCommitter
+    environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     """A process that stands still after it would take the id back from its successor with its next commit."""
-    runtime.will(*BROKEN["an outage in the middle"])
+    environment.will(*BROKEN["an outage in the middle"])
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    runtime.will("init_transactions", TIMED_OUT)
+    environment.will("init_transactions", TIMED_OUT)
     with pytest.raises(CommitFailed):
         committer.anew()
     with pytest.raises(CommitFailed, match="may be another process's by now"):

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from hand_made import A0, A1, HandConsumer, HandRuntime, metadata
+from manual_environment import A0, A1, HandConsumer, ManualEnvironment, metadata
 
 from spark_group_source.errors import AccessDenied, CommitFailed, GroupError
 from spark_group_source.kafka import MemberConsumer
@@ -12,37 +12,37 @@ from spark_group_source.kafka import MemberConsumer
 COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.strategy": "cooperative-sticky"}
 
 
-def joined(runtime: HandRuntime, **more: str) -> tuple[MemberConsumer, HandConsumer]:
+def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer, HandConsumer]:
     consumer = MemberConsumer(
         {**COOPERATIVE, **more},
         known_as=deque(),
-        runtime=runtime,
+        environment=environment,
         on_assigned=lambda partitions, generation: None,
         on_revoked=lambda partitions: None,
         on_lost=lambda partitions: None,
     )
     consumer.subscribe(["a"])
-    return consumer, runtime.consumers[-1]
+    return consumer, environment.consumers[-1]
 
 
 def test_B59_a_member_that_was_thrown_out_and_is_told_of_nothing_new_is_known_again_as_another_one(
-    runtime: HandRuntime,
+    environment: ManualEnvironment,
 ) -> None:
     """A cooperative holder that was thrown out gets an empty assignment while it is nobody; it keeps what it had, and
     comes back under another id with what others read meanwhile."""
-    consumer, library = joined(runtime)
+    consumer, library = joined(environment)
     library.assign_callback(A0, A1, member="before")
     library.assign_callback(generation=-1, member="")
     library.metadata = metadata(7, "after")
     consumer.identify()
     assert consumer.identity is None
-    runtime.script.append(lambda: None)
+    environment.script.append(lambda: None)
     with pytest.raises(GroupError, match="back as another member"):
         consumer.poll(0)
 
 
-def test_a_place_that_is_still_taken_is_told_apart_by_the_librarys_words(runtime: HandRuntime) -> None:
-    consumer, _ = joined(runtime)
+def test_a_place_that_is_still_taken_is_told_apart_by_the_librarys_words(environment: ManualEnvironment) -> None:
+    consumer, _ = joined(environment)
     text = "Fatal error: Broker: The instance ID is still used by another member in the consumer group"
     failure = consumer._fatal(KafkaError(KafkaError._FATAL, text))
     assert failure.fields == {"unreleased": True}
@@ -60,13 +60,13 @@ class _Told:
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "OAUTHBEARER"])
 def test_a_login_that_stays_refused_ends_a_member_unless_its_token_may_have_run_out(
-    runtime: HandRuntime, mechanism: str
+    environment: ManualEnvironment, mechanism: str
 ) -> None:
     """A client goes on with the token that it has where no other one comes. Questions have new clients, and tell."""
-    consumer, _ = joined(runtime, **{"sasl.mechanism": mechanism})
-    runtime.will("poll", *[_Told()] * 4)
-    runtime.script.extend([lambda: None] * 4)
-    runtime.will("commit", KafkaException(_Told().error()))
+    consumer, _ = joined(environment, **{"sasl.mechanism": mechanism})
+    environment.will("poll", *[_Told()] * 4)
+    environment.script.extend([lambda: None] * 4)
+    environment.will("commit", KafkaException(_Told().error()))
     if mechanism == "OAUTHBEARER":
         for _ in range(4):
             consumer.poll(0)

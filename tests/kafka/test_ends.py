@@ -14,10 +14,10 @@ from kit.broker_cluster import BrokerCluster
 from streams import Engine, options_of
 
 from spark_group_source.errors import TopicMissing
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 
-class Watching(Runtime):
+class Watching(Environment):
     """Remembers the admin clients that it made, and holds none."""
 
     def __init__(self) -> None:
@@ -37,17 +37,17 @@ def test_the_admin_clients_of_a_run_end_with_it_and_not_wherever_garbage_is_coll
     broker: BrokerCluster, topic: TopicFactory, produce: Produce, group_id: str
 ) -> None:
     """No test collects garbage before it ends. A late answer lets the client's own thread do so, and then abort."""
-    name, runtime = topic(1), Watching()
+    name, environment = topic(1), Watching()
     produce(name, ["a"])
-    with Engine(options_of(broker.bootstrap_servers, group_id, subscribe=name), runtime=runtime) as engine:
+    with Engine(options_of(broker.bootstrap_servers, group_id, subscribe=name), environment=environment) as engine:
         engine.run()
-        assert not runtime.ended()
-    await_until(runtime.ended, what="the end of the run's clients")
+        assert not environment.ended()
+    await_until(environment.ended, what="the end of the run's clients")
 
 
 def test_so_do_those_of_a_run_that_ends_before_it_has_joined(broker: BrokerCluster, group_id: str) -> None:
-    runtime = Watching()
+    environment = Watching()
     options = options_of(broker.bootstrap_servers, group_id, subscribe="no-such-topic")
-    with Engine(options, runtime=runtime) as engine, pytest.raises(TopicMissing):
+    with Engine(options, environment=environment) as engine, pytest.raises(TopicMissing):
         engine.run()
-    await_until(runtime.ended, what="the end of the run's clients")
+    await_until(environment.ended, what="the end of the run's clients")

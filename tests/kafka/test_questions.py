@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
-from hand_made import A0, A1, HandRuntime, refusal
+from manual_environment import A0, A1, ManualEnvironment, refusal
 
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
@@ -30,14 +30,14 @@ def info(offset: int) -> Any:
 
 
 @pytest.fixture
-def admin(runtime: HandRuntime) -> Admin:
+def admin(environment: ManualEnvironment) -> Admin:
     """One that asks nothing again but what is confirmed."""
-    return Admin(SETTINGS, runtime=runtime, retries=0)
+    return Admin(SETTINGS, environment=environment, retries=0)
 
 
-def test_starts_ask_one_question_for_all_words_of_a_kind(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime)
-    runtime.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})
+def test_starts_ask_one_question_for_all_words_of_a_kind(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment)
+    environment.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})
     words = {
         A0: EARLIEST,
         A1: LATEST,
@@ -46,32 +46,32 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(runtime: HandRuntime) -
         TopicPartition("c", 0): LATEST,
     }
     assert admin.starts(words, committed=True) == {A0: 3, A1: 9, B0: 4, B1: None}
-    assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0], [A1, TopicPartition("c", 0)], [B1]]
-    assert runtime.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
+    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0], [A1, TopicPartition("c", 0)], [B1]]
+    assert environment.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
 
 
 def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
-    runtime: HandRuntime, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
+    environment: ManualEnvironment, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.kafka.translation.AT_ONCE", 2)
-    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
+    environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
     assert admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
-    assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, A1], [B0]]
-    runtime.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
+    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, A1], [B0]]
+    environment.will("committed", [at(A0, 6), at(A1, -1001)], [at(B0, 7)])
     assert offsets.read([B0, A1, A0]) == {A0: CommittedOffset(6, ""), A1: None, B0: CommittedOffset(7, "")}
-    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
+    environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
     with pytest.raises(BrokerUnavailable):
         admin.latest([A0, A1, B0])
-    runtime.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
+    environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: refusal(KafkaError._TIMED_OUT)})
     assert admin.latest([A0, A1, B0], whole=False) == {A0: 3, A1: 4}
 
 
-def test_a_question_is_asked_again_after_a_pause_and_then_given_up(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=2, retry_interval_s=4.0)
-    runtime.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 3)
+def test_a_question_is_asked_again_after_a_pause_and_then_given_up(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=2, retry_interval_s=4.0)
+    environment.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 3)
     with pytest.raises(BrokerUnavailable, match="within 8 s"):
         admin.earliest([A0])
-    assert len(runtime.called("list_offsets")) == 3
+    assert len(environment.called("list_offsets")) == 3
 
 
 NO_LEADERS = refusal(KafkaError._NOENT)
@@ -82,84 +82,88 @@ UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """What it says of one such partition beside others."""
 
 
-def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(runtime: HandRuntime, admin: Admin) -> None:
+def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(
+    environment: ManualEnvironment, admin: Admin
+) -> None:
     gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), SimpleNamespace(partitions=[0])
-    runtime.will(
+    environment.will(
         "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
     )
-    runtime.will(
+    environment.will(
         "describe_topics", {"a": gone, "b": one}, {"b": one}, {"b": one}, {"b": SimpleNamespace(partitions=[])}
     )
     assert admin.latest([A0, B1]) == {}
     assert admin.latest([A0, B1]) == {A0: 3}
     with pytest.raises(BrokerUnavailable):
         admin.latest([B0, B1])
-    runtime.will("list_offsets", {B0: UNKNOWN})
+    environment.will("list_offsets", {B0: UNKNOWN})
     with pytest.raises(BrokerUnavailable):
         admin.latest([B0])  # the broker does not say which partitions there are
 
 
 def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked_for_again(
-    runtime: HandRuntime,
+    environment: ManualEnvironment,
     admin: Admin,
 ) -> None:
     """Else an AvailableNow run leaves it to the next one."""
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"})
     there, gone = SimpleNamespace(topic_id="i", partitions=[0]), refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
-    runtime.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
-    runtime.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
-    target = Questions(options, admin, EpochEnds(SETTINGS, runtime=runtime), runtime.now_ms).target()
+    environment.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
+    environment.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
+    target = Questions(options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms).target()
     assert target.ends == {A0: 3, B0: 5}
-    assert [list(asked) for asked in runtime.called("list_offsets")] == [[A0, B0], [B0], [B0]]
+    assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, B0], [B0], [B0]]
 
 
 def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_said(
-    runtime: HandRuntime, admin: Admin, caplog: pytest.LogCaptureFixture
+    environment: ManualEnvironment, admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
     gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
-    runtime.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
-    runtime.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
-    target = Questions(options, admin, EpochEnds(SETTINGS, runtime=runtime), runtime.now_ms).target()
+    environment.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
+    environment.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
+    target = Questions(options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms).target()
     assert target.ends == {A0: 3}
     assert f"left to the next run, because no broker told their end yet: 1, such as {A1}" in caplog.text
 
 
-def test_partitions_without_a_leader_are_asked_for_again(runtime: HandRuntime) -> None:
-    admin = Admin(SETTINGS, runtime=runtime, retries=2)
-    runtime.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
+def test_partitions_without_a_leader_are_asked_for_again(environment: ManualEnvironment) -> None:
+    admin = Admin(SETTINGS, environment=environment, retries=2)
+    environment.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
     there = {"a": SimpleNamespace(partitions=[0])}
-    runtime.will("describe_topics", there, refusal(KafkaError._TRANSPORT))
+    environment.will("describe_topics", there, refusal(KafkaError._TRANSPORT))
     assert admin.latest([A0]) == {A0: 3}
 
 
-def test_one_partition_without_an_answer_does_not_hide_the_others(runtime: HandRuntime, offsets: GroupOffsets) -> None:
+def test_one_partition_without_an_answer_does_not_hide_the_others(
+    environment: ManualEnvironment, offsets: GroupOffsets
+) -> None:
     answers = [at(A0, 5, "n"), at(A1, -1001), at(B0, -1001, error=KafkaError.UNKNOWN_TOPIC_OR_PART)]
-    runtime.will("committed", answers)
+    environment.will("committed", answers)
     assert offsets.read([A0, A1, B0]) == {A0: CommittedOffset(5, "n"), A1: None}
 
 
-def test_an_error_of_the_whole_question_is_raised(runtime: HandRuntime, offsets: GroupOffsets) -> None:
-    runtime.will("committed", *[[at(A0, 5), at(A1, -1001, error=KafkaError.TOPIC_AUTHORIZATION_FAILED)]] * 2)
+def test_an_error_of_the_whole_question_is_raised(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
+    environment.will("committed", *[[at(A0, 5), at(A1, -1001, error=KafkaError.TOPIC_AUTHORIZATION_FAILED)]] * 2)
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         offsets.read([A0, A1])
-    runtime.will("committed", refusal(KafkaError._TIMED_OUT))
+    environment.will("committed", refusal(KafkaError._TIMED_OUT))
     with pytest.raises(BrokerUnavailable):
         offsets.read([A0])
 
 
-def test_reading_back_waits_until_all_of_it_shows(runtime: HandRuntime, offsets: GroupOffsets) -> None:
+def test_reading_back_waits_until_all_of_it_shows(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
     hidden = at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)
-    runtime.will("committed", [at(A0, 4), at(A1, -1001)], [at(A0, 5), hidden], [at(A0, 5), at(A1, 6)])
+    environment.will("committed", [at(A0, 4), at(A1, -1001)], [at(A0, 5), hidden], [at(A0, 5), at(A1, 6)])
     offsets.wait_shown({A0: 5, A1: 6})
-    assert len(runtime.called("committed")) == 3
+    assert len(environment.called("committed")) == 3
 
 
-def test_reading_back_gives_up(runtime: HandRuntime, offsets: GroupOffsets) -> None:
-    runtime.will("committed", *[[at(A0, 4)]] * 1_000)
+def test_reading_back_gives_up(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
+    environment.will("committed", *[[at(A0, 4)]] * 1_000)
     with pytest.raises(CommitFailed, match="a-0 was committed at 5, but the group shows"):
         offsets.wait_shown({A0: 5})
-    assert runtime.clock_ms < 20_000
+    assert environment.clock_ms < 20_000
 
 
 @pytest.mark.parametrize(
@@ -169,35 +173,41 @@ def test_reading_back_gives_up(runtime: HandRuntime, offsets: GroupOffsets) -> N
         (KafkaError.NON_EMPTY_GROUP, "refused to move group 'g'"),
     ],
 )
-def test_a_group_that_may_have_been_moved_is_not_called_refused(runtime: HandRuntime, code: int, said: str) -> None:
-    runtime.will("alter_consumer_group_offsets", {"g": refusal(code)})
+def test_a_group_that_may_have_been_moved_is_not_called_refused(
+    environment: ManualEnvironment, code: int, said: str
+) -> None:
+    environment.will("alter_consumer_group_offsets", {"g": refusal(code)})
     with pytest.raises(CommitFailed, match=said):
-        GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+        GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
-def test_who_may_not_move_a_group_is_told_what_is_missing(runtime: HandRuntime) -> None:
-    runtime.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
+def test_who_may_not_move_a_group_is_told_what_is_missing(environment: ManualEnvironment) -> None:
+    environment.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
     with pytest.raises(AccessDenied, match=r"refused to move group 'g'.* needs Read and Describe on the group 'g'"):
-        GroupAdmin(SETTINGS, runtime=runtime).move_committed("g", {A0: 4})
+        GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
-def test_a_list_that_lacks_the_groups_of_a_broker_is_none(runtime: HandRuntime) -> None:
+def test_a_list_that_lacks_the_groups_of_a_broker_is_none(environment: ManualEnvironment) -> None:
     state, kind = SimpleNamespace(name="STABLE"), SimpleNamespace(name="CLASSIC")
     valid = [SimpleNamespace(group_id=name, state=state, type=kind) for name in ("b", "a")]
     silent = KafkaError(KafkaError._TIMED_OUT)
-    runtime.will("list_consumer_groups", *(SimpleNamespace(valid=valid, errors=errors) for errors in ([], [silent])))
-    admin = GroupAdmin(SETTINGS, runtime=runtime, retries=0)
+    environment.will(
+        "list_consumer_groups", *(SimpleNamespace(valid=valid, errors=errors) for errors in ([], [silent]))
+    )
+    admin = GroupAdmin(SETTINGS, environment=environment, retries=0)
     assert admin.groups() == [ListedGroup("a", "stable", "classic"), ListedGroup("b", "stable", "classic")]
     with pytest.raises(BrokerUnavailable, match="listing groups was not answered"):
         admin.groups()
 
 
-def test_a_topic_or_partition_without_an_answer_is_no_answer_to_what_a_group_has(runtime: HandRuntime) -> None:
+def test_a_topic_or_partition_without_an_answer_is_no_answer_to_what_a_group_has(
+    environment: ManualEnvironment,
+) -> None:
     """Left out, its offsets would look like none."""
-    runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
+    environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
     with pytest.raises(BrokerUnavailable, match="which partitions topic a has"):
-        GroupAdmin(SETTINGS, runtime=runtime).committed("g")
-    runtime.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
-    runtime.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
+        GroupAdmin(SETTINGS, environment=environment).committed("g")
+    environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
+    environment.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
     with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, the first a-1"):
-        GroupAdmin(SETTINGS, runtime=runtime).committed("g")
+        GroupAdmin(SETTINGS, environment=environment).committed("g")

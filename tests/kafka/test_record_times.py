@@ -6,7 +6,7 @@ import pytest
 from confluent_kafka import Producer
 from kit.mock_cluster import Api, MockCluster
 
-from spark_group_source.kafka import RecordTime, RecordTimes, Runtime
+from spark_group_source.kafka import Environment, RecordTime, RecordTimes
 from spark_group_source.kafka.record_times import AT_ONCE
 from spark_group_source.model import TopicPartition
 
@@ -32,14 +32,14 @@ def cluster() -> Iterator[MockCluster]:
 @pytest.fixture
 def times(cluster: MockCluster) -> Iterator[RecordTimes]:
     settings = {"bootstrap.servers": cluster.bootstrap_servers}
-    made = RecordTimes(settings, isolation_level="read_committed", runtime=Runtime())
+    made = RecordTimes(settings, isolation_level="read_committed", environment=Environment())
     yield made
     made.close()
 
 
 def read(times: RecordTimes, offsets: dict[int, int], *, ms: int = MS_MAX) -> dict[int, RecordTime | None]:
     asked = {TopicPartition("orders", partition): offset for partition, offset in offsets.items()}
-    return {tp.partition: found for tp, found in times.read(asked, until_ms=Runtime().now_ms() + ms).items()}
+    return {tp.partition: found for tp, found in times.read(asked, until_ms=Environment().now_ms() + ms).items()}
 
 
 def test_each_partition_is_read_at_its_offset_and_again_in_the_next_sweep(times: RecordTimes) -> None:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kit.cluster import Cluster
+from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants
-from kit.runtime import SimulatedRuntime
 from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.hosted_member import Hosted
@@ -157,13 +157,13 @@ class Agent:
         self._world = world
         self._draws = self.process.draws("agent")
         truth.reads_for(self.process.name, run.reader)
-        runtime = SimulatedRuntime(self.process, cluster)
+        environment = SimulatedEnvironment(self.process, cluster)
         self.hosted = WatchedHosted(
-            host=runtime.new_id(),
+            host=environment.new_id(),
             executor=executor,
             name=executor,
             settings=run.options.member_settings(),
-            runtime=runtime,
+            environment=environment,
             send=self._send,
             ended=self._ended,
             deaf=self._deaf,

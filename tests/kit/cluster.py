@@ -1,6 +1,6 @@
 """The simulated Kafka: topics with their logs, groups, transactions, and how well it can be reached.
 
-Runs in: tests. What the fakes of the client library talk to (``SimulatedRuntime``). Deliberately absent: brokers of
+Runs in: tests. What the fakes of the client library talk to (``SimulatedEnvironment``). Deliberately absent: brokers of
 their own, records (only where a log begins and ends), compaction.
 """
 

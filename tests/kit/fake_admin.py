@@ -12,10 +12,10 @@ from confluent_kafka import ConsumerGroupState, ConsumerGroupType, IsolationLeve
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from kit.cluster import Log
+from kit.environment import Future
 from kit.fake_library import NO_OFFSET, Answered, Library, refusal, to_kafka, to_ours
 from kit.kafka_group import Code
 from kit.misfortune import Ask
-from kit.runtime import Future
 from kit.wire import Partly, PendingRequest, Reply, Serve
 from kit.world import Process, the_thread, to_ms
 

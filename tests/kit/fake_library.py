@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
+from kit.environment import Future
 from kit.kafka_group import Code, Entry
 from kit.misfortune import Ask
-from kit.runtime import Future
 from kit.wire import PendingRequest, Serve
 from kit.world import Process, the_thread
 from spark_group_source.model import TopicPartition

@@ -10,8 +10,8 @@ from functools import partial
 
 from kit.books import Reader
 from kit.cluster import Cluster
+from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants
-from kit.runtime import SimulatedRuntime
 from kit.sinks import Table
 from kit.world import Process, World
 from spark_group_source.cli import reset
@@ -48,8 +48,8 @@ class Operator:
         self._process = Process(world, "operator")
         self._world, self._cluster, self._truth, self._group = world, cluster, truth, group
         self._stop, self._start = stop, start
-        self._runtime = SimulatedRuntime(self._process, cluster)
-        self._admin = GroupAdmin({"bootstrap.servers": "kafka:9092"}, runtime=self._runtime, retries=10)
+        self._environment = SimulatedEnvironment(self._process, cluster)
+        self._admin = GroupAdmin({"bootstrap.servers": "kafka:9092"}, environment=self._environment, retries=10)
         self.busy = False
         self.moves = 0
         truth.reads_as(self._process.name, Reader(self._process.name, self._process.name))
@@ -68,14 +68,14 @@ class Operator:
         until_ms = self._world.now_ms + GROUP_EMPTY_MS_MAX
         while self._cluster.group(self._group).members:
             self._truth.require(self._world.now_ms < until_ms, "a member of nobody stays in the group")
-            self._runtime.pause(LOOK_S)
+            self._environment.pause(LOOK_S)
         for _ in range(TRIES_MAX):
             try:
                 act()
                 break
             except GroupError as exc:
                 self._world.note(f"operator: {exc}")
-                self._runtime.pause(LOOK_S)
+                self._environment.pause(LOOK_S)
         self.moves += 1
         self.busy = False
         self._start()

@@ -15,8 +15,8 @@ from greenlet import GreenletExit
 from kit.agents import Channel, Executors, Inbox
 from kit.books import Reader
 from kit.cluster import Cluster
+from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants, Violation
-from kit.runtime import SimulatedRuntime
 from kit.world import Process, Thread, World
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.errors import DataLoss, InvariantBroken, SourceError
@@ -231,8 +231,8 @@ class SparkRun:
         self.ended_ms: int | None = None
         self._world, self._truth, self._on_end = world, truth, on_end
         self._draws = self.process.draws("spark")
-        self._runtime = SimulatedRuntime(self.process, cluster)
-        self._runtime.threads_left, query.threads_left = query.threads_left, None
+        self._environment = SimulatedEnvironment(self.process, cluster)
+        self._environment.threads_left, query.threads_left = query.threads_left, None
         self.late = [run for run in query.runs if run.lately_alive and not run.prepared]  # may shut this one out
         self.executors = query.executors
         self._inbox: Inbox[tuple[Channel, ms.AgentReport | None]] | None = None
@@ -324,7 +324,9 @@ class SparkRun:
         self._on_end(self, error)
 
     def _query(self) -> None:
-        self._coordinator = coordinator = Coordinator(self.options, runtime=self._runtime, publisher=self.publisher)
+        self._coordinator = coordinator = Coordinator(
+            self.options, environment=self._environment, publisher=self.publisher
+        )
         habits = self.query.habits
         rules = replace(rules_of(self.options), member_host=habits.member_host)
         if habits.auto_slots:
@@ -393,7 +395,7 @@ class SparkRun:
     def _read(self, ranges: list[OffsetRange]) -> dict[TopicPartition, tuple[int, int]]:
         """What tasks find: everything that is left of the ranges."""
         while self.process.cut_off():
-            self._runtime.pause(UNREACHED_MS / 1000)
+            self._environment.pause(UNREACHED_MS / 1000)
         found = {}
         for tp, start, end in ranges:
             log = self.cluster.log(tp)
@@ -422,4 +424,4 @@ class SparkRun:
             self.process.kill("crashed")
 
     def pause(self, low_ms: int, high_ms: int) -> None:
-        self._runtime.pause(self._draws.between(low_ms, max(low_ms, high_ms)) / 1000)
+        self._environment.pause(self._draws.between(low_ms, max(low_ms, high_ms)) / 1000)

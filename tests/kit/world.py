@@ -5,7 +5,7 @@ to the one loop of the :class:`World`, which goes on with whoever is due next. S
 happens, decided by the seed alone, and a failure can be run again. Each concern (a thread, a connection, the faults)
 draws from a random stream of its own: code that draws once more in one of them leaves what the others draw as it was.
 Deliberately absent: real threads, clocks and randomness other than the seed's; Kafka (``cluster``), and the primitives
-that threads wait on (``runtime``).
+that threads wait on (``environment``).
 """
 
 import heapq

@@ -101,7 +101,7 @@ def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Run
     assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
     machine.has("jdk/bin/java", says='openjdk version "11"')
     assert "found Java 11" in machine.refuses("make", "test", JAVA_HOME=str(machine.bin / "jdk"))
-    machine.has("java", says="The operation couldn’t be completed. Unable to locate a Java Runtime.", code=1)
+    machine.has("java", says="The operation couldn’t be completed. Unable to locate a Java Environment.", code=1)
     assert "does not run; install a JDK" in machine.refuses("make", "test")
 
 

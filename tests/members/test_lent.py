@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hand_made import A0, A1, HandRuntime, metadata
+from manual_environment import A0, A1, ManualEnvironment, metadata
 
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.connected_agents import ConnectedAgents
@@ -43,12 +43,12 @@ class Pair:
     """The stream reader's side and one agent."""
 
     def __init__(self) -> None:
-        self.here, self.there = HandRuntime(), HandRuntime()
+        self.here, self.there = ManualEnvironment(), ManualEnvironment()
         self.events: list[ev.Event] = []
         self.ended: list[str] = []
         self.known_as: deque[str] = deque()
         self.hosts = ConnectedAgents(
-            runtime=self.here,
+            environment=self.here,
             lease_ms=LEASE_MS,
             incremental=True,
             known_as=self.known_as,
@@ -60,7 +60,7 @@ class Pair:
             executor="7",
             name="worker-1",
             settings=SETTINGS,
-            runtime=self.there,
+            environment=self.there,
             send=self._send,
             ended=self.ended.append,
             deaf=lambda: None,
@@ -129,7 +129,7 @@ def assigned(*tps: Any) -> ev.Assigned:
 
 
 def test_a_change_is_sent_once_over_one_connection_and_again_over_the_next_if_it_was_not_taken() -> None:
-    link, sent = Session[str](HandRuntime()), list[tuple[int, str]]()
+    link, sent = Session[str](ManualEnvironment()), list[tuple[int, str]]()
     link.connect(lambda number, change: sent.append((number, change)))
     for change in "ab":
         link.tell(change)
@@ -145,7 +145,7 @@ def test_a_change_is_sent_once_over_one_connection_and_again_over_the_next_if_it
 
 
 def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
-    link = Session[str](HandRuntime())
+    link = Session[str](ManualEnvironment())
     for _ in range(KEPT_MAX + 1):
         link.tell("x")
     assert link.broken

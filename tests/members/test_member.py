@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
-from hand_made import A0, A1, HandConsumer, HandRuntime, metadata, refusal
+from manual_environment import A0, A1, HandConsumer, ManualEnvironment, metadata, refusal
 
-from spark_group_source.kafka import Identity, MemberStale, Runtime
+from spark_group_source.kafka import Environment, Identity, MemberStale
 from spark_group_source.kafka.consumer import TAKE_MS_MAX
 from spark_group_source.members.member import Member
 from spark_group_source.members.slot_member import Share
@@ -26,7 +26,7 @@ class Scene:
     """One member and what it reported."""
 
     def __init__(self) -> None:
-        self.runtime = HandRuntime()
+        self.environment = ManualEnvironment()
         self.reported: list[ev.Event] = []
         self.ended: list[ev.Event] = []
         self.called_when_ended: list[Any] = []
@@ -38,7 +38,7 @@ class Scene:
             join,
             settings,
             known_as=deque(),
-            runtime=self.runtime,
+            environment=self.environment,
             report=self._report,
         )
         return self.member
@@ -46,20 +46,20 @@ class Scene:
     def _report(self, event: ev.Event) -> None:
         if isinstance(event, ev.MemberEnded):
             self.ended.append(event)
-            self.called_when_ended = self.runtime.called()
+            self.called_when_ended = self.environment.called()
         else:
             self.reported.append(event)
 
     @property
     def consumer(self) -> HandConsumer:
-        return self.runtime.consumers[-1]
+        return self.environment.consumers[-1]
 
     def run(self, *script: Callable[[], object]) -> None:
         self.member.start()
-        self.runtime.run(*script)
+        self.environment.run(*script)
 
     def freeze(self, for_ms: int = SESSION_MS) -> None:
-        self.runtime.clock_ms += for_ms
+        self.environment.clock_ms += for_ms
 
     def leave(self) -> None:
         self.member.order(ev.Leave(slot=3, leave=False))
@@ -97,9 +97,9 @@ def scene() -> Scene:
 
 def test_it_is_known_by_the_names_that_it_was_given_and_tells_its_end_when_it_is_closed(scene: Scene) -> None:
     scene.run(scene.leave)
-    (settings,) = scene.runtime.called("Consumer")
+    (settings,) = scene.environment.called("Consumer")
     assert (settings["client.id"], settings["group.instance.id"]) == ("c-3", "g.s.3")
-    assert scene.runtime.called("subscribe") == [("a",)]
+    assert scene.environment.called("subscribe") == [("a",)]
     assert scene.ended == [ev.MemberEnded(slot=3, client=2)]
     assert scene.called_when_ended[-1] == "close"
 
@@ -140,7 +140,7 @@ def test_G6_a_member_that_lost_its_membership_does_not_join_again_by_itself(scen
     assert scene.doubts() == [False]
     assert scene.kinds() == ["Assigned", "Lost", "MemberFenced"]
     assert scene.reported[1] == ev.Lost(slot=3, client=2, partitions=())
-    assert scene.runtime.called()[-3:] == ["unsubscribe", "poll", "close"]
+    assert scene.environment.called()[-3:] == ["unsubscribe", "poll", "close"]
 
 
 def test_a_member_that_is_closing_has_no_doubt(scene: Scene) -> None:
@@ -203,7 +203,7 @@ def test_a_process_that_stood_still_in_a_hold_ends_before_the_library_joins_agai
     scene.run(scene.assign, revoke(scene), scene.freeze)
     assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "Revoking", "MemberFenced"])
     unassign = "unassign" if settings is EAGER else "incremental_unassign"
-    assert scene.runtime.called()[-4:] == ["unsubscribe", unassign, "poll", "close"]
+    assert scene.environment.called()[-4:] == ["unsubscribe", unassign, "poll", "close"]
 
 
 def test_a_release_after_a_standstill_does_not_hide_it(scene: Scene) -> None:
@@ -217,7 +217,7 @@ def test_a_release_after_a_standstill_does_not_hide_it(scene: Scene) -> None:
 
 
 def test_a_refusal_to_give_partitions_up_does_not_hide_why(scene: Scene) -> None:
-    scene.runtime.will("unassign", refusal(KafkaError._FATAL))
+    scene.environment.will("unassign", refusal(KafkaError._FATAL))
     scene.run(scene.assign, revoke(scene), scene.freeze)
     assert scene.kinds()[-1] == "MemberFenced"
 
@@ -248,32 +248,32 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
 )
 def test_how_a_member_says_that_it_ends(scene: Scene, call: str, answer: Any, told: str) -> None:
     scene.make(KIP_848)
-    scene.runtime.will(call, answer)
+    scene.environment.will(call, answer)
     scene.run(*[lambda: None] * (call == "poll"))
     assert scene.kinds() == [told]
     assert scene.doubts() == [True] * (told == "MemberFenced")
-    assert len(scene.runtime.called("Consumer")) == 1
+    assert len(scene.environment.called("Consumer")) == 1
 
 
 def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
-    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
+    scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(
         lambda: None,  # refused
         lambda: scene.consumer.assign_callback(A0, member="taking"),
         lambda: scene.consumer.assign_callback(A0, generation=7, member="m"),
         scene.leave,
     )
-    asked = [settings["group.protocol"] for settings in scene.runtime.called("Consumer")]
+    asked = [settings["group.protocol"] for settings in scene.environment.called("Consumer")]
     assert asked == ["consumer", "classic", "consumer"]
-    assert {settings["group.instance.id"] for settings in scene.runtime.called("Consumer")} == {"g.s.3"}
+    assert {settings["group.instance.id"] for settings in scene.environment.called("Consumer")} == {"g.s.3"}
     assert scene.reported == [ev.Assigned(slot=3, client=2, partitions=(A0,), generation=7)], "once, as who stays"
-    assert scene.runtime.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"
+    assert scene.environment.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"
 
 
 def test_a_place_that_cannot_be_taken_is_a_failure(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
-    scene.runtime.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
+    scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(lambda: None, lambda: scene.freeze(TAKE_MS_MAX))
     assert scene.kinds() == ["MemberFailed"]
     assert "was not taken" in str(scene.reported[-1])
@@ -283,7 +283,7 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
     def none_left(name: str, run: object, *, died: Callable[[BaseException], None]) -> None:
         died(RuntimeError("can't start new thread"))
 
-    monkeypatch.setattr(scene.runtime, "spawn", none_left)
+    monkeypatch.setattr(scene.environment, "spawn", none_left)
     scene.member.start()
     assert scene.kinds() == ["Broken"]
     assert scene.member.wait_ended(0)
@@ -292,15 +292,15 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
 def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
     """Also what no part of it expects: here, that closing the consumer fails."""
     reported: list[ev.Event] = []
-    hand = HandRuntime()
+    hand = ManualEnvironment()
     hand.will("subscribe", refusal(KafkaError._INVALID_ARG))
     hand.will("close", ValueError("odd"))
 
-    class Threads(Runtime):
+    class Threads(Environment):
         def consumer(self, settings: Any) -> Any:
             return hand.consumer(settings)
 
-    member = Member(JOIN, EAGER, runtime=Threads(), known_as=deque(), report=reported.append)
+    member = Member(JOIN, EAGER, environment=Threads(), known_as=deque(), report=reported.append)
     member.start()
     assert member.wait_ended(10)
     assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.InternalFailure]
@@ -317,7 +317,7 @@ def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
         scene.leave,
     )
     assert scene.done[0].result(0) is None
-    assert scene.runtime.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 5, "x")]]
+    assert scene.environment.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 5, "x")]]
     with pytest.raises(MemberStale, match="joined again"):
         scene.done[1].result(0)
 
@@ -340,11 +340,11 @@ def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(sce
     with pytest.raises(MemberStale, match="given partitions back"):
         scene.done[0].result(0)
     assert scene.done[1].result(0) is None
-    assert scene.runtime.called("commit") == [[("a", 1, 5, "x")]]
+    assert scene.environment.called("commit") == [[("a", 1, 5, "x")]]
 
 
 def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
-    scene.runtime.will("commit", refusal(KafkaError.UNKNOWN_MEMBER_ID))
+    scene.environment.will("commit", refusal(KafkaError.UNKNOWN_MEMBER_ID))
     scene.run(scene.assign, scene.commit(A0), scene.leave)
     with pytest.raises(MemberStale) as stale:
         scene.done[0].result(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
-from hand_made import A0, A1, HandRuntime, metadata, refusal
+from manual_environment import A0, A1, ManualEnvironment, metadata, refusal
 
 from spark_group_source.errors import (
     AccessDenied,
@@ -34,8 +34,8 @@ B0 = TopicPartition("b", 0)
 class HandMember:
     """A slot's member that does nothing: who it is, its orders, and how its own commits end."""
 
-    def __init__(self, slot: int, runtime: HandRuntime) -> None:
-        self.slot, self.client, self.runtime = slot, 7, runtime
+    def __init__(self, slot: int, environment: ManualEnvironment) -> None:
+        self.slot, self.client, self.environment = slot, 7, environment
         self.host = ""
         self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
@@ -48,7 +48,7 @@ class HandMember:
         self.orders.append(order)
 
     def commit(self, share: Any, notes: Mapping[TopicPartition, str]) -> Any:
-        done = self.runtime.future()
+        done = self.environment.future()
         if self.refusal is None:
             self.committed.append((dict(share.offsets), {tp: notes[tp] for tp in share.offsets}))
             done.set_result(None)
@@ -61,20 +61,20 @@ class Scene:
     """A worker whose consumer shows whatever was committed."""
 
     def __init__(self, **options: str) -> None:
-        self.runtime = HandRuntime()
+        self.environment = ManualEnvironment()
         self.handled: list[ev.Event] = []
         self.transactions: list[bool] = []
         """What the core was told of them."""
         self.topics: list[Mapping[str, int] | Exception] = []
-        self.members = {slot: HandMember(slot, self.runtime) for slot in range(3)}
+        self.members = {slot: HandMember(slot, self.environment) for slot in range(3)}
         given = {"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a,b"} | options
         if "subscribePattern" in given:
             del given["subscribe"]
         self.options = parsed = Options.parse(given)
         self.worker = Worker(
             parsed,
-            Admin(parsed.admin_settings(), runtime=self.runtime, retries=0),
-            runtime=self.runtime,
+            Admin(parsed.admin_settings(), environment=self.environment, retries=0),
+            environment=self.environment,
             topics=self._topics,
             handle=self._handle,
         )
@@ -97,7 +97,7 @@ class Scene:
 
     def run(self, *script: Callable[[], object]) -> None:
         self.worker.start("s")
-        self.runtime.run(*script, self.worker.stop)
+        self.environment.run(*script, self.worker.stop)
 
     def ordered(self, order: Any) -> Any:
         """As the coordinator hands it on: an echo with who holds its partitions now."""
@@ -114,16 +114,18 @@ class Scene:
         """The same, when so much time has passed."""
 
         def give() -> None:
-            self.runtime.clock_ms += ms
+            self.environment.clock_ms += ms
             self.worker.order(self.ordered(order))
 
         return give
 
     def shows(self, offsets: Mapping[TopicPartition, int]) -> None:
-        self.runtime.will("committed", [KafkaPartition(tp.topic, tp.partition, at, "") for tp, at in offsets.items()])
+        self.environment.will(
+            "committed", [KafkaPartition(tp.topic, tp.partition, at, "") for tp, at in offsets.items()]
+        )
 
     def topics_there(self, **partitions: int) -> None:
-        self.runtime.will(
+        self.environment.will(
             "describe_topics", {n: SimpleNamespace(topic_id="i", partitions=range(c)) for n, c in partitions.items()}
         )
 
@@ -148,14 +150,14 @@ FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 def test_an_older_driver_is_shut_out_before_anything_is_looked_up(scene: Scene) -> None:
     scene.worker.order(FETCH)
     scene.run()
-    assert scene.runtime.called("init_transactions", "committed") == ["init_transactions", "committed"]
+    assert scene.environment.called("init_transactions", "committed") == ["init_transactions", "committed"]
 
 
 def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
-    scene.runtime.will("init_transactions", TIMED_OUT, TIMED_OUT)
+    scene.environment.will("init_transactions", TIMED_OUT, TIMED_OUT)
     scene.shows({})
     scene.run(*[lambda: None] * 30)
-    assert len(scene.runtime.called("init_transactions")) == 3  # one every five seconds, and none once it is ours
+    assert len(scene.environment.called("init_transactions")) == 3  # one every five seconds, and none once it is ours
     assert scene.handled == []
 
 
@@ -164,7 +166,7 @@ def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
 
 def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
     found = KafkaPartition("a", 0, 9, "spark-group:s:3:2:followed")
-    scene.runtime.will("committed", [found, KafkaPartition("a", 1, -1001)])
+    scene.environment.will("committed", [found, KafkaPartition("a", 1, -1001)])
     scene.run(scene.order(FETCH))
     assert scene.handled == [
         ev.CommittedOffsetsRead(
@@ -177,14 +179,14 @@ def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
 @pytest.mark.parametrize(("level", "asked"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
 def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: str) -> None:
     scene = Scene(**{"kafka.isolation.level": level})
-    scene.runtime.will("list_offsets", {A0: SimpleNamespace(offset=8)})
+    scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8)})
     scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
     assert scene.handled == [ev.StartsResolved(offsets={A0: 8}, asked=(A0, A1))]
-    assert scene.runtime.called("isolation") == [asked.upper()]
+    assert scene.environment.called("isolation") == [asked.upper()]
 
 
 def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_run(scene: Scene) -> None:
-    scene.runtime.will("committed", TIMED_OUT, *[refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)] * 2)
+    scene.environment.will("committed", TIMED_OUT, *[refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)] * 2)
     scene.run(scene.order(FETCH), scene.order(FETCH))
     failed, broken = scene.handled
     assert isinstance(failed, ev.LookupFailed) and failed.partitions == FETCH.partitions
@@ -214,7 +216,7 @@ def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
 
 
 def test_what_fails_in_an_order_ends_the_run_but_not_the_worker(scene: Scene) -> None:
-    scene.runtime.will("committed", ValueError("odd"))
+    scene.environment.will("committed", ValueError("odd"))
     scene.run(scene.order(FETCH), scene.order(ev.CheckReplaced(slot=1)))
     assert [type(event) for event in scene.handled] == [ev.InternalFailure, ev.NotReplaced]
 
@@ -255,17 +257,17 @@ NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
 )
 def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
     if call is not None:
-        scene.runtime.will(call, answer)
+        scene.environment.will(call, answer)
     scene.run(scene.order(ev.CheckReplaced(slot=1)))
     (event,) = scene.handled
     assert type(event) is told and getattr(event, "slot", 1) == 1 and not getattr(event, "final", False)
-    assert len(scene.runtime.called("init_transactions")) == 1
+    assert len(scene.environment.called("init_transactions")) == 1
     if call is None:
-        assert scene.runtime.called("send_offsets") == [(-1, {A0: (0, None)})]
+        assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None)})]
 
 
 def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
-    scene.runtime.will("init_transactions", DENIED, DENIED)
+    scene.environment.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
     question = ev.CheckReplaced(slot=1)
     only_possible = ev.CheckReplaced(slot=2, seen=False)
@@ -298,7 +300,7 @@ def group_of(*members: Any) -> dict[str, Any]:
 @pytest.fixture
 def broken(scene: Scene) -> Scene:
     """The first commit breaks the producer for good."""
-    scene.runtime.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
+    scene.environment.will("commit_transaction", refusal(KafkaError.INVALID_TXN_STATE, fatal=True))
     scene.topics_there(a=2)
     return scene
 
@@ -317,7 +319,7 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(
 ) -> None:
     scene = broken
     scene.worker.known_as.append("mine")
-    scene.runtime.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
+    scene.environment.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
     question = ev.CheckReplaced(slot=0)
     later = scene.order_after(2 * scene.options.session_timeout_ms, question)
     scene.run(scene.order(echo()), scene.order(question), later)
@@ -325,7 +327,7 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(
     assert failed is ev.OffsetCommitFailed
     assert first is (ev.NotReplaced if answer is ev.NotReplaced else ev.ReplacedUnclear)
     assert second is answer
-    assert len(scene.runtime.producers) == 1
+    assert len(scene.environment.producers) == 1
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -344,7 +346,7 @@ def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(
     ]
     if static:
         assert [len(member.committed) for member in broken.members.values()] == [1, 1, 0]
-    assert len(broken.runtime.producers) == 1 + static
+    assert len(broken.environment.producers) == 1 + static
 
 
 def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene) -> None:
@@ -353,22 +355,22 @@ def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene
     for _ in range(2):
         broken.shows({A1: 6})
     broken.run(*[broken.order(echo())] * 3)
-    assert len(broken.runtime.producers) == 1
+    assert len(broken.environment.producers) == 1
 
 
 def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> None:
-    scene.runtime.will("init_transactions", DENIED, DENIED)
+    scene.environment.will("init_transactions", DENIED, DENIED)
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
     scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(DENIED_AGAIN_MS, echo()))
     assert [type(event) for event in scene.handled] == [ev.OffsetsCommitted] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
-    assert len(scene.runtime.called("commit_transaction")) == 1
+    assert len(scene.environment.called("commit_transaction")) == 1
 
 
 def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactions(scene: Scene) -> None:
     barred = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True)
-    scene.runtime.will("send_offsets", barred, barred, barred)
+    scene.environment.will("send_offsets", barred, barred, barred)
     scene.topics_there(a=2)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(BARRED_MS, echo()))
@@ -392,7 +394,7 @@ def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
     question = ev.CheckReplaced(slot=1)
     scene.run(scene.order(question), scene.order(question))
     assert [type(event) for event in scene.handled] == [ev.ReplacedUnclear, ev.NotReplaced]
-    assert scene.runtime.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
+    assert scene.environment.called("send_offsets") == [(-1, {TopicPartition("ab", 0): (0, None)})]
 
 
 # --- the echo -------------------------------------------------------------------------------------------------------
@@ -402,7 +404,7 @@ def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
     scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
-    assert scene.runtime.called("send_offsets") == [
+    assert scene.environment.called("send_offsets") == [
         (1, {A0: (5, "spark-group:s:4:2:at=7")}),
         (2, {A1: (6, "spark-group:s:4:2:followed:at=7")}),
     ]
@@ -419,18 +421,18 @@ def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene:
 
 
 def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committed(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", None, STALE)
+    scene.environment.will("send_offsets", None, STALE)
     scene.shows({A0: 5, B0: 7})
     scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
     assert scene.members[1].orders == []
-    assert scene.runtime.called("commit_transaction") == [None]
+    assert scene.environment.called("commit_transaction") == [None]
 
 
 def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", UNKNOWN)
+    scene.environment.will("send_offsets", UNKNOWN)
     scene.shows({A1: 6})
     scene.run(scene.order(echo()))
     failed, done = scene.handled
@@ -440,11 +442,11 @@ def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> Non
 
 
 def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", STALE, STALE)
+    scene.environment.will("send_offsets", STALE, STALE)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed) and failed.stale
-    assert scene.runtime.called("commit_transaction") == []
+    assert scene.environment.called("commit_transaction") == []
 
 
 @pytest.mark.parametrize("since", ["joined again", "gave it back"])
@@ -465,11 +467,11 @@ def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_w
     scene.run(ordered_then_changed)
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
-    assert scene.runtime.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
 def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_more(scene: Scene) -> None:
-    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.environment.will("commit_transaction", TIMED_OUT)
     scene.topics_there(a=2)
     scene.shows({A1: 6})
 
@@ -477,18 +479,18 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
         def answered_at_last(timeout: float) -> None:
             scene.members[0].held = (B0,)
 
-        scene.runtime.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
+        scene.environment.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
         scene.worker.order(scene.ordered(echo()))
 
     scene.run(scene.order(echo()), the_next_one)
     failed, done = scene.handled
     assert isinstance(failed, ev.OffsetCommitFailed)
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, list(done.left)) == ({A1: 6}, [0])
-    assert scene.runtime.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
 def test_a_refused_echo_is_said(scene: Scene) -> None:
-    scene.runtime.will("commit_transaction", TIMED_OUT)
+    scene.environment.will("commit_transaction", TIMED_OUT)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
@@ -496,19 +498,19 @@ def test_a_refused_echo_is_said(scene: Scene) -> None:
 
 
 def test_a_run_whose_commit_is_fenced_was_replaced(scene: Scene) -> None:
-    scene.runtime.will("commit_transaction", FENCED)
+    scene.environment.will("commit_transaction", FENCED)
     scene.run(scene.order(echo(), echo()))
     assert [type(event) for event in scene.handled] == [ev.Replaced, ev.Replaced]
-    assert scene.runtime.called("init_transactions") == [None]
+    assert scene.environment.called("init_transactions") == [None]
 
 
 def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
-    scene.runtime.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
+    scene.environment.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     scene.topics_there(a=1)
     scene.shows({A0: 5})
     scene.run(scene.order(echo()))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
-    assert scene.runtime.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
+    assert scene.environment.called("send_offsets")[2:] == [(1, {A0: (5, "spark-group:s:4:0:at=7")})]
 
 
 # --- members commit -------------------------------------------------------------------------------------------------
@@ -516,7 +518,7 @@ def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(sce
 
 @pytest.fixture
 def denied(scene: Scene) -> Scene:
-    scene.runtime.will("init_transactions", DENIED, DENIED)
+    scene.environment.will("init_transactions", DENIED, DENIED)
     return scene
 
 
@@ -554,7 +556,7 @@ def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
     scene.run()
     assert scene.transactions == [True]
     refused = Scene()
-    refused.runtime.will("init_transactions", *[DENIED] * 9)
+    refused.environment.will("init_transactions", *[DENIED] * 9)
     refused.shows({A0: 5, A1: 6})
     for member in refused.members.values():
         member.held = (A0, A1)
@@ -565,7 +567,7 @@ def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
 def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refused() -> None:
     scene = Scene()
     scene.members[0].host = "h1"
-    scene.runtime.will("init_transactions", *[DENIED] * 9)
+    scene.environment.will("init_transactions", *[DENIED] * 9)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
@@ -582,7 +584,7 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
     scene = broken
     scene.members[0].host = scene.members[1].host = "h1"
     found = group_of(*(member_at("g.s.0", member) for member in others))
-    scene.runtime.will("describe_consumer_groups", *[found] * 3)
+    scene.environment.will("describe_consumer_groups", *[found] * 3)
     for _ in range(2):
         scene.topics_there(a=2)
     scene.shows({A0: 5, A1: 6})
@@ -596,7 +598,7 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
         ev.OffsetCommitFailed,
         ev.OffsetsCommitted if again else ev.OffsetCommitFailed,
     ]
-    assert len(scene.runtime.producers) == 1 + again
+    assert len(scene.environment.producers) == 1 + again
     assert not scene.members[0].committed
 
 
@@ -605,12 +607,12 @@ def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(b
     scene = broken
     scene.members[0].host = scene.members[1].host = "h1"
     found = group_of(member_at("g.s.0", "m"))
-    scene.runtime.will("describe_consumer_groups", *[found] * 4)
+    scene.environment.will("describe_consumer_groups", *[found] * 4)
     for _ in range(3):
         scene.topics_there(a=2)
 
     def denies() -> None:
-        scene.runtime.will("init_transactions", *[DENIED] * 4)
+        scene.environment.will("init_transactions", *[DENIED] * 4)
 
     scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
     assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed] * 3

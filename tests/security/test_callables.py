@@ -13,7 +13,7 @@ from kafka_words import await_until
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import check_settings
-from spark_group_source.kafka.environment import Runtime
+from spark_group_source.kafka.environment import Environment
 from spark_group_source.options.callables import find, imported
 from spark_group_source.options.table import Options
 from spark_group_source.reader import fetch
@@ -158,5 +158,5 @@ def test_a_function_that_raises_is_told_with_its_reason_and_asked_again(caplog: 
         caplog.at_level(logging.WARNING),
         pytest.raises(BrokerUnavailable, match="gave no token: RuntimeError: no role is assumed"),
     ):
-        Runtime().admin(settings)
+        Environment().admin(settings)
     assert "security.test_callables:refuses raised RuntimeError" in caplog.text

@@ -15,11 +15,11 @@ from conftest import TopicFactory
 from kit.classic_group import ClassicGroup, CooperativeGroup
 from kit.cluster import Cluster
 from kit.consumer_group import ConsumerGroup
+from kit.environment import SimulatedEnvironment
 from kit.kafka_group import Group
-from kit.runtime import SimulatedRuntime
 from kit.world import Process, World
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 SESSION_MS = 6_000
 """The shortest that a broker allows, unless told otherwise."""
@@ -57,7 +57,9 @@ class Stage:
         self.world = world or World(7)
         self.cluster = cluster or Cluster(self.world, FLAVOURS[flavour])
         self.process = Process(self.world, "p" if world is None else "q")
-        self.runtime: Runtime = SimulatedRuntime(self.process, self.cluster) if self.simulated else Runtime()
+        self.environment: Environment = (
+            SimulatedEnvironment(self.process, self.cluster) if self.simulated else Environment()
+        )
 
     def elsewhere(self) -> "Stage":
         """Another process of the same world."""
@@ -80,10 +82,10 @@ class Stage:
         assert not thread.is_alive()
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
-        deadline_ms = self.runtime.now_ms() + PATIENCE_S * 1000
+        deadline_ms = self.environment.now_ms() + PATIENCE_S * 1000
         while not holds():
-            assert self.runtime.now_ms() < deadline_ms, f"no {what} within {PATIENCE_S:.0f} s"
-            self.runtime.pause(0.05)
+            assert self.environment.now_ms() < deadline_ms, f"no {what} within {PATIENCE_S:.0f} s"
+            self.environment.pause(0.05)
 
     def settings(self, client_id: str = "c", instance: str | None = None, **more: str) -> dict[str, Any]:
         found = {
@@ -110,13 +112,13 @@ class Stage:
 
     def producer(self, transactional_id: str) -> Any:
         settings = {"bootstrap.servers": self.servers, "transactional.id": transactional_id, "log_level": 0}
-        return self.runtime.producer(settings)
+        return self.environment.producer(settings)
 
     def committed(self, tps: list[KafkaPartition], *, stable: bool) -> list[tuple[int, str]]:
         """Offset and note of each partition, as a consumer that never joins reads them."""
         level = "read_committed" if stable else "read_uncommitted"
         settings = {"bootstrap.servers": self.servers, "group.id": self.group, "isolation.level": level}
-        reader = self.runtime.consumer({**settings, "group.protocol": "classic", "enable.auto.commit": "false"})
+        reader = self.environment.consumer({**settings, "group.protocol": "classic", "enable.auto.commit": "false"})
         try:
             return [(p.offset, p.metadata or "") for p in reader.committed(tps, timeout=10)]
         finally:
@@ -151,7 +153,7 @@ class Watched:
         self._incremental = stage.flavour != "range"
         self._how = ""
         self._died: list[BaseException] = []
-        stage.runtime.spawn(name, self._run, died=self._died.append)
+        stage.environment.spawn(name, self._run, died=self._died.append)
 
     def stop(self, how: str = "close") -> None:
         """Close it ("close"), leave first ("leave"), or just drop it ("drop")."""
@@ -168,7 +170,7 @@ class Watched:
         return sum(told == kind for told, _ in self.told)
 
     def _run(self) -> None:
-        consumer = self.stage.runtime.consumer(self.stage.settings(self.name, self._instance))
+        consumer = self.stage.environment.consumer(self.stage.settings(self.name, self._instance))
         consumer.subscribe([self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost)
         while not self._how and self.failed is None:
             self._poll(consumer)
@@ -196,7 +198,7 @@ class Watched:
     def _on_revoke(self, consumer: Any, partitions: list[KafkaPartition]) -> None:
         self._told("revoked", consumer, partitions)
         if partitions and self.hold_s:
-            self.stage.runtime.pause(self.hold_s)
+            self.stage.environment.pause(self.hold_s)
             if self.before_release is not None:
                 self.before_release(consumer)
         self.owned -= {p.partition for p in partitions}

@@ -39,10 +39,10 @@ def test_a_revocation_can_be_held_for_longer_than_a_session_and_committed_in(pla
 
     one = Watched(play, topic, "one", hold_s=HOLD_S, before_release=commit)
     play.until(lambda: one.owned == {0, 1}, "assignment")
-    began_ms = play.runtime.now_ms()
+    began_ms = play.environment.now_ms()
     two = Watched(play, topic, "two")
     play.until(lambda: bool(two.owned), "share of the other")
-    assert play.runtime.now_ms() - began_ms >= HOLD_S * 1000
+    assert play.environment.now_ms() - began_ms >= HOLD_S * 1000
     assert committed == ["None", "None"]
     assert one.count("lost") == 0
     assert play.committed([KafkaPartition(topic, p) for p in range(2)], stable=True) == [(17, "mine")] * 2
@@ -85,7 +85,7 @@ def test_a_transaction_commits_in_a_members_name_and_not_in_that_of_a_stale_one(
 @played("range", broker=True)
 def test_a_newer_producer_of_the_id_shuts_the_older_one_out(play: Stage) -> None:
     topic = play.topic(1)
-    nobody = play.runtime.consumer(play.settings())
+    nobody = play.environment.consumer(play.settings())
     metadata = nobody.consumer_group_metadata()
     nobody.close()
     old, new = play.producer(f"{play.group}.s"), play.producer(f"{play.group}.s")
@@ -155,7 +155,7 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
     told, generations = [each.told.copy() for each in others], [each.generation for each in others]
     known: deque[str] = deque()
     place = play.settings("taking", "i")
-    take_place(place, [topic], runtime=play.runtime, known_as=known, over=lambda: False)
+    take_place(place, [topic], environment=play.environment, known_as=known, over=lambda: False)
     assert known, "the member that took it is known to be this process's"
     new = Watched(play, topic, "new", instance="i")
     play.until(lambda: new.owned == had, "take-over")
@@ -163,7 +163,7 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
     assert old.failed is not None and "still used by another member" in old.failed.str()
     assert old.count("lost") == 1, "it is told that it is out, and refused when it joins again"
     if play.simulated:  # the clock is a model; a broker's own sessions last 45 s
-        play.runtime.pause(SESSION_MS / 1000 + 2)  # those of the one that had it, and of the one in between
+        play.environment.pause(SESSION_MS / 1000 + 2)  # those of the one that had it, and of the one in between
     assert new.owned == had and new.count("lost") == 0
     assert [each.told for each in others] == told
     assert [each.generation for each in others] == generations, "the group has another epoch"
@@ -189,7 +189,7 @@ def test_an_eager_member_without_partitions_gives_back_nothing_and_is_told_so(pl
 @played(*FLAVOURS, broker=True)
 def test_a_closed_consumer_takes_no_calls(play: Stage) -> None:
     topic = play.topic(1)
-    consumer = play.runtime.consumer(play.settings())
+    consumer = play.environment.consumer(play.settings())
     if play.flavour == "consumer":
         assert consumer.memberid()
     else:

@@ -20,7 +20,7 @@ FROZEN_MS = 20_000
 def freeze(play: Stage, stage: Stage) -> None:
     """Stop a process for longer than a session, seen from another one."""
     stage.process.freeze()
-    play.runtime.pause(FROZEN_MS / 1000)
+    play.environment.pause(FROZEN_MS / 1000)
 
 
 # --- members ---------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_under_the_new_protocol_a_frozen_static_member_is_the_one_that_fails(pla
     away.process.freeze()
     refused_ = Watched(play, topic, "newcomer", instance="i")
     play.until(lambda: refused_.failed is not None, "refusal")
-    play.runtime.pause(FROZEN_MS / 1000)
+    play.environment.pause(FROZEN_MS / 1000)
     successor = Watched(play, topic, "successor", instance="i")
     play.until(lambda: successor.owned == {0}, "take-over")
     away.process.thaw()
@@ -84,10 +84,10 @@ def test_a_holder_that_is_thrown_out_hears_of_it_later_or_never(play: Stage) -> 
     play.until(lambda: one.count("revoked") > 0, "revocation")
     member = one.identity[0]
     play.cluster.group(play.group).remove(play.cluster.group(play.group).members[member or ""], "tried out")
-    play.runtime.pause(20)
+    play.environment.pause(20)
     assert one.count("lost") == 0 and len(one.owned) == 2
     play.until(lambda: len(one.owned) < 2, "end of the hold")
-    play.runtime.pause(3)
+    play.environment.pause(3)
     assert one.count("lost") == (1 if play.flavour == "consumer" else 0)
     if play.flavour == "cooperative-sticky":  # it keeps the rest, as another member
         assert one.identity[0] != member and one.identity[0] is not None
@@ -101,7 +101,7 @@ def test_the_new_protocol_tells_nothing_of_an_empty_assignment(play: Stage) -> N
     play.until(lambda: one.owned == {0}, "assignment")
     two = Watched(play, topic, "two")
     play.until(lambda: two.identity[1][7:11] > b"\0\0\0\0", "epoch")
-    play.runtime.pause(3)
+    play.environment.pause(3)
     assert two.told == []
 
 
@@ -110,11 +110,11 @@ def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage)
     topic, away = play.topic(2), play.elsewhere()
     Watched(away, topic, "dying"), (living := Watched(play, topic, "living"))
     play.until(lambda: len(living.owned) == 1, "share")
-    play.runtime.pause(2)
+    play.environment.pause(2)
     away.process.kill()
-    began_ms = play.runtime.now_ms()
+    began_ms = play.environment.now_ms()
     play.until(lambda: living.owned == {0, 1}, "share of the dead one")
-    assert 4_000 < play.runtime.now_ms() - began_ms < 12_000
+    assert 4_000 < play.environment.now_ms() - began_ms < 12_000
 
 
 # --- transactions ----------------------------------------------------------------------------------------------------
@@ -166,11 +166,11 @@ def test_a_transaction_for_a_topic_that_is_gone_is_to_be_aborted(play: Stage) ->
     topic = play.topic(1)
     producer, metadata = begun(play)
     play.cluster.delete(topic)
-    began_ms = play.runtime.now_ms()
+    began_ms = play.environment.now_ms()
     entries = [KafkaPartition(topic, 0, 9)]
     error = refused(lambda: producer.send_offsets_to_transaction(entries, metadata, 5))
     assert (error.code(), error.txn_requires_abort()) == (KafkaError.UNKNOWN_TOPIC_OR_PART, True)
-    assert play.runtime.now_ms() - began_ms >= 5_000
+    assert play.environment.now_ms() - began_ms >= 5_000
     producer.abort_transaction(5)
     producer.begin_transaction()
 
@@ -187,7 +187,7 @@ def test_where_transactions_are_not_allowed_the_producer_is_dead_at_once(play: S
 
 def ends(play: Stage, *tps: TopicPartition) -> dict[TopicPartition, int]:
     """End offsets; an error's code where there is one."""
-    admin = play.runtime.admin({"bootstrap.servers": play.servers})
+    admin = play.environment.admin({"bootstrap.servers": play.servers})
     asked = {KafkaPartition(tp.topic, tp.partition): OffsetSpec.latest() for tp in tps}
     futures = admin.list_offsets(asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=10)
     found = {}
@@ -221,7 +221,7 @@ def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play:
     not_there = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.NOT_LEADER_FOR_PARTITION}
 
     def described() -> tuple[str, int] | None:
-        admin = play.runtime.admin({"bootstrap.servers": play.servers})
+        admin = play.environment.admin({"bootstrap.servers": play.servers})
         try:
             found = admin.describe_topics(TopicCollection([name]), request_timeout=10)[name].result(timeout=20)
         except KafkaException as exc:
@@ -233,13 +233,13 @@ def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play:
     (new,) = play.cluster.grow(name, slow_ms=3_000)
     assert ends(play, tp, new)[tp] == 0
     assert ends(play, new)[new] in not_there
-    play.runtime.pause(3)
+    play.environment.pause(3)
     assert ends(play, new) == {new: 0}
     play.cluster.delete(name)
     assert described() is None
     play.cluster.create(name, 1, slow_ms=1_000)
     assert described() is None
-    play.runtime.pause(1)
+    play.environment.pause(1)
     second = described()
     assert second is not None and second[0] != first[0]
     assert ends(play, tp)[tp] in not_there
@@ -249,7 +249,7 @@ def test_a_topic_is_named_before_it_is_served_and_made_again_it_is_another(play:
 @played("range")
 def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(play: Stage) -> None:
     tp = TopicPartition(play.topic(1), 0)
-    admin = play.runtime.admin({"bootstrap.servers": play.servers})
+    admin = play.environment.admin({"bootstrap.servers": play.servers})
     play.cluster.unreachable(500_000)
     assert {code for _ in range(20) for code in ends(play, tp).values()} == {
         KafkaError._NOENT,
@@ -259,7 +259,7 @@ def test_what_is_asked_while_no_broker_is_reached_is_the_librarys_guess(play: St
     assert refused(lambda: admin.list_topics(timeout=2)).code() == KafkaError._TRANSPORT
     asked = [KafkaPartition(tp.topic, tp.partition, 1)]
     assert refused(lambda: play.committed(asked, stable=True)).code() == KafkaError._TIMED_OUT
-    consumer = play.runtime.consumer(play.settings())
+    consumer = play.environment.consumer(play.settings())
     error = refused(lambda: consumer.commit(offsets=asked, asynchronous=False))
     assert error.code() == KafkaError._WAIT_COORD
 
@@ -289,14 +289,14 @@ def test_offsets_that_come_when_their_transaction_is_over_are_refused(play: Stag
     assert transactions.send(*late) is Code.OK
     transactions.end("t", epoch, commit=False, done=lambda _: None)
     assert transactions.send(*late) is Code.INVALID_TXN_STATE
-    play.runtime.pause(1)
+    play.environment.pause(1)
     assert group.offsets == {}
 
 
 @played("range")
 def test_a_commit_may_be_done_although_the_answer_says_that_it_failed(play: Stage) -> None:
     entries = [KafkaPartition(play.topic(1), 0, 3, "note")]
-    consumer = play.runtime.consumer(play.settings())
+    consumer = play.environment.consumer(play.settings())
     play.cluster.misfortune = Misfortune(lied=1.0)
     assert refused(lambda: consumer.commit(offsets=entries, asynchronous=False))
     play.cluster.misfortune = Misfortune()
@@ -311,7 +311,7 @@ def test_an_operator_moves_offsets_only_while_the_group_has_no_members(play: Sta
     entries = [KafkaPartition(topic, 0, 7, "moved"), KafkaPartition("nope", 0, 7)]
 
     def move() -> list[KafkaError | None]:
-        admin = play.runtime.admin({"bootstrap.servers": play.servers})
+        admin = play.environment.admin({"bootstrap.servers": play.servers})
         request = [ConsumerGroupTopicPartitions(play.group, entries)]
         answer = admin.alter_consumer_group_offsets(request)[play.group].result(timeout=20)
         return [p.error and p.error.code() for p in answer.topic_partitions]
@@ -335,13 +335,13 @@ def test_a_broken_rule_ends_the_history_also_where_the_application_swallows_erro
     topic = play.topic(1)
 
     def script() -> None:
-        consumer = play.runtime.consumer(play.settings())
+        consumer = play.environment.consumer(play.settings())
         consumer.subscribe([topic])
         while True:
             try:
                 consumer.poll(0.1)
             except AssertionError:
-                play.runtime.pause(1)
+                play.environment.pause(1)
 
     with pytest.raises(AssertionError, match="a rule"):
         play.play(script)

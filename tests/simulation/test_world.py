@@ -5,7 +5,7 @@ import queue
 from collections.abc import Callable, Iterator
 
 import pytest
-from kit.runtime import SimulatedRuntime
+from kit.environment import SimulatedEnvironment
 from kit.world import Process, World
 
 
@@ -21,13 +21,13 @@ def end_with(error: BaseException) -> None:
 
 
 def start(process: Process, name: str, run: Callable[[], None]) -> None:
-    SimulatedRuntime(process).spawn(name, run, died=end_with)
+    SimulatedEnvironment(process).spawn(name, run, died=end_with)
 
 
 def test_threads_wait_in_simulated_time(world: World) -> None:
     process = Process(world, "p")
-    runtime = SimulatedRuntime(process)
-    orders, answer, seen = runtime.queue(2), runtime.future(), []
+    environment = SimulatedEnvironment(process)
+    orders, answer, seen = environment.queue(2), environment.future(), []
 
     def worker() -> None:
         seen.append((orders.get(timeout=5), world.now_ms))
@@ -39,10 +39,10 @@ def test_threads_wait_in_simulated_time(world: World) -> None:
 
     def boss() -> None:
         orders.put_nowait("one")
-        runtime.pause(0.1)
+        environment.pause(0.1)
         orders.put_nowait("two")
         with pytest.raises(TimeoutError):
-            runtime.future().result(timeout=0.01)
+            environment.future().result(timeout=0.01)
         assert answer.result(timeout=1) is seen
 
     start(process, "worker", worker)
@@ -54,8 +54,8 @@ def test_threads_wait_in_simulated_time(world: World) -> None:
 
 def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> None:
     process = Process(world, "p")
-    runtime = SimulatedRuntime(process)
-    changed = runtime.condition()
+    environment = SimulatedEnvironment(process)
+    changed = environment.condition()
     log: list[object] = []
 
     def waits() -> None:
@@ -65,10 +65,10 @@ def test_a_condition_lets_one_thread_in_and_wakes_who_waits(world: World) -> Non
             log.append(world.now_ms)
 
     def holds() -> None:
-        runtime.pause(0.5)
+        environment.pause(0.5)
         with changed:
             changed.notify_all()
-            runtime.pause(2)  # nobody else comes in meanwhile
+            environment.pause(2)  # nobody else comes in meanwhile
             log.append("out")
 
     start(process, "waits", waits)
@@ -90,7 +90,7 @@ def test_seeds_decide_how_threads_interleave() -> None:
         world = World(seed)
         world.preempt = 0.3
         process = Process(world, "p")
-        lock, log = SimulatedRuntime(process).condition(), []
+        lock, log = SimulatedEnvironment(process).condition(), []
 
         def run(name: str) -> None:
             for _ in range(5):
@@ -110,12 +110,12 @@ def test_seeds_decide_how_threads_interleave() -> None:
 
 def test_what_is_due_while_a_process_is_frozen_happens_when_it_goes_on(world: World) -> None:
     process = Process(world, "p")
-    runtime = SimulatedRuntime(process)
+    environment = SimulatedEnvironment(process)
     log: list[int] = []
 
     def run() -> None:
         for _ in range(3):
-            runtime.pause(0.1)
+            environment.pause(0.1)
             log.append(world.now_ms)
 
     start(process, "t", run)
@@ -145,8 +145,8 @@ def test_a_killed_process_does_nothing_more(
     world: World, where: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process, other = Process(world, "p"), Process(world, "q")
-    runtime = SimulatedRuntime(process)
-    orders, changed, log = runtime.queue(9), runtime.condition(), []
+    environment = SimulatedEnvironment(process)
+    orders, changed, log = environment.queue(9), environment.condition(), []
 
     def run() -> None:
         try:
@@ -184,9 +184,9 @@ def test_a_killed_process_does_nothing_more(
 def test_what_leaves_a_thread_ends_the_history_or_goes_to_who_asked_for_it(world: World) -> None:
     process = Process(world, "p")
     told: list[BaseException] = []
-    runtime = SimulatedRuntime(process)
-    runtime.spawn("t", lambda: end_with(ValueError("x")), died=told.append)
-    runtime.spawn("t", lambda: end_with(SystemExit()), died=told.append)
+    environment = SimulatedEnvironment(process)
+    environment.spawn("t", lambda: end_with(ValueError("x")), died=told.append)
+    environment.spawn("t", lambda: end_with(SystemExit()), died=told.append)
     world.run_until(10)
     assert [str(error) for error in told] == ["x"]
     process.spawn("t", lambda: end_with(ValueError("y")))
@@ -195,17 +195,17 @@ def test_what_leaves_a_thread_ends_the_history_or_goes_to_who_asked_for_it(world
 
 
 def test_a_thread_that_cannot_be_started_is_told(world: World) -> None:
-    runtime = SimulatedRuntime(Process(world, "p"))
-    runtime.threads_left = 0
+    environment = SimulatedEnvironment(Process(world, "p"))
+    environment.threads_left = 0
     told: list[BaseException] = []
-    thread = runtime.spawn("t", lambda: None, died=told.append)
+    thread = environment.spawn("t", lambda: None, died=told.append)
     assert not thread.is_alive() and len(told) == 1
 
 
 def test_who_looks_around_now_and_then_sees_an_order_at_its_next_look(world: World) -> None:
     process = Process(world, "p")
-    runtime = SimulatedRuntime(process)
-    orders, seen = runtime.queue(9), []
+    environment = SimulatedEnvironment(process)
+    orders, seen = environment.queue(9), []
 
     def run() -> None:
         me = world.current

@@ -14,7 +14,7 @@ from kit.broker_cluster import BrokerCluster
 from streams import Engine, Seen, options_of, texts
 
 from spark_group_source.errors import DataLoss
-from spark_group_source.kafka import EpochEnds, Runtime
+from spark_group_source.kafka import Environment, EpochEnds
 from spark_group_source.model import TopicPartition
 
 Write = Callable[[str, int, int], None]
@@ -124,7 +124,7 @@ def test_the_librarys_words_are_those_that_the_answer_is_read_from(
     write(name, 0, 4)
     admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
     assert end_offsets_of(admin, name) == {TopicPartition(name, 0): 5}
-    ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, runtime=Runtime())
+    ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
     tp = TopicPartition(name, 0)
     assert ends.ask({tp: 0}) == {tp: 5}
     assert ends.ask({tp: 7}) == {tp: None}, "an epoch that never was"

@@ -1,4 +1,4 @@
-"""What product code waits on, in simulated time: the port ``kafka.runtime.Runtime`` over the simulated world.
+"""What product code waits on, in simulated time: the port ``kafka.environment.Environment`` over the simulated world.
 
 Runs in: tests. Conditions, queues and futures behave as the standard library's, and raise what they raise. Deliberately
 absent: what the product does not use of them. Where a lock is taken or something is put into a queue, another thread
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from greenlet import GreenletExit
 
 from kit.world import Process, Thread, World, the_thread, to_ms, wait_until
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 
 if TYPE_CHECKING:
     from kit.cluster import Cluster
 
 
-class SimulatedRuntime(Runtime):
-    """The runtime of one simulated process.
+class SimulatedEnvironment(Environment):
+    """The environment of one simulated process.
 
     Args:
         process: whose threads these are.

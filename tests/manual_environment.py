@@ -1,7 +1,7 @@
-"""A runtime that a test moves by hand: no threads, a clock that goes on only where somebody waits, scripted clients.
+"""An environment that a test moves by hand: no threads, a scripted clock, scripted clients.
 
 Runs in: tests. Deliberately absent: any behaviour of Kafka; a client answers what the test wrote down (those of the
-simulation, in ``kit``, behave). Whatever would wait runs the next line of :attr:`HandRuntime.script` instead.
+simulation, in ``kit``, behave). Whatever would wait runs the next line of :attr:`ManualEnvironment.script` instead.
 """
 
 import queue
@@ -13,7 +13,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 
 WALL_MS = 7
@@ -38,7 +38,7 @@ def sent(member: bytes) -> int:
     return int(struct.unpack_from("=i", member, 7)[0])
 
 
-class HandRuntime(Runtime):
+class ManualEnvironment(Environment):
     """What is spawned waits in :attr:`spawned` until the test calls it."""
 
     def __init__(self) -> None:
@@ -112,43 +112,43 @@ class HandRuntime(Runtime):
 
 
 class _Queue(queue.Queue[Any]):
-    def __init__(self, runtime: HandRuntime, size_max: int) -> None:
+    def __init__(self, environment: ManualEnvironment, size_max: int) -> None:
         super().__init__(size_max)
-        self._runtime = runtime
+        self._environment = environment
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if block and timeout is not None and self.empty():
-            self._runtime.wait(timeout)
+            self._environment.wait(timeout)
         return super().get(block=False)
 
 
 class _Future(Future[Any]):
-    def __init__(self, runtime: HandRuntime) -> None:
+    def __init__(self, environment: ManualEnvironment) -> None:
         super().__init__()
-        self._runtime = runtime
+        self._environment = environment
 
     def result(self, timeout: float | None = None) -> Any:
         if not self.done() and timeout is not None:
-            self._runtime.wait(timeout)
+            self._environment.wait(timeout)
         return super().result(0)
 
 
 class HandConsumer:
     """Its callbacks (``assign``, ``revoke``, ``lose``) are called by lines of the script, inside ``poll``."""
 
-    def __init__(self, runtime: HandRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, environment: ManualEnvironment) -> None:
+        self.environment = environment
         self.metadata = NOBODY
         self.assigned: list[Any] = []
         self.callbacks: dict[str, Callable[[Any, list[Any]], None]] = {}
 
     def subscribe(self, topics: list[str], **callbacks: Callable[[Any, list[Any]], None]) -> None:
-        self.runtime.answer("subscribe", tuple(topics))
+        self.environment.answer("subscribe", tuple(topics))
         self.callbacks = callbacks
 
     def poll(self, timeout: float) -> Any:
-        self.runtime.wait(timeout)
-        return self.runtime.answer("poll")
+        self.environment.wait(timeout)
+        return self.environment.answer("poll")
 
     def assign_callback(self, *tps: TopicPartition, generation: int = 1, member: str = "m") -> None:
         self.metadata = metadata(generation, member)
@@ -174,62 +174,62 @@ class HandConsumer:
         self.assigned = [*self.assigned, *partitions]
 
     def incremental_unassign(self, partitions: list[Any]) -> None:
-        self.runtime.answer("incremental_unassign", len(partitions))
+        self.environment.answer("incremental_unassign", len(partitions))
         self.assigned = []
 
     def unassign(self) -> None:
-        self.runtime.answer("unassign")
+        self.environment.answer("unassign")
         self.assigned = []
 
     def pause(self, partitions: list[Any]) -> None:
         assert partitions
 
     def unsubscribe(self) -> None:
-        self.runtime.answer("unsubscribe")
+        self.environment.answer("unsubscribe")
 
     def memberid(self) -> str:
         return ""
 
     def commit(self, *, offsets: list[Any], asynchronous: bool) -> list[Any]:
-        self.runtime.answer("commit", [(p.topic, p.partition, p.offset, p.metadata) for p in offsets])
+        self.environment.answer("commit", [(p.topic, p.partition, p.offset, p.metadata) for p in offsets])
         return offsets
 
     def committed(self, partitions: list[Any], timeout: float) -> list[Any]:
-        found: list[Any] = self.runtime.answer("committed", [(p.topic, p.partition) for p in partitions], [])
+        found: list[Any] = self.environment.answer("committed", [(p.topic, p.partition) for p in partitions], [])
         return found
 
     def close(self) -> None:
-        self.runtime.answer("close")
+        self.environment.answer("close")
 
 
 class HandProducer:
     """Notes each call. Of offsets: the generation of the member, and what is committed."""
 
-    def __init__(self, runtime: HandRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, environment: ManualEnvironment) -> None:
+        self.environment = environment
 
     def init_transactions(self, timeout: float) -> None:
-        self.runtime.answer("init_transactions")
+        self.environment.answer("init_transactions")
 
     def begin_transaction(self) -> None:
-        self.runtime.answer("begin_transaction")
+        self.environment.answer("begin_transaction")
 
     def send_offsets_to_transaction(self, offsets: list[Any], member: bytes, timeout: float) -> None:
         entries = {TopicPartition(p.topic, p.partition): (p.offset, p.metadata) for p in offsets}
-        self.runtime.answer("send_offsets", (sent(member), entries))
+        self.environment.answer("send_offsets", (sent(member), entries))
 
     def commit_transaction(self, timeout: float) -> None:
-        self.runtime.answer("commit_transaction")
+        self.environment.answer("commit_transaction")
 
     def abort_transaction(self, timeout: float) -> None:
-        self.runtime.answer("abort_transaction")
+        self.environment.answer("abort_transaction")
 
 
 class HandAdmin:
     """Answers with futures that are done, or with the test's own."""
 
-    def __init__(self, runtime: HandRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, environment: ManualEnvironment) -> None:
+        self.environment = environment
         self.bounds_s: list[float] = []
         """Of each question about offsets."""
         self.topic_bounds_s: list[float] = []
@@ -239,32 +239,32 @@ class HandAdmin:
 
     def describe_topics(self, topics: Any, **bounds: float) -> dict[str, "Future[Any]"]:
         self.topic_bounds_s.append(bounds["request_timeout"])
-        return self._done(self.runtime.answer("describe_topics", None, {}))
+        return self._done(self.environment.answer("describe_topics", None, {}))
 
     def list_offsets(self, request: Mapping[Any, Any], **how: Any) -> dict[Any, "Future[Any]"]:
-        self.runtime.calls.append(("isolation", how["isolation_level"].name))
+        self.environment.calls.append(("isolation", how["isolation_level"].name))
         self.bounds_s.append(how["request_timeout"])
         asked = {TopicPartition(p.topic, p.partition): spec for p, spec in request.items()}
-        found: Mapping[TopicPartition, Any] = self.runtime.answer("list_offsets", asked, {})
+        found: Mapping[TopicPartition, Any] = self.environment.answer("list_offsets", asked, {})
         by_ours = {TopicPartition(p.topic, p.partition): p for p in request}
         return self._done({by_ours[tp]: at for tp, at in found.items()})
 
     def describe_consumer_groups(self, groups: list[str], **bounds: float) -> dict[str, "Future[Any]"]:
-        return self._done(self.runtime.answer("describe_consumer_groups", tuple(groups), {}))
+        return self._done(self.environment.answer("describe_consumer_groups", tuple(groups), {}))
 
     def describe_configs(self, resources: list[Any], **bounds: float) -> dict[Any, "Future[Any]"]:
         (broker,) = resources
-        return self._done({broker: self.runtime.answer("describe_configs", broker.name, {})})
+        return self._done({broker: self.environment.answer("describe_configs", broker.name, {})})
 
     def alter_consumer_group_offsets(self, groups: list[Any], **bounds: float) -> dict[str, "Future[Any]"]:
-        return self._done(self.runtime.answer("alter_consumer_group_offsets", groups, {}))
+        return self._done(self.environment.answer("alter_consumer_group_offsets", groups, {}))
 
     def list_consumer_groups(self, **bounds: float) -> "Future[Any]":
-        return self._done({0: self.runtime.answer("list_consumer_groups")})[0]
+        return self._done({0: self.environment.answer("list_consumer_groups")})[0]
 
     def list_topics(self, **bounds: float) -> Any:
         """Learns where the leaders are."""
-        return self.runtime.answer("list_topics")
+        return self.environment.answer("list_topics")
 
     @staticmethod
     def _done(answers: Mapping[Any, Any]) -> dict[Any, "Future[Any]"]:

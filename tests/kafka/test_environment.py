@@ -1,4 +1,4 @@
-"""The real runtime: no thread ends, or fails to begin, without a word."""
+"""The real environment: no thread ends, or fails to begin, without a word."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.kafka import Runtime
+from spark_group_source.kafka import Environment
 from spark_group_source.kafka.environment import made
 
 JOIN_S = 10.0
@@ -21,7 +21,7 @@ def _raise(exc: BaseException) -> NoReturn:
 @pytest.mark.parametrize("exc", [ValueError("v"), KeyboardInterrupt("k")])
 def test_whatever_ends_a_thread_is_said(exc: BaseException) -> None:
     said: list[BaseException] = []
-    thread = Runtime().spawn("t", lambda: _raise(exc), died=said.append)
+    thread = Environment().spawn("t", lambda: _raise(exc), died=said.append)
     thread.join(JOIN_S)
     assert (said, thread.is_alive()) == ([exc], False)
 
@@ -29,7 +29,7 @@ def test_whatever_ends_a_thread_is_said(exc: BaseException) -> None:
 def test_a_thread_that_ends_in_order_or_by_its_own_wish_is_no_death() -> None:
     said: list[BaseException] = []
     for run in (lambda: None, lambda: _raise(SystemExit())):
-        Runtime().spawn("t", run, died=said.append).join(JOIN_S)
+        Environment().spawn("t", run, died=said.append).join(JOIN_S)
     assert said == []
 
 
@@ -37,17 +37,17 @@ def test_a_thread_that_cannot_be_started_is_said_before_spawn_returns(monkeypatc
     none_left = RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", lambda self: _raise(none_left))
     said: list[BaseException] = []
-    thread = Runtime().spawn("t", lambda: None, died=said.append)
+    thread = Environment().spawn("t", lambda: None, died=said.append)
     assert said == [none_left]
     thread.join(JOIN_S)
     assert not thread.is_alive()
 
 
 def test_a_process_knows_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime()
-    assert not runtime.orphaned()
+    environment = Environment()
+    assert not environment.orphaned()
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert Runtime().orphaned() is False and runtime.orphaned()
+    assert Environment().orphaned() is False and environment.orphaned()
 
 
 @pytest.mark.parametrize("tripped", [False, True])
