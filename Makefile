@@ -5,6 +5,7 @@
 #   make prove G=3   the tests that prove a guarantee, here G3, at each level
 #   make check   style and types      make soak    the long tests
 #   make bench   the benchmarks       make docs    the site of docs/, into build/site
+#   make structure   files, import levels, cycles, files with one importer, class names that are used twice
 #   make clean   removes what the others made here
 #   MEMBER_HOST=auto make test   the same tests, with members beside executors wherever a test does not say
 
@@ -18,7 +19,7 @@ export PYTHON
 # one, where -s and --pdb work.
 WORKERS ?= $(if $(ARGS),0,4)
 
-.PHONY: demo test test-all prove unit check bench soak docs clean tools
+.PHONY: demo test test-all prove unit check structure bench soak docs clean tools
 .DEFAULT_GOAL := test
 
 demo: $(LOCAL)
@@ -40,6 +41,9 @@ check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+structure: $(STAMP)
+	@$(BIN)/python -m tests.structure
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import proofs
 import pytest
 import render
+import structure
 
 import spark_group_source
 from spark_group_source import errors
@@ -21,6 +22,8 @@ README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 README_LINES_MAX = 200
+IMPORT_LEVELS_MAX = 7
+"""Of modules of one package."""
 ARCHITECTURE_NAMES_MIN = 100
 """Fewer names than this were found: the pattern does not match any more."""
 
@@ -88,6 +91,12 @@ def test_a_room_imports_only_the_rooms_that_it_may(name: str) -> None:
 def test_every_folder_is_a_room_with_walls() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms == set(WALLS)
+
+
+def test_modules_import_each_other_in_one_direction_and_few_levels() -> None:
+    graph = structure.imports()
+    assert structure.cycles(graph) == []
+    assert max(structure.levels(graph).values()) <= IMPORT_LEVELS_MAX
 
 
 def test_the_group_protocol_is_pure() -> None:
