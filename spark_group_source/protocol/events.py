@@ -1,11 +1,12 @@
-"""What can happen to a stream and its group, and what is ordered in answer: frozen values, one class per thing.
+"""The vocabulary of the protocol: events, commands and steps, as frozen values with one class each.
 
-Runs in: the stream reader, tests. Deliberately absent: behaviour. Three kinds: *events* come in through
-:meth:`Run.handle`, *commands* are carried out by the shell at once, and a *step* tells the thread of Spark's call
-what to do next.
+Runs in: the stream reader, tests. Deliberately absent: behaviour.
 
-A *slot* is one member of ours, numbered from 0; a *client* counts the consumers that a slot has had, so that a late
-event of a consumer that was replaced is told apart from its successor's.
+An *event* enters through :meth:`Run.handle`. A *command* is the run's order to the coordinator, which executes it at
+once. A *step* is what the thread of Spark's call does next (:meth:`Run.proceed`).
+
+A *slot* is one group member of this run, numbered from 0. ``client`` counts the consumers that a slot has had: a late
+event of a replaced consumer has a lower number than its successor.
 """
 
 from collections.abc import Mapping
@@ -15,12 +16,12 @@ from spark_group_source.errors import BrokerUnavailable, SourceError
 from spark_group_source.model import OffsetRange, StartAt, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
-# --- events: what members report ------------------------------------------------------------------------------------
+# --- events: members --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEvent:
-    """Something that the consumer number ``client`` of a slot met."""
+    """An event of a slot's consumer number ``client``."""
 
     slot: int
     client: int
@@ -28,7 +29,7 @@ class MemberEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned(MemberEvent):
-    """Kafka gave these partitions, in addition to what the slot has. ``generation``: -1 where unknown."""
+    """Kafka assigned these partitions, in addition to those that the slot has. ``generation``: -1 where unknown."""
 
     partitions: tuple[TopicPartition, ...]
     generation: int = -1
@@ -36,9 +37,9 @@ class Assigned(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoking(MemberEvent):
-    """Kafka wants these back; the member waits in its callback until :class:`Release`.
+    """Kafka revokes these partitions. The member waits in its callback until :class:`Release`.
 
-    ``eager``: the slot gives up everything and joins anew (classic range and roundrobin).
+    ``eager``: the slot gives up all its partitions and rejoins (the classic assignors range and roundrobin).
     """
 
     partitions: tuple[TopicPartition, ...]
@@ -47,24 +48,25 @@ class Revoking(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(MemberEvent):
-    """These were taken away without asking (session or poll interval ran out): others may read them already."""
+    """The member lost these partitions without a revocation, because its session or poll interval expired. Another
+    consumer may read them already."""
 
     partitions: tuple[TopicPartition, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFailed(MemberEvent):
-    """The consumer is dead; its slot joins again. Partitions that it had count as lost."""
+    """The consumer failed for good. Its partitions count as lost, and its slot joins again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFenced(MemberEvent):
-    """Another client holds the slot's instance id, of a newer driver or of an older process that came back; or it may
-    do so, because the member lost its membership or its thread stood still.
+    """Another client uses the slot's instance id: that of a newer driver, or of an older process that came back.
 
-    ``seen``: the broker said so. False: it is only possible, so where nobody can tell, the slot joins again.
+    ``confirmed``: the broker reported it. False: it is only possible, because the member lost its membership or its
+    thread was stalled; if the broker cannot tell, the slot joins again.
     """
 
     reason: str
@@ -73,17 +75,17 @@ class MemberFenced(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEnded(MemberEvent):
-    """The consumer is closed and its thread at its end, for whatever reason."""
+    """The consumer is closed and its thread has ended, for any reason."""
 
 
-# --- events: what the hosts of members do ---------------------------------------------------------------------------
+# --- events: agents and tasks -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConnected:
-    """An agent said hello: anew, or again because its channel was cut.
+    """An agent connected, for the first time or again after its channel was closed.
 
-    ``host``: its own id, which nobody else has. ``fresh``: it was never admitted, by this run or another.
+    ``agent``: its unique id. ``fresh``: no run has accepted it before.
     """
 
     host: str
@@ -94,21 +96,21 @@ class AgentConnected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHeartbeat:
-    """A sign of life: its lease begins anew."""
+    """An agent sent a heartbeat: its lease starts again."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentDisconnected:
-    """Its channel is cut. It may come back within its lease."""
+    """The channel to an agent is closed. It may reconnect within its lease."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEnded:
-    """It ended, and said so; or it cannot be reached in a way that a new channel would mend."""
+    """An agent ended and reported it, or it is unreachable in a way that a new channel does not fix."""
 
     host: str
     reason: str
@@ -116,15 +118,15 @@ class AgentEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionsChecked:
-    """Whether the brokers take this run's transactions. Only then members may live at agents: where transactions are
-    refused for good, members commit, which they do on threads of this process alone."""
+    """Whether the brokers accept this run's transactions. Members are placed on agents only then: without transactions
+    each member commits its own offsets, which only members in the stream reader can do."""
 
     allowed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffered:
-    """What an agent has read ahead of one slot's partitions, as it says."""
+    """What an agent has prefetched of one slot's partitions."""
 
     slot: int
     bytes: int
@@ -133,7 +135,7 @@ class Buffered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchReported:
-    """What an agent has read ahead, slot by slot."""
+    """What an agent has prefetched, by slot."""
 
     host: str
     stock: tuple[Buffered, ...]
@@ -141,9 +143,9 @@ class PrefetchReported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReported:
-    """What one try of a task of batch ``seq`` read: rows by partition, from its agent's memory and from brokers.
+    """What one attempt of a task of batch ``seq`` read: rows by partition, from its agent's buffer and from brokers.
 
-    ``lost``: what it skipped of its ranges, because it was gone; told only by a try that came to its end.
+    ``skipped``: the offsets of its ranges whose records were gone. Reported only by an attempt that finished.
     """
 
     seq: int
@@ -152,36 +154,36 @@ class TaskReported:
     lost: tuple[OffsetRange, ...]
 
 
-# --- events: what Spark says ----------------------------------------------------------------------------------------
+# --- events: Spark ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durable:
-    """Sink and commit log have the batch that ends at ``offset``."""
+    """The sink and Spark's commit log have the batch that ends at ``offset``."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The next batch was cut by :class:`Planner` and goes to Spark."""
+    """The next batch was planned by :class:`Planner`, and Spark receives it."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembersClosing:
-    """The members are closed now. ``leave``: the slots leave the group, else they stay for the next start."""
+    """The members close now. ``leave``: they leave the group; otherwise they stay members for the next start."""
 
     leave: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextBatchRequested:
-    """Spark asks what comes after ``start``, which is durable.
+    """Spark calls ``latestOffset`` with ``start``, which is durable.
 
-    ``unlimited``: Trigger.Once, which takes all there is. ``drain``: somebody wants this run to plan no other batch.
-    ``name``: the stream's id if it has none yet.
+    ``unlimited``: the trigger is Once, which reads everything available. ``drain``: a drain of this run was requested:
+    it plans no more batches. ``name``: the id of the stream, if it has none yet.
     """
 
     start: StreamOffset
@@ -192,43 +194,47 @@ class NextBatchRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStarted:
-    """Spark is about to read the batch that ends at ``offset``: one that was just planned, or a former run's."""
+    """Spark starts to read the batch that ends at ``offset``: the planned batch, or one of an earlier run."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequested:
-    """Spark begins an AvailableNow run."""
+    """Spark starts an AvailableNow run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRead:
-    """An AvailableNow run ends where every partition ends now: the answer to :class:`ReadTarget`."""
+    """The current end of every partition, at which an AvailableNow run ends: the response to :class:`ReadTarget`."""
 
     ends: Mapping[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """Spark ends the run. ``durable``: number of the last batch that the sink says it has, if it says so; else -1."""
+    """Spark stops the run. ``durable``: number of the last batch that the sink reports as durable; -1 if unknown."""
 
     durable: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternalFailure:
-    """Something in this process failed in a way that no other event tells of: a thread, a question that was refused."""
+    """A failure in this process that no other event reports: a thread failed, or a request was refused."""
 
     error: SourceError
 
 
-# --- events: what Kafka answered ------------------------------------------------------------------------------------
+# --- events: Kafka's responses ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A committed offset and what the note beside it says (:mod:`names`): ``stream`` is None for anyone else's."""
+    """A committed offset and the note in its metadata (:mod:`identifiers`).
+
+    ``stream``: the id of the stream that committed it; None for a foreign commit. The other fields are those of
+    :class:`identifiers.Note`.
+    """
 
     offset: int
     stream: str | None = None
@@ -237,15 +243,16 @@ class Committed:
     followed: bool = False
     cut: int | None = None
     at_ms: int | None = None
-    """When it was committed, on the run's clock; None: the note does not say."""
+    """When it was committed, on the run's clock; None if the note has no time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedOffsetsRead:
-    """The group's committed offsets; None where there is none. What was asked and is not in it was not answered.
+    """The group's committed offsets: the response to :class:`FetchCommittedOffsets`.
 
-    ``epoch``: the newest reset that any of the group's notes tells of; None if only what was asked was looked at.
-    ``silent``: partitions that were asked for their notes alone, and not answered.
+    ``offsets``: None where the group has no committed offset; requested partitions that are missing got no answer.
+    ``epoch``: the highest reset number in any of the group's notes; None if only ``asked`` was read. ``silent``:
+    partitions that were requested for their notes alone and got no answer.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
@@ -256,9 +263,10 @@ class CommittedOffsetsRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartsResolved:
-    """What the broker said to :class:`ResolveStarts`; None where no record is as young as the time that was asked for.
+    """The offsets of the starting options: the response to :class:`ResolveStarts`.
 
-    What was asked and is not in it was not answered.
+    ``offsets``: None where no record is as young as the requested time; requested partitions that are missing got no
+    answer.
     """
 
     offsets: Mapping[TopicPartition, int | None]
@@ -275,10 +283,10 @@ class LookupFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetsCommitted:
-    """These offsets are committed and a plain read shows them.
+    """These offsets are committed, and a plain read shows them.
 
-    ``left``: the slots whose shares were left out because their member is not in the group at the moment, and what was
-    said of that. Their offsets are ordered again.
+    ``left``: slots whose offsets were left out because their member is not in the group at the moment, with the reason.
+    Their offsets are committed later.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -287,10 +295,10 @@ class OffsetsCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetCommitFailed:
-    """Kafka refused the commit; the next one covers it.
+    """Kafka refused the commit; the next one includes its offsets.
 
-    ``stale``: a member of ours is in another generation than when it was ordered, or in none. Nothing is wrong with
-    that; what is still held is ordered again.
+    ``stale``: a member is in another generation than when the commit was ordered, or in none. That is normal during a
+    rebalance; the offsets of partitions that are still held are committed again.
     """
 
     reason: str
@@ -299,21 +307,23 @@ class OffsetCommitFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsChanged:
-    """The topics that the subscription stands for now (they change under a pattern)."""
+    """The topics that the subscription matches now. They change under a subscription by pattern."""
 
     topics: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReplaced:
-    """The broker takes commits of this run's transactional id: whoever took the slot's place is an older process."""
+    """The broker accepts commits of this run's transactional id: the other client with the slot's instance id is an
+    older process."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedUnclear:
-    """Whether this run was replaced is not known. ``final``: nor will it be, where transactions are not allowed."""
+    """It is unknown whether a newer driver replaced this run. ``final``: it stays unknown, because transactions are
+    refused."""
 
     slot: int
     reason: str
@@ -322,23 +332,23 @@ class ReplacedUnclear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """A newer driver commits for this stream: the run is over."""
+    """A newer driver commits for this stream: this run must stop."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicsListed:
-    """The subscribed topics and how many partitions each has: the answer to :class:`ListTopics`."""
+    """The subscribed topics and their partition counts: the response to :class:`ListTopics`."""
 
     topics: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDescribed:
-    """The group as the broker describes it: the answer to :class:`DescribeGroup`.
+    """The group as the broker describes it: the response to :class:`DescribeGroup`.
 
-    ``state``: Kafka's word in lower case. ``given``: by client id, what the group says each member has.
+    ``state``: Kafka's group state in lower case. ``given``: the assigned partitions of each member, by client id.
     """
 
     state: str
@@ -347,10 +357,10 @@ class GroupDescribed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEndsRead:
-    """What the brokers said to :class:`ReadLogEnds`. Who is missing in it was not answered, or is not there.
+    """The response to :class:`ReadLogEnds`. Partitions that are missing got no answer or do not exist.
 
-    ``leader_epochs``: of the leaders that told the ends. ``epoch_ends``: None where a leader cannot say. ``topic_ids``:
-    of the topics that were described; ``took_ms``: how long the questions took together.
+    ``leader_epochs``: those of the leaders that reported ``ends``. ``epoch_ends``: None where a leader cannot tell.
+    ``topic_ids``: of the topics that were described. ``took_ms``: duration of all requests together.
     """
 
     ends: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -364,17 +374,17 @@ class LogEndsRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
-    """The brokers did not answer the question of a step; the run says when it is asked again."""
+    """The brokers did not answer the request of a step. The run decides when it is repeated."""
 
     error: BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsMissing:
-    """Positions that had to change because their records, or their whole topic, are gone.
+    """Positions that must change because their records, or their whole topic, are gone.
 
-    ``topics``: those that were made again; what is remembered of their other partitions is of the former ones.
-    ``cut``: those of the partitions that go back to where their log was cut.
+    ``offsets``: the new positions. ``topics``: recreated topics; what is remembered of their other partitions belongs
+    to the deleted ones. ``cut``: the partitions that go back to the point where their log was truncated.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -385,12 +395,12 @@ class RecordsMissing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A deadline of the run may have passed."""
+    """A deadline of the run may have passed (:meth:`Run.next_deadline_ms`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchBoundary:
-    """Between two batches, before the next is planned: slots may go where they belong."""
+    """The last batch is durable and the next one is not planned: slots may move."""
 
 
 MemberReport = Assigned | Revoking | Lost | MemberFailed | MemberFenced
@@ -416,8 +426,7 @@ GroupEvent = (
     | RecordsMissing
     | Tick
 )
-"""What changes slots, partitions or commits: the joint rules are looked at after it, and a run that has closed ignores
-it."""
+"""Events that change slots, partitions or commits. The joint rules run after each; a closed run ignores them."""
 
 CallEvent = (
     NextBatchRequested
@@ -434,21 +443,22 @@ CallEvent = (
     | PrefetchReported
     | TaskReported
 )
-"""What Spark says and its thread was answered, how a run ends, and numbers."""
+"""Events of Spark's calls, responses to their requests, the end of a run, and counters."""
 
 Event = GroupEvent | CallEvent
-"""What a run takes in."""
+"""The events that a run handles."""
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Make the slot's consumer number ``client`` and subscribe it to ``topics``.
+    """Create the slot's consumer number ``client`` and subscribe it to ``topics``.
 
-    ``client_id`` and ``instance_id`` are its names in the group; no instance id makes a dynamic member. ``host``: the
-    agent where it is to live; empty is the stream reader itself. ``takes``: the place may still be that of a member of
-    this run that vanished, and is taken from it (KIP-848; a classic broker gives it to whoever joins last).
+    ``client_id`` and ``instance_id`` are its names in the group; without an instance id it is a dynamic member.
+    ``agent``: the agent on which it is placed; empty for the stream reader itself. ``takes``: the instance id may still
+    belong to a vanished member of this run and is taken over (KIP-848; a classic broker always gives it to the client
+    that joined last).
     """
 
     slot: int
@@ -470,7 +480,7 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Let the held revocation go."""
+    """Release the held revocation."""
 
     slot: int
     client: int
@@ -478,12 +488,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAll(Release):
-    """The same for a slot that gives up everything and joins anew (eager)."""
+    """The same for a slot that gives up all its partitions and rejoins (eager)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Close the slot's consumer; ``leave``: out of the group, else it stays a member until its session ends."""
+    """Close the slot's consumer. ``leave``: it leaves the group; otherwise it stays a member until its session ends."""
 
     slot: int
     leave: bool
@@ -491,14 +501,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptAgent:
-    """Tell an agent that it is one of this run's hosts: it may be asked to host members."""
+    """Notify an agent that this run accepted it: members may be placed on it."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DismissAgent:
-    """Tell an agent, if it can be reached, to close its members and end."""
+    """Request an agent, if it is reachable, to close its members and end."""
 
     host: str
     reason: str
@@ -506,9 +516,9 @@ class DismissAgent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchCommittedOffsets:
-    """Read the group's committed offsets, stable ones only (KIP-447).
+    """Fetch the group's committed offsets, stable ones only (KIP-447).
 
-    ``beside``: partitions that are read for their notes alone, which may tell of a reset.
+    ``beside``: partitions that are fetched only for the reset numbers in their notes.
     """
 
     partitions: tuple[TopicPartition, ...]
@@ -517,7 +527,7 @@ class FetchCommittedOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolveStarts:
-    """Ask the broker for the offset that each of these words stands for."""
+    """Look up the offset that each starting option stands for."""
 
     starts: Mapping[TopicPartition, StartAt]
 
@@ -526,10 +536,11 @@ class ResolveStarts:
 class CommitOffsets:
     """Commit these offsets to the group, then read them back.
 
-    ``slots``: which member holds each partition now. The commit says so to the broker, which refuses a share when that
-    is no longer true: an order that was overtaken by a loss moves no offset back. ``followed``: partitions whose
-    position came from a commit that no stream made. ``cut``: those that went back to where their log was cut, and where
-    they stood before. These, ``stream``, ``seq`` and ``epoch`` go into the note beside it.
+    ``slots``: the slot that holds each partition now. The commit names its member, and the broker refuses the offsets
+    of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
+    ``followed``: partitions whose position came from a commit that no stream made. ``cut``: partitions that went back
+    because their log was truncated, and their position before that. These, ``stream``, ``seq`` and ``epoch`` are
+    written into the note.
     """
 
     offsets: Mapping[TopicPartition, int]
@@ -543,8 +554,9 @@ class CommitOffsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReplaced:
-    """Ask the broker whether a newer driver has taken this stream over. Answered by :class:`NotReplaced`,
-    :class:`Replaced` or :class:`ReplacedUnclear`. ``seen``: the broker said that another client has the place."""
+    """Check at the broker whether a newer driver runs this stream; the response is :class:`NotReplaced`,
+    :class:`Replaced` or :class:`ReplacedUnclear`. ``confirmed``: the broker reported another client with the instance
+    id."""
 
     slot: int
     seen: bool = True
@@ -552,7 +564,7 @@ class CheckReplaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One line for the log. ``warn``: someone should look at it."""
+    """Write one line to the log, without the group's name. ``warn``: at level WARNING."""
 
     text: str
     warn: bool = False
@@ -560,7 +572,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """The run cannot go on: the next call of Spark raises this."""
+    """The run cannot continue: Spark's next call raises this."""
 
     error: SourceError
 
@@ -580,110 +592,110 @@ Command = (
     | Fail
 )
 
-# --- causes: what is noticed inside, for the tables of states ------------------------------------------------------
+# --- causes: conditions that the run detects, for the tables of states ------------------------------------------------
 
 
 class StreamCreated:
-    """A stream without a past has a name; its members join."""
+    """A new stream has its id; its members join."""
 
 
 class Replay:
-    """The batch in flight is a former run's, which Spark runs again."""
+    """The batch in flight is one of an earlier run, which Spark runs again."""
 
 
 class PositionsKnown:
-    """The slots have their partitions, and these their positions, as far as the next batch waits for them."""
+    """The slots have their partitions and these their positions, as far as the next batch needs them."""
 
 
 class GroupStable:
-    """No assignment is on its way any more, or it was not worth asking."""
+    """No assignment is on its way any more, or the next batch does not need to wait for it."""
 
 
 class GroupUnstable:
-    """A bounded run has nothing to read, but the group was not at rest when it looked."""
+    """A bounded run has nothing to read, but the group was rebalancing when it read the log ends."""
 
 
 class PauseEnded:
-    """The pause before the next look is over, or there was no need for one."""
+    """The pause before the log ends are read again is over, or was not needed."""
 
 
 class NothingToRead:
-    """Nothing, or not enough yet."""
+    """There is nothing to read, or less than ``minOffsetsPerTrigger``."""
 
 
 class TargetReached:
-    """A bounded run has read all that it was to read."""
+    """A bounded run has read up to its target."""
 
 
 class DrainRequested:
-    """Somebody wants this run to plan no other batch."""
+    """A drain of this run was requested: it plans no more batches."""
 
 
 class AllCommitted:
-    """Kafka has every position, or it did not take them in time."""
+    """Kafka has every position, or did not accept them in time."""
 
 
 class ForeignCommit:
-    """The committed offset of a partition stands under somebody else's name."""
+    """The committed offset of a partition was committed by another stream, an operator or another consumer."""
 
 
 class ResetDetected:
-    """A commit shows a reset of the group that this run did not know of."""
+    """A note shows a reset of the group that this run did not know."""
 
 
 class SlotMoves:
-    """The slot's member closes where it is, to join from another host under the same name."""
+    """The slot's member closes at one place, to join at another under the same instance id."""
 
 
 class AgentLost:
-    """The host of the slot's member is gone."""
+    """The agent of the slot's member is gone."""
 
 
 class AgentStable:
-    """An agent has stayed for long enough to be lent slots."""
+    """An agent has stayed connected long enough to get slots."""
 
 
 class LeaseExpired:
-    """An agent was not heard for as long as its lease."""
+    """An agent has not sent a heartbeat for as long as its lease."""
 
 
 class AgentSuperseded:
-    """A newer agent of the same executor has come."""
+    """A newer agent of the same executor connected."""
 
 
-# --- steps: what the thread of Spark's call does next ---------------------------------------------------------------
+# --- steps of the thread of Spark's call ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListTopics:
-    """List the subscribed topics; answer with :class:`TopicsListed`."""
+    """List the subscribed topics; the response is :class:`TopicsListed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTarget:
-    """Ask where every partition of the subscription ends now; answer with :class:`TargetRead`."""
+    """Read the current end of every subscribed partition; the response is :class:`TargetRead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Until any event was handled, or the time has come; then ask for the next step."""
+    """Wait until any event was handled or the time has come; then get the next step."""
 
     until_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeGroup:
-    """Ask the broker who is in the group; answer with :class:`GroupDescribed`."""
+    """Describe the group at the broker; the response is :class:`GroupDescribed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLogEnds:
-    """Ask the brokers; answer with :class:`LogEndsRead`. The questions are asked in the order of the fields: topic ids
-    that are read after the ends say that the ends are of that very topic.
+    """Read the log ends; the response is :class:`LogEndsRead`.
 
-    ``ends``: how far they may be read (the last stable offset under read_committed). ``log_ends``: where the log itself
-    ends. ``firsts``: the first record that is left. ``epoch_ends``: where the records end that leaders of these epochs,
-    or earlier ones, wrote.
+    The requests are sent in the order of the fields: topic ids that are read after the ends show that the ends belong
+    to that very topic. ``ends``: up to where the partitions may be read (the last stable offset under read_committed).
+    ``epoch_ends``: where the records of these leader epochs, or earlier ones, end. ``firsts``: the first records that
+    are left. ``log_ends``: the ends of the logs themselves.
     """
 
     ends: tuple[TopicPartition, ...] = ()
@@ -695,26 +707,26 @@ class ReadLogEnds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseMembers:
-    """Hand in :class:`MembersClosing` and wait, within the shell's bound, until the members have closed."""
+    """Handle :class:`MembersClosing`, then wait a bounded time until the members have closed."""
 
     leave: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnOffset:
-    """Hand this to Spark: the end of the next batch, or the start itself when there is nothing to read."""
+    """Return this to Spark: the end of the next batch, or the start if there is nothing to read."""
 
     offset: StreamOffset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaiseError:
-    """The call fails with this."""
+    """Raise this from Spark's call."""
 
     error: SourceError
 
 
 BrokerQuery = ListTopics | ReadTarget | DescribeGroup | ReadLogEnds
-"""Steps that ask the brokers. Where they do not answer, :class:`RequestFailed` comes back."""
+"""Steps that send requests to brokers. If these do not answer, the response is :class:`RequestFailed`."""
 
 Step = BrokerQuery | Wait | CloseMembers | ReturnOffset | RaiseError

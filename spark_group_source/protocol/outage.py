@@ -1,11 +1,11 @@
-"""Brokers that do not answer: since when, who waits for them, and when they are asked again.
+"""Outages of the brokers: when they started, and when requests are retried.
 
-Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: asking, and what an answer means
+Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the requests, and the meaning of responses
 (``kafka``).
 
-An outage is waited for (``brokerTimeoutMs``). It is said once when it begins and once when it ends; in between everyone
-asks again after growing pauses, a little different for each stream, so that a cluster that comes back is not asked by
-all of them at once.
+The run waits for an outage to end (``brokerTimeoutMs``). The outage is logged once when it starts and once when it
+ends. In between, requests are retried after growing pauses with jitter, so that the streams of a cluster that recovers
+do not all retry at once.
 """
 
 from dataclasses import dataclass
@@ -16,40 +16,56 @@ from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.protocol.rules import pause_ms
 
 ASK_AGAIN_MS_MAX = 2_000
-"""The longest pause between two questions of Spark's call: rows flow again this soon after an outage."""
+"""The longest pause between two requests of Spark's call: this soon after an outage the query reads again."""
 JITTER_SHARE = 0.25
-"""By how much of it a pause is longer or shorter."""
+"""The jitter of a pause, as a share of it in both directions."""
 
 
 class Asker(Enum):
-    """Who asks."""
+    """The sender of requests."""
 
-    CALL = "call"  # the thread of Spark's call
-    LOOKUP = "lookup"  # where partitions stand
+    CALL = "call"  # a step of Spark's call
+    LOOKUP = "lookup"  # the lookup of a position
 
 
 @dataclass(slots=True)
 class _Silence:
+    """The unanswered requests of one sender."""
+
     since_ms: int
+    """When the first of them was sent."""
     error: BrokerUnavailable
+    """How the last of them failed."""
     tries: int = 0
     again_at_ms: int = 0
+    """The earliest time of the next request."""
 
 
 class Outage:
-    """The outages of one run, one at a time. ``ended_ms``: when the last one ended; 0 before."""
+    """The outages of one run, one at a time."""
 
     def __init__(self) -> None:
         self._silences: dict[Asker, _Silence] = {}
         self.ended_ms = 0
+        """When the last outage ended, on the run's clock; 0 before the first."""
 
     @property
     def since_ms(self) -> int | None:
-        """When the first question was asked that has no answer yet; None: all were answered."""
+        """When the oldest unanswered request was sent; None if all were answered."""
         return min((silence.since_ms for silence in self._silences.values()), default=None)
 
     def not_answered(self, asker: Asker, error: BrokerUnavailable, *, name: str, now_ms: int) -> bool:
-        """A question was given up. ``name``: whose pauses these are. Returns whether an outage begins with it."""
+        """A request timed out.
+
+        Args:
+            asker: its sender.
+            error: how it failed; its ``waited_ms`` says how long the request took.
+            name: the stream or group; it makes the jitter of this run different from that of others.
+            now_ms: the time.
+
+        Returns:
+            Whether an outage starts with it.
+        """
         begins = not self._silences
         waited_ms = error.fields.get("waited_ms", 0)
         silence = self._silences.get(asker)
@@ -63,7 +79,7 @@ class Outage:
         return begins
 
     def answered(self, asker: Asker, *, now_ms: int) -> int | None:
-        """A question was answered. Returns how long the outage was, if it ends with it."""
+        """A request was answered. Returns the duration of the outage if it ends with it, else None."""
         since_ms = self.since_ms
         if self._silences.pop(asker, None) is None or self._silences or since_ms is None:
             return None
@@ -71,17 +87,17 @@ class Outage:
         return now_ms - since_ms
 
     def again_at_ms(self, asker: Asker) -> int:
-        """When the next question may be asked."""
+        """The earliest time of the next request."""
         silence = self._silences.get(asker)
         return 0 if silence is None else silence.again_at_ms
 
     def over(self, asker: Asker, bound_ms: int, *, now_ms: int) -> BrokerUnavailable | None:
-        """What the run ends with, where the brokers were silent for longer than the bound; 0 is none."""
+        """The error that ends the run if the outage has lasted for ``bound_ms`` or longer; 0 means no bound."""
         silence = self._silences.get(asker)
         if silence is None or not bound_ms or (waited_ms := now_ms - silence.since_ms) < bound_ms:
             return None
         return BrokerUnavailable(
-            f"the brokers have not answered for {waited_ms / 1000:.0f} s, in {silence.tries} tries. The last one: "
-            f"{silence.error}",
+            f"the brokers have not answered for {waited_ms / 1000:.0f} s, in {silence.tries} attempts, so the query "
+            f"cannot continue. The last attempt: {silence.error}",
             **{**silence.error.fields, "waited_ms": waited_ms},
         )

@@ -1,7 +1,7 @@
-"""What a machine wants done by the event in hand, and the last events with what they led to: the text that explains a
-failure.
+"""The commands of the current event, and a history of the last events and commands for error texts.
 
-Runs in: the stream reader (inside ``machine``), tests. Deliberately absent: doing it, and what an event means.
+Runs in: the stream reader (inside ``run``), tests. Deliberately absent: the execution of commands, and the meaning of
+events.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 
 STORY_LINES_MAX = 200
-"""Enough for several rebalances, small enough for an error text."""
+"""The lines of the history: enough for several rebalances, small enough for an error text."""
 
 ITEMS_MAX = 8
 CHARS_MAX = 200
-"""What an event's partitions, and its line, are cut to."""
+"""The limits of one line: the items of a collection, and the characters."""
 OFTEN = (
     ev.NextBatchRequested,
     ev.BatchBoundary,
@@ -29,11 +29,11 @@ OFTEN = (
     ev.TargetRead,
     ev.TaskReported,
 )
-"""Events that come so often, or are so large, that they would leave no room for others; their commands are told."""
+"""Events that are too frequent or too large for the history; the commands that follow from them are in it."""
 
 
 class Outbox:
-    """Filled while one event is taken in, emptied by whoever handed it in; the story goes on."""
+    """Collects the commands of one event; the caller of :meth:`begin` takes them out."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -41,28 +41,31 @@ class Outbox:
         self._story: deque[str] = deque(maxlen=STORY_LINES_MAX)
 
     def begin(self, now_ms: int) -> None:
+        """Start with no commands, at the time ``now_ms``."""
         self.now_ms, self.commands = now_ms, []
 
     def happened(self, event: ev.Event) -> None:
-        """An event is taken in."""
+        """Add an event to the history."""
         if not isinstance(event, OFTEN):
             self._story.append(f"{self.now_ms} {brief(event)}")
 
     def order(self, command: ev.Command) -> None:
+        """Add a command."""
         self._story.append(f"{self.now_ms}   -> {brief(command)}")
         self.commands.append(command)
 
     def say(self, text: str, *, warn: bool = False) -> None:
-        """One line for the log. ``warn``: someone should look at it."""
+        """Add a line for the log, ``<event>; <consequence>``. ``warn``: at level WARNING."""
         self.order(ev.LogLine(text=text, warn=warn))
 
     def story(self) -> str:
-        """The last :data:`STORY_LINES_MAX` events and commands, one a line, oldest first."""
+        """The last :data:`STORY_LINES_MAX` events and commands, one per line, oldest first."""
         return "\n".join(self._story)
 
 
 def brief(value: object) -> str:
-    """An event or command in one line. What is long is cut before it becomes text: plans have many partitions."""
+    """An event or command as one line. Long collections are shortened before they become text: plans have many
+    partitions."""
     parts = [f"{f.name}={_short(getattr(value, f.name))}" for f in fields(value)]  # type: ignore[arg-type]
     text = f"{type(value).__name__}({', '.join(parts)})"
     return text if len(text) <= CHARS_MAX else text[:CHARS_MAX] + "…"

@@ -1,6 +1,6 @@
-"""What the options say to the protocol: limits, budgets, and what to do where there is a choice.
+"""What the protocol gets from the options: limits, budgets and choices.
 
-Runs in: the stream reader, tests. Deliberately absent: parsing (``options``), and every setting of the Kafka client.
+Runs in: the stream reader, tests. Deliberately absent: parsing (``options``), and the settings of Kafka clients.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,58 +10,69 @@ from typing import Literal, Protocol
 from spark_group_source.model import StartAt, TopicPartition
 
 SLOTS_MAX = 1_000
-"""Slots of one run; what ``groupMembers`` allows too."""
+"""The most slots of one run; the option ``groupMembers`` has the same limit."""
 RETRY_PAUSES_MS = (100, 200, 500, 1_000, 2_000, 5_000)
-"""Pauses before what failed is ordered again: a broker's fail-over takes seconds, so the last one repeats."""
+"""Pauses before a failed request is repeated. A broker's fail-over takes seconds, so the last one repeats."""
 
 
 class Starting(Protocol):
-    """Where a partition starts that its group never committed (``options.starting`` has the real one)."""
+    """Where a partition starts that its group never committed (implemented in ``options.starting``)."""
 
     @property
     def no_match(self) -> Literal["error", "latest"]:
-        """When no record is as young as the time that was asked for: fail, or start at the end."""
+        """What happens if no record is as young as the requested time: an error, or a start at the end."""
 
     def of(self, tp: TopicPartition) -> StartAt:
         """The start of one partition."""
 
     def resolve(self, partitions: Iterable[TopicPartition]) -> Mapping[TopicPartition, StartAt]:
-        """The start of all partitions of a new stream; raises OptionError if it names others than there are."""
+        """The starts of all partitions of a new stream.
+
+        Raises:
+            OptionError: the option names partitions that do not exist.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """One query's rules.
-
-    ``hold_budget_ms``: how long a revocation may be held for the batch in flight; after it the partition goes without a
-    commit and is counted. ``joining_budget_ms``: how long a slot may fail to join, and a call may wait for the group,
-    before the run gives up. ``broker_timeout_ms``: how long brokers may be silent; 0 is no bound.
-    ``classic``: the protocol. KIP-848 members of a run that ends by itself are not static, because such cannot leave;
-    and the broker looks at each member's own subscription, also of one that comes back to its place.
-    ``lease_ms``: how long an agent may be silent, which is less than the group waits for a member. ``member_host``:
-    where members live: beside executors where agents can run (auto, executor), or in the stream reader (driver).
-    ``auto_slots``: one slot for each agent that stays, and ``slots`` is how many there are to begin with, or as many as
-    a former run left in the group; a slot too many leaves when its agent has stayed away for ``shrink_ms``.
-    """
+    """The rules of one query."""
 
     group: str
     starting: Starting
+    servers: str = ""
+    """``kafka.bootstrap.servers``, for the commands in error texts."""
     slots: int = 1
+    """The members of this run; with ``auto_slots`` those at its start."""
     hold_budget_ms: int = 240_000
+    """How long a revocation may be held until the batch in flight is durable and its offsets are committed. After that
+    the partition is released without a commit, and counted."""
     joining_budget_ms: int = 345_000
+    """How long a slot may fail to join, and Spark's call may wait for an assignment, before the run fails."""
     broker_timeout_ms: int = 600_000
+    """How long an outage of the brokers may last before the run fails; 0: no limit."""
     classic: bool = True
+    """The group protocol: classic, or KIP-848. KIP-848 members of a run that ends by itself are dynamic, because static
+    ones cannot leave. A KIP-848 broker uses each member's own subscription, also of a static member that rejoins."""
     lease_ms: int = 45_000
+    """How long an agent may send no heartbeat; less than the group's session timeout."""
     member_host: Literal["auto", "executor", "driver"] = "auto"
+    """Where members run: beside executors where agents can run (auto, executor), or in the stream reader (driver)."""
     auto_slots: bool = False
+    """Whether the run has one slot for each connected agent. It starts with ``slots``, or with as many as an earlier
+    run left in the group."""
     shrink_ms: int = 300_000
+    """With ``auto_slots``: how long there may be more slots than agents before a slot leaves the group."""
     leave_on_stop: Literal["auto", "always", "never"] = "auto"
+    """Whether the members leave the group when the run ends; auto: if the run ends by itself."""
     fail_on_data_loss: bool = True
     max_offsets: int | None = None
+    """The most offsets of one batch; None: no limit."""
     min_offsets: int | None = None
+    """A batch waits for this many offsets; None: it does not wait."""
     max_delay_ms: int = 900_000
+    """How long a batch waits for ``min_offsets`` after the batch before it."""
 
 
 def pause_ms(failures: int) -> int:
-    """How long to wait after so many failures in a row."""
+    """The pause after this many failures in a row."""
     return RETRY_PAUSES_MS[min(failures, len(RETRY_PAUSES_MS) - 1)]

@@ -1,9 +1,9 @@
-"""The states of a run, a slot, a partition and a host, and every change that is allowed.
+"""The states of a run, a slot, a partition and an agent, and every allowed transition between them.
 
-Runs in: the stream reader, tests. Deliberately absent: what is done on a change (``machine``, ``slots``, ``positions``,
-``lending``). The four tables are the whole of it: a change that is not in them raises :class:`InvariantBroken`, and the
-tables and pictures of ``docs/architecture.md`` are rendered from them. A cause is a class of ``events``: an event, a
-command, or what the run noticed itself.
+Runs in: the stream reader, tests. Deliberately absent: what is done on a transition (``run``, ``slots``,
+``partitions``, ``placement``). The four tables are complete: a transition that is not in them raises
+:class:`InvariantBroken`. The tables and diagrams of ``docs/architecture.md`` are rendered from them. A cause is a class
+of ``events``: an event, a command, or a condition that the run detected itself.
 """
 
 from collections.abc import Mapping
@@ -15,67 +15,67 @@ from spark_group_source.protocol import events as ev
 
 
 class State(Enum):
-    """A state. Hashed by identity, as there is one object of each: an enum's own hash costs more than all the rest of a
-    change, and a plan over 10,000 partitions makes 20,000 of them."""
+    """A state. Hashed by identity: each member is a single object, the hash of ``Enum`` costs more than the rest of a
+    transition, and a plan over 10,000 partitions makes 20,000 transitions."""
 
     __hash__ = object.__hash__
 
 
 class RunState(State):
-    """What the run does for Spark: where ``latestOffset`` stands, or what Spark does with its answer."""
+    """What the run does for Spark: the progress of a ``latestOffset`` call, or what Spark does with its result."""
 
-    NEW = "new"  # nothing was asked yet
-    TARGETING = "targeting"  # an AvailableNow run asks where everything ends now: that is its target
-    STARTING = "starting"  # lists the topics; then the stream is named and its members join
-    OPEN = "open"  # between two calls; every durable batch is known
-    GATHERING = "gathering"  # waits until the slots have their partitions and each has its position
-    SETTLING = "settling"  # asks the group whether an assignment is still on its way
-    RESTING = "resting"  # nothing to read: a pause before the next look
-    LOOKING = "looking"  # asks how far the partitions can be read, and whether all of it is still there
-    PLANNED = "planned"  # Spark has the next batch and has not begun to read it
+    NEW = "new"  # no call yet
+    TARGETING = "targeting"  # an AvailableNow run reads the current end of every partition: its target
+    STARTING = "starting"  # lists the topics; then the stream id is known and the members join
+    OPEN = "open"  # between two calls; every planned batch is durable
+    GATHERING = "gathering"  # waits until the slots have their partitions and each partition has its position
+    SETTLING = "settling"  # describes the group: an assignment may still be on its way
+    PAUSING = "pausing"  # nothing to read: pauses before the log ends are read again
+    FETCHING_ENDS = "fetching ends"  # reads how far the partitions can be read, and whether all records are still there
+    PLANNED = "planned"  # Spark has the next batch and has not started to read it
     READING = "reading"  # Spark reads the batch and writes it to the sink
-    DRAINING = "draining"  # was asked to plan no more: brings its offsets to Kafka
-    DRAINED = "drained"  # all is at Kafka; waits to be stopped
-    ENDING = "ending"  # a bounded run at its target: brings its offsets to Kafka, then the members leave
-    STOPPING = "stopping"  # Spark ends the run: last offsets to Kafka, then the members close
-    FAILED = "failed"  # the next call of Spark raises the reason
+    DRAINING = "draining"  # plans no more batches: commits the last offsets
+    DRAINED = "drained"  # all offsets are committed; waits until the query is stopped
+    ENDING = "ending"  # a bounded run at its target: commits the last offsets, then the members leave
+    STOPPING = "stopping"  # Spark stops the run: commits the last offsets, then the members close
+    FAILED = "failed"  # Spark's next call raises the error
     CLOSED = "closed"  # the members are closed
 
 
 class SlotState(State):
-    """Where one member of ours stands."""
+    """What the member of one slot does."""
 
     CLOSED = "closed"  # has no consumer
     JOINING = "joining"  # has a consumer and waits for an assignment
-    ASSIGNED = "assigned"  # has an assignment, maybe an empty one
-    REVOKING = "revoking"  # holds a revocation; heartbeats go on
-    CHECKING = "checking"  # its place was taken: asks the broker whether by a newer driver of this stream
-    MOVING = "moving"  # its member closes where it is, and the next one joins from another host
+    ASSIGNED = "assigned"  # has an assignment, possibly an empty one
+    REVOKING = "revoking"  # holds a revocation; heartbeats continue
+    CHECKING = "checking"  # another client has its instance id: checks whether a newer driver runs this stream
+    MOVING = "moving"  # its member closes at one place, and the next one joins at another
 
 
 class PartitionState(State):
-    """Where one partition stands, as far as this run is concerned."""
+    """What this run knows and does about one partition."""
 
-    UNASSIGNED = "unassigned"  # with nobody of ours; its last position is remembered
-    UNRESOLVED = "unresolved"  # ours; where it stands now is not known, and nobody asks
-    FETCHING = "fetching"  # the group's committed offset is being read
-    RESOLVING = "resolving"  # there is none: the starting options are being resolved
-    CLAIMING = "claiming"  # its position is known, under somebody else's name: it is committed under ours first
-    READY = "ready"  # may be planned
+    UNASSIGNED = "unassigned"  # no slot of this run has it; its last position is remembered
+    UNRESOLVED = "unresolved"  # assigned; its position is unknown and no lookup is on its way
+    FETCHING = "fetching"  # the group's committed offset is being fetched
+    RESOLVING = "resolving"  # the group has no committed offset: the starting options are being resolved
+    CLAIMING = "claiming"  # its position comes from a foreign commit: it is committed under this stream's name first
+    READY = "ready"  # the next batch may read it
     IN_FLIGHT = "in flight"  # the batch in flight reads it
 
 
 class AgentState(State):
-    """Where an agent stands that may host members."""
+    """What this run knows about one agent."""
 
-    NEW = "new"  # came, and must stay for a while
-    READY = "ready"  # slots are lent to it
-    DISCONNECTED = "disconnected"  # its channel is cut; it may come back within its lease
-    ENDED = "ended"  # its slots are elsewhere; if it comes back, it is dismissed
+    NEW = "new"  # connected, and must stay connected for a while
+    READY = "ready"  # slots may be placed on it
+    DISCONNECTED = "disconnected"  # its channel is closed; it may reconnect within its lease
+    ENDED = "ended"  # its slots are placed elsewhere; it is dismissed if it reconnects
 
 
 ENDED = frozenset({RunState.FAILED, RunState.STOPPING, RunState.CLOSED})
-"""Nothing but an end can come after these."""
+"""States in which the run plans no further batch and can only close."""
 
 RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.NEW, ev.TargetRequested): RunState.TARGETING,
@@ -88,12 +88,12 @@ RUN: Mapping[tuple[RunState, type], RunState] = {
     (RunState.OPEN, ev.NextBatchRequested): RunState.GATHERING,
     (RunState.GATHERING, ev.PositionsKnown): RunState.SETTLING,
     (RunState.GATHERING, ev.DrainRequested): RunState.DRAINING,
-    (RunState.SETTLING, ev.GroupStable): RunState.RESTING,
-    (RunState.RESTING, ev.PauseEnded): RunState.LOOKING,
-    (RunState.LOOKING, ev.Planned): RunState.PLANNED,
-    (RunState.LOOKING, ev.NothingToRead): RunState.OPEN,
-    (RunState.LOOKING, ev.GroupUnstable): RunState.SETTLING,
-    (RunState.LOOKING, ev.TargetReached): RunState.ENDING,
+    (RunState.SETTLING, ev.GroupStable): RunState.PAUSING,
+    (RunState.PAUSING, ev.PauseEnded): RunState.FETCHING_ENDS,
+    (RunState.FETCHING_ENDS, ev.Planned): RunState.PLANNED,
+    (RunState.FETCHING_ENDS, ev.NothingToRead): RunState.OPEN,
+    (RunState.FETCHING_ENDS, ev.GroupUnstable): RunState.SETTLING,
+    (RunState.FETCHING_ENDS, ev.TargetReached): RunState.ENDING,
     (RunState.PLANNED, ev.NextBatchRequested): RunState.PLANNED,
     (RunState.PLANNED, ev.BatchStarted): RunState.READING,
     (RunState.PLANNED, ev.Durable): RunState.OPEN,
@@ -152,7 +152,7 @@ SLOTS: Mapping[tuple[SlotState, type], SlotState] = {
     (SlotState.REVOKING, ev.AgentLost): SlotState.CLOSED,
 }
 
-_OURS = [state for state in PartitionState if state is not PartitionState.UNASSIGNED]
+_ASSIGNED = [state for state in PartitionState if state is not PartitionState.UNASSIGNED]
 
 PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.UNASSIGNED, ev.Assigned): PartitionState.UNRESOLVED,
@@ -171,33 +171,39 @@ PARTITIONS: Mapping[tuple[PartitionState, type], PartitionState] = {
     (PartitionState.READY, ev.SlotMoves): PartitionState.UNASSIGNED,
     (PartitionState.IN_FLIGHT, ev.Durable): PartitionState.READY,
     (PartitionState.IN_FLIGHT, ev.ForeignCommit): PartitionState.CLAIMING,
-    **{(state, ev.ResetDetected): PartitionState.UNRESOLVED for state in _OURS},
-    **{(state, ev.Release): PartitionState.UNASSIGNED for state in _OURS if state is not PartitionState.IN_FLIGHT},
-    **{(state, ev.Lost): PartitionState.UNASSIGNED for state in _OURS},
+    **{(state, ev.ResetDetected): PartitionState.UNRESOLVED for state in _ASSIGNED},
+    **{(state, ev.Release): PartitionState.UNASSIGNED for state in _ASSIGNED if state is not PartitionState.IN_FLIGHT},
+    **{(state, ev.Lost): PartitionState.UNASSIGNED for state in _ASSIGNED},
 }
 
-_THERE = [AgentState.NEW, AgentState.READY, AgentState.DISCONNECTED]
+_LIVE = [AgentState.NEW, AgentState.READY, AgentState.DISCONNECTED]
 
-HOSTS: Mapping[tuple[AgentState, type], AgentState] = {
+AGENTS: Mapping[tuple[AgentState, type], AgentState] = {
     (AgentState.NEW, ev.AgentStable): AgentState.READY,
     (AgentState.NEW, ev.AgentConnected): AgentState.NEW,
     (AgentState.READY, ev.AgentConnected): AgentState.READY,
     (AgentState.DISCONNECTED, ev.AgentConnected): AgentState.NEW,
     (AgentState.NEW, ev.AgentDisconnected): AgentState.DISCONNECTED,
     (AgentState.READY, ev.AgentDisconnected): AgentState.DISCONNECTED,
-    **{(state, ev.AgentEnded): AgentState.ENDED for state in _THERE},
-    **{(state, ev.LeaseExpired): AgentState.ENDED for state in _THERE},
-    **{(state, ev.AgentSuperseded): AgentState.ENDED for state in _THERE},
+    **{(state, ev.AgentEnded): AgentState.ENDED for state in _LIVE},
+    **{(state, ev.LeaseExpired): AgentState.ENDED for state in _LIVE},
+    **{(state, ev.AgentSuperseded): AgentState.ENDED for state in _LIVE},
 }
 
 S = TypeVar("S", bound=State)
 
 
 def moved(table: Mapping[tuple[S, type], S], state: S, cause: type, what: object) -> S:
-    """Where a cause leads. ``what``: whose state it is, for the error.
+    """The state after a transition.
+
+    Args:
+        table: the allowed transitions.
+        state: the current state.
+        cause: the class of the event, command or condition that causes the transition.
+        what: the object whose state it is, for the error text.
 
     Raises:
-        InvariantBroken: the table has no such change.
+        InvariantBroken: the table has no such transition.
     """
     to = table.get((state, cause))
     if to is None:
