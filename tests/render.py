@@ -52,7 +52,7 @@ DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
     ("run", RunState, states.RUN),
     ("slot", SlotState, states.SLOTS),
     ("partition", PartitionState, states.PARTITIONS),
-    ("host", AgentState, states.HOSTS),
+    ("agent", AgentState, states.AGENTS),
 )
 BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
     SlotState: ("has a consumer", (SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING)),
@@ -179,10 +179,12 @@ def diagram(kind: type[Enum], table: Table) -> str:
         befores = [at.value for at in kind if at in states_before - (set(inside) if out_of_box else set())]
         for before in [*befores, *(["box"] if out_of_box else [])]:
             arrows.setdefault((before, to.value), []).append(cause.__name__)
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(kind)).value}"]
+    node = {state.value: state.value.replace(" ", "_") for state in kind} | {"box": "box"}
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {node[next(iter(kind)).value]}"]
+    lines += [f'    state "{name}" as {id_}' for name, id_ in node.items() if name != id_]
     if inside:
-        lines += [f'    state "{box}" as box {{', *(f"        {state.value}" for state in inside), "    }"]
-    lines += [f"    {before} --> {to}: {', '.join(causes)}" for (before, to), causes in arrows.items()]
+        lines += [f'    state "{box}" as box {{', *(f"        {node[state.value]}" for state in inside), "    }"]
+    lines += [f"    {node[before]} --> {node[to]}: {', '.join(causes)}" for (before, to), causes in arrows.items()]
     same = "what leaves a state as it is"
     most = f"{', '.join(left_out)}, which most states have; and {same}" if left_out else same
     return "\n".join([*lines, "```", "", f"Not drawn: {most}.", ""])

@@ -1,6 +1,7 @@
-"""When the group's offsets are committed: one commit on its way at a time, pauses after failures, slots that are out.
+"""When the group's offsets are committed: one commit at a time, pauses after failures, slots that are left out.
 
-Runs in: the stream reader, tests. Deliberately absent: which offsets (``positions``), committing them (``driver``).
+Runs in: the stream reader, tests. Deliberately absent: which offsets are committed (``run``, ``partitions``) and how
+(``runtime.offset_commits``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,103 +10,152 @@ from dataclasses import dataclass
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.rules import pause_ms
 
-SILENT_MS_MAX = 5_000
-"""A slot that is out of the group for longer than this is told of: a rebalance takes less."""
-OUT_PAUSE_MS_MAX = 2_000
+ABSENT_WARNING_MS = 5_000
+"""How long a slot may be out of the group before a warning: a rebalance takes less."""
+ABSENT_PAUSE_MS_MAX = 2_000
 """The longest pause before the offsets of such a slot are tried again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No commit is on its way: the next one may be ordered at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committing:
+    """A commit is on its way."""
+
+    offsets: Mapping[TopicPartition, int]
+    slots: frozenset[int]
+    """The slots whose members hold its partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A commit failed: the next one may be ordered from ``until_ms`` on."""
+
+    until_ms: int
+
+
 @dataclass(slots=True)
-class _Out:
-    """A slot whose share was left out, because its member is not in the group at the moment."""
+class _AbsentSlot:
+    """A slot whose offsets were left out of a commit, because its member is not in the group at the moment."""
 
     since_ms: int
-    until_ms: int | None = None  # when it is tried again; None: with the next commit
+    """When its offsets were left out first."""
+    retry_at_ms: int | None = None
+    """When its offsets are tried again; None: with the next commit."""
     reason: str = ""
-    told: bool = False
+    """Kafka's last answer about its member."""
+    warned: bool = False
 
 
 class CommitSchedule:
-    """The state of the echo."""
+    """Decides when a commit may be ordered, and for which slots."""
 
     def __init__(self) -> None:
-        self.in_flight: Mapping[TopicPartition, int] | None = None
-        """What is being committed now."""
-        self._slots: set[int] = set()  # in whose members' names
+        self._state: Idle | Committing | Backoff = Idle()
         self._failures = 0
-        self._again_at_ms: int | None = None
+        """Commits that failed in a row."""
         self._durable_at_ms: int | None = None
-        self._out: dict[int, _Out] = {}
+        """When the last batch became durable; None once all its offsets are committed."""
+        self._absent: dict[int, _AbsentSlot] = {}
 
     @property
-    def waiting_slots(self) -> set[int]:
-        """Slots whose offsets are not to be tried now."""
-        return {slot for slot, out in self._out.items() if out.until_ms is not None}
+    def is_committing(self) -> bool:
+        """Whether a commit is on its way."""
+        return isinstance(self._state, Committing)
 
-    def may_order(self, now_ms: int) -> bool:
-        return self.in_flight is None and (self._again_at_ms is None or now_ms >= self._again_at_ms)
+    def includes(self, tp: TopicPartition) -> bool:
+        """Whether the commit on its way includes a partition."""
+        return isinstance(self._state, Committing) and tp in self._state.offsets
 
-    def durable(self, now_ms: int) -> None:
-        """A batch became durable: from here the echo's latency counts."""
+    @property
+    def excluded_slots(self) -> set[int]:
+        """Slots whose offsets the next commit must leave out."""
+        return {slot for slot, absent in self._absent.items() if absent.retry_at_ms is not None}
+
+    def may_commit(self, now_ms: int) -> bool:
+        """Whether a commit may be ordered now."""
+        match self._state:
+            case Idle():
+                return True
+            case Committing():
+                return False
+            case Backoff(until_ms):
+                return now_ms >= until_ms
+
+    def batch_durable(self, now_ms: int) -> None:
+        """A batch became durable: the commit latency counts from here."""
         self._durable_at_ms = now_ms
 
-    def ordered(self, share: Mapping[TopicPartition, int], slots: Iterable[int]) -> None:
-        """These are being committed, in the names of these slots' members."""
-        self.in_flight, self._slots = share, set(slots)
+    def started(self, offsets: Mapping[TopicPartition, int], slots: Iterable[int]) -> None:
+        """A commit of these offsets was ordered, in the names of these slots' members."""
+        self._state = Committing(offsets, frozenset(slots))
 
-    def done(self, now_ms: int, *, left: Mapping[int, str], all_done: bool) -> int | None:
-        """The commit was made, but for the shares of the slots in ``left``.
+    def succeeded(self, now_ms: int, *, left: Mapping[int, str], all_committed: bool) -> int | None:
+        """The commit succeeded, but for the offsets of the slots in ``left``.
+
+        Args:
+            left: the slots whose offsets were left out, and why.
+            all_committed: whether Kafka has all durable offsets now.
 
         Returns:
-            The milliseconds from "the batch is durable" to "Kafka has all its offsets", when it has them now.
+            The milliseconds since the last batch became durable, if all its offsets are committed with this commit.
         """
-        self.in_flight, self._failures, self._again_at_ms = None, 0, None
-        for slot in self._slots - left.keys():
+        for slot in self._committing_slots() - left.keys():
             self.slot_is_back(slot)
         for slot, reason in left.items():
-            self._left_out(slot, reason, now_ms)
-        if not all_done or self._durable_at_ms is None:
+            self._leave_out(slot, reason, now_ms)
+        self._state, self._failures = Idle(), 0
+        if not all_committed or self._durable_at_ms is None:
             return None
         took_ms, self._durable_at_ms = now_ms - self._durable_at_ms, None
         return took_ms
 
     def failed(self, now_ms: int) -> None:
-        """Nothing was committed, for a reason that the next try may not meet."""
-        self.in_flight = None
-        self._again_at_ms = now_ms + pause_ms(self._failures)
+        """The commit failed, and the next attempt may succeed."""
+        self._state = Backoff(until_ms=now_ms + pause_ms(self._failures))
         self._failures += 1
 
-    def stale(self, now_ms: int, reason: str) -> None:
+    def was_stale(self, now_ms: int, reason: str) -> None:
         """Nothing was committed: every member is in another generation than when it was ordered, or in none."""
-        self.in_flight = None
-        for slot in self._slots:
-            self._left_out(slot, reason, now_ms)
+        for slot in self._committing_slots():
+            self._leave_out(slot, reason, now_ms)
+        self._state = Idle()
 
     def slot_is_back(self, slot: int) -> None:
-        """It has an assignment, or its offsets were committed: the next ones may be tried at once."""
-        self._out.pop(slot, None)
+        """The slot has an assignment, or its offsets were committed: its next offsets may be committed at once."""
+        self._absent.pop(slot, None)
 
-    def silent(self, now_ms: int) -> list[tuple[int, str]]:
-        """Slots that have been out for long, and what was said of that: each once."""
+    def newly_absent(self, now_ms: int) -> list[tuple[int, str]]:
+        """Slots that are absent for long, with the reason. Each is returned once."""
         late = [
-            (slot, out) for slot, out in self._out.items() if now_ms - out.since_ms >= SILENT_MS_MAX and not out.told
+            (slot, absent)
+            for slot, absent in self._absent.items()
+            if now_ms - absent.since_ms >= ABSENT_WARNING_MS and not absent.warned
         ]
-        for _, out in late:
-            out.told = True
-        return [(slot, out.reason) for slot, out in late]
+        for _, absent in late:
+            absent.warned = True
+        return [(slot, absent.reason) for slot, absent in late]
 
     def deadlines_ms(self) -> list[int]:
-        due = [out.until_ms for out in self._out.values()] + [self._again_at_ms]
-        return [at_ms for at_ms in due if at_ms is not None]
+        """When :meth:`tick` is due."""
+        due = [absent.retry_at_ms for absent in self._absent.values() if absent.retry_at_ms is not None]
+        return due + ([self._state.until_ms] if isinstance(self._state, Backoff) else [])
 
     def tick(self, now_ms: int) -> None:
-        if self._again_at_ms is not None and now_ms >= self._again_at_ms:
-            self._again_at_ms = None
-        for out in self._out.values():
-            if out.until_ms is not None and now_ms >= out.until_ms:
-                out.until_ms = None
+        """End the pauses that are over."""
+        if isinstance(self._state, Backoff) and now_ms >= self._state.until_ms:
+            self._state = Idle()
+        for absent in self._absent.values():
+            if absent.retry_at_ms is not None and now_ms >= absent.retry_at_ms:
+                absent.retry_at_ms = None
 
-    def _left_out(self, slot: int, reason: str, now_ms: int) -> None:
-        out = self._out.setdefault(slot, _Out(now_ms))
-        out.reason = reason
-        out.until_ms = now_ms + min(OUT_PAUSE_MS_MAX, max(pause_ms(0), now_ms - out.since_ms))
+    def _committing_slots(self) -> frozenset[int]:
+        return self._state.slots if isinstance(self._state, Committing) else frozenset()
+
+    def _leave_out(self, slot: int, reason: str, now_ms: int) -> None:
+        absent = self._absent.setdefault(slot, _AbsentSlot(now_ms))
+        absent.reason = reason
+        absent.retry_at_ms = now_ms + min(ABSENT_PAUSE_MS_MAX, max(pause_ms(0), now_ms - absent.since_ms))

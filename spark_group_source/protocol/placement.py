@@ -22,7 +22,7 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.outbox import Outbox
 from spark_group_source.protocol.rules import SLOTS_MAX, Rules
 from spark_group_source.protocol.slots import HOME, Slot, Slots
-from spark_group_source.protocol.states import HOSTS, AgentState, SlotState, moved
+from spark_group_source.protocol.states import AGENTS, AgentState, SlotState, moved
 from spark_group_source.protocol.statistics import Statistics
 
 STAYS_MS = 30_000
@@ -175,7 +175,7 @@ class AgentRegistry:
         self._out.order(ev.DismissAgent(host=id_, reason=reason))
 
     def _move(self, host: AgentRecord, cause: type) -> None:
-        host.state = moved(HOSTS, host.state, cause, f"host {host.id}")
+        host.state = moved(AGENTS, host.state, cause, f"host {host.id}")
 
 
 class Placement:

@@ -1,9 +1,8 @@
-"""The next offset: which ranges a batch reads, and everything else that the checkpoint has to remember; and into how
-many tasks the ranges go.
+"""The plan of a batch: which ranges it reads, what else the checkpoint must contain, and how the ranges are packed into
+tasks.
 
-Runs in: the stream reader, tests, benchmarks. Deliberately absent: where partitions stand and who has them
-(``machine``), what the brokers say (``loss``), and when a batch is planned. This is the only place that makes
-a :class:`StreamOffset`.
+Runs in: the stream reader, tests, benchmarks. Deliberately absent: positions and members (``run``), log ends
+(``data_loss``), and when a batch is planned. Only this module creates a :class:`StreamOffset` of a batch.
 """
 
 import heapq
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
     from spark_group_source.protocol.run import Run
 
 TASK_RECORDS_TARGET: Final = 50_000
-"""Small ranges share a task up to about this many offsets: a task costs some 10 ms before it reads its first record,
-which is little beside reading this many."""
+"""Small ranges share a task up to about this many offsets. A task costs some 10 ms before it reads its first record,
+which is little compared to reading this many."""
 TASK_RANGES_TARGET: Final = 250
-"""Small ranges share a task up to about this many: opening a range costs time even when it holds one record."""
+"""Small ranges share a task up to about this many ranges: opening a range costs time even for one record."""
 
 TASKS_MAX: Final = 1_000_000
-"""More tasks than this in one batch is a wrong setting, and would exhaust the driver before it started."""
+"""The most tasks of one batch. More indicates a wrong setting, and would exhaust the driver before the batch starts."""
 
 
 class Planner:
-    """Cuts the batches of one run.
+    """Plans the batches of one run.
 
     Args:
         rules: the limits.
@@ -41,8 +40,8 @@ class Planner:
         self._planned_at_ms: int | None = None
         self._target: Mapping[TopicPartition, int] | None = None
 
-    def take_target(self, ends: Mapping[TopicPartition, int]) -> None:
-        """Fix where an AvailableNow run ends; partitions that are not among them are left for the next one."""
+    def set_target(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Set the end of an AvailableNow run. Partitions that are not in it are left for the next run."""
         self._target = ends
 
     @property
@@ -50,9 +49,9 @@ class Planner:
         """Whether this run has a target."""
         return self._target is not None
 
-    def cut(
+    def plan(
         self,
-        machine: "Run",
+        run: "Run",
         ends: Mapping[TopicPartition, int],
         topic_ids: Mapping[str, str],
         leader_epochs: Callable[[Mapping[TopicPartition, int]], dict[TopicPartition, int]],
@@ -61,104 +60,106 @@ class Planner:
         unlimited: bool,
         now_ms: int,
     ) -> StreamOffset | None:
-        """The next batch, or None when there is nothing to read (or not enough yet).
+        """Plan the next batch. None if there is nothing to read, or not enough yet.
 
-        The first batch of a stream is planned even when it reads nothing: it carries the stream's id and start
-        positions into the checkpoint. A partition whose end was not told reads nothing, but its position is written
-        down like all others.
+        The first batch of a stream is planned even if it reads nothing: it brings the stream id and the start positions
+        into the checkpoint. A partition whose end is unknown reads nothing, but its position is in the plan like all
+        others.
 
         Args:
-            machine: who has which partition, and where it stands.
-            ends: up to where each may be read; who is missing was not answered.
-            topic_ids: of the topics whose records were looked at.
-            leader_epochs: those to write down, for positions.
-            first: this is the first batch of the stream.
-            unlimited: Trigger.Once, which takes all there is.
+            run: the run, with its partitions and their positions.
+            ends: up to where each partition may be read; missing if no broker answered.
+            topic_ids: the ids of the topics whose log ends were read.
+            leader_epochs: returns the leader epochs to write down for these positions.
+            first: whether this is the first batch of the stream.
+            unlimited: whether the trigger is Once, which reads everything available.
+            now_ms: the time.
         """
-        positions = machine.plannable()
+        positions = run.plannable()
         if self._target is not None:
             ends = {tp: min(end, self._target.get(tp, positions.get(tp, end))) for tp, end in ends.items()}
         backlogs = {tp: (at, max(at, ends.get(tp, at))) for tp, at in positions.items()}
         total = sum(end - at for at, end in backlogs.values())
-        if not (total or first) or not self._enough(total, unlimited=unlimited, now_ms=now_ms):
+        if not (total or first) or not self._is_worthwhile(total, unlimited=unlimited, now_ms=now_ms):
             return None
         limit = None if unlimited else self._rules.max_offsets
-        until = cut(backlogs, limit, machine.seq + 1)
+        until = fair_share(backlogs, limit, run.seq + 1)
         self._planned_at_ms = now_ms
-        known = machine.lookups.known
+        known = run.lookups.known
         read = {tp.topic for tp in until}
-        followed = machine.positions.followed()
-        owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}
+        followed = run.positions.followed()
+        owed = {tp: at for tp, at in run.positions.owed().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
-            stream=machine.stream,
-            seq=machine.seq + 1,
+            stream=run.stream,
+            seq=run.seq + 1,
             topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in known or topic in read},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            epoch=machine.positions.epoch,
+            epoch=run.positions.epoch,
             followed=followed & until.keys() if followed else followed,
-            began=frozenset(machine.lookups.began & until.keys()),
+            began=frozenset(run.lookups.began & until.keys()),
             leader_epochs=leader_epochs(positions),
-            cut={tp: at for tp, at in machine.positions.cut().items() if tp in until},
-            lost={tp: at for tp, at in machine.positions.lost().items() if tp in until},
+            cut={tp: at for tp, at in run.positions.cut().items() if tp in until},
+            lost={tp: at for tp, at in run.positions.lost().items() if tp in until},
             owed=owed,
-            since=machine.positions.since(owed),
+            since=run.positions.since(owed),
         )
 
-    def _enough(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
+    def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:
         floor = None if unlimited or self.bounded else self._rules.min_offsets
         first = self._planned_at_ms is None
-        return enough(total, floor, self._planned_at_ms or 0, now_ms, self._rules.max_delay_ms, first)
+        return is_worthwhile(total, floor, self._planned_at_ms or 0, now_ms, self._rules.max_delay_ms, first)
 
 
 # --- how much of the backlog, and into how many tasks ----------------------------------------------------------------
 
 
-def cut(
+def fair_share(
     backlogs: Mapping[TopicPartition, tuple[int, int]], max_offsets: int | None, seq: int
 ) -> dict[TopicPartition, int]:
     """Share ``max_offsets`` fairly among the partitions that have a backlog.
 
-    Every partition with a backlog gets an equal share; what one cannot use goes to the others. What is left over when
-    the shares are equal, fewer offsets than partitions, goes one each in sorted order, beginning at another partition
-    in each batch: the batch number says at which. So no partition starves behind a big one, nor behind its name: of n
-    held partitions one with a backlog gets at least one offset within n batches.
+    Each partition with a backlog gets an equal share; what a smaller backlog does not use is shared among the others.
+    What remains, fewer offsets than partitions, is given one each in sorted order, starting at another partition in
+    each batch (``seq`` says at which). So neither a large backlog nor the sort order starves a partition: of n assigned
+    partitions, one with a backlog gets at least one offset within n batches.
 
     Args:
-        backlogs: position and latest offset of every held partition. Where latest is not above position (also where
-            the log shrank) nothing is taken; judging that is not done here.
+        backlogs: position and end offset of each assigned partition. A partition whose end is not above its position
+            gets nothing (its log may have been truncated; that is not checked here).
         max_offsets: at least 1, or None for no limit.
         seq: the number of the batch.
 
     Returns:
-        For every partition of ``backlogs`` the offset up to which to read, position <= until <= latest. The sum of what
-        is taken is ``max_offsets``, or the whole backlog when that is smaller.
+        For each partition of ``backlogs`` the offset up to which to read, position <= until <= end. The sizes add up to
+        ``max_offsets``, or to the whole backlog if that is smaller.
     """
     if max_offsets is not None and max_offsets < 1:
-        raise InvariantBroken(f"a batch of at most {max_offsets} offsets was asked for", max_offsets=max_offsets)
+        raise InvariantBroken(f"a batch cannot be limited to {max_offsets} offsets", max_offsets=max_offsets)
     sizes = {tp: latest - position for tp, (position, latest) in backlogs.items() if latest > position}
     until = {tp: max(position, latest) for tp, (position, latest) in backlogs.items()}
     if max_offsets is None or sum(sizes.values()) <= max_offsets:
         return until
-    share, spare = _water_level(sizes.values(), max_offsets)
+    share, spare = _equal_share(sizes.values(), max_offsets)
     unsatisfied = sorted(tp for tp, size in sizes.items() if size > share)
-    first = bisect_left(unsatisfied, _turn(backlogs, seq * max_offsets)) if spare else 0
+    first = bisect_left(unsatisfied, _first_served(backlogs, seq * max_offsets)) if spare else 0
     for i, tp in enumerate(unsatisfied[first:] + unsatisfied[:first]):
         until[tp] = backlogs[tp][0] + share + (i < spare)
     return until
 
 
-def _turn(backlogs: Iterable[TopicPartition], at: int) -> TopicPartition:
-    """The one at this place, where the sorted partitions stand in a circle."""
-    everyone = sorted(backlogs)
-    return everyone[at % len(everyone)]
+def _first_served(backlogs: Iterable[TopicPartition], at: int) -> TopicPartition:
+    """The partition at index ``at`` of the sorted partitions, modulo their number."""
+    ordered = sorted(backlogs)
+    return ordered[at % len(ordered)]
 
 
-def _water_level(sizes: Iterable[int], amount: int) -> tuple[int, int]:
-    """The share of those that want more than it, and what is left over (less than their number).
+def _equal_share(sizes: Iterable[int], amount: int) -> tuple[int, int]:
+    """The share of each partition whose backlog exceeds it, and the remainder (less than the number of such
+    partitions).
 
-    ``amount`` is below the sum of ``sizes``, so somebody always wants more.
+    ``amount`` is below the sum of ``sizes``, so at least one backlog exceeds the share.
     """
     ascending = sorted(sizes)
     for served, size in enumerate(ascending):
@@ -166,23 +167,24 @@ def _water_level(sizes: Iterable[int], amount: int) -> tuple[int, int]:
         if size > share:
             return share, spare
         amount -= size
-    raise InvariantBroken("a limit above the backlog reached the fair cut", left=amount)
+    raise InvariantBroken("the limit of the batch is above its backlog", left=amount)
 
 
-def enough(
+def is_worthwhile(
     total_backlog: int, min_offsets: int | None, last_batch_ms: int, now_ms: int, max_delay_ms: int, first: bool
 ) -> bool:
-    """Whether a batch should be planned now, or wait for ``min_offsets``.
+    """Whether to plan a batch now instead of waiting for ``min_offsets``.
 
-    The first batch of a run never waits, and no batch waits longer than ``max_delay_ms`` after the last one. A trigger
-    that takes all that is available passes ``min_offsets=None``.
+    The first batch of a run never waits, and no batch waits longer than ``max_delay_ms`` after the one before. Triggers
+    that read everything available pass ``min_offsets=None``.
 
     Args:
-        total_backlog: offsets that could be read now, over all held partitions.
+        total_backlog: offsets that can be read now, over all assigned partitions.
         min_offsets: None means no waiting.
-        last_batch_ms: when the last batch was planned, on the clock of ``now_ms``; not used when ``first``.
+        last_batch_ms: when the last batch was planned, on the clock of ``now_ms``; ignored if ``first``.
+        now_ms: the time.
         max_delay_ms: the longest wait.
-        first: no batch was planned yet in this run.
+        first: whether this run has planned no batch yet.
     """
     if first or min_offsets is None or total_backlog >= min_offsets:
         return True
@@ -192,11 +194,11 @@ def enough(
 def pack(
     ranges: Sequence[OffsetRange], *, min_partitions: int | None, max_records: int | None
 ) -> list[list[OffsetRange]]:
-    """Put the ranges of a batch into tasks: every offset into exactly one, empty ranges into none.
+    """Pack the ranges of a batch into tasks: every offset into exactly one, empty ranges into none.
 
-    A big range has a task of its own; small ones share tasks of about :data:`TASK_RECORDS_TARGET` offsets and
-    :data:`TASK_RANGES_TARGET` ranges, the longest first into the emptiest task. A range is split only when one of the
-    options asks for it, into equal pieces with the remainder in the last ones.
+    A large range gets its own task; small ones share tasks of about :data:`TASK_RECORDS_TARGET` offsets and
+    :data:`TASK_RANGES_TARGET` ranges, the longest first into the emptiest task. A range is split only if one of the
+    options requires it, into equal pieces with the remainder in the last ones.
 
     Args:
         ranges: in any order; the order does not change the result.
@@ -204,8 +206,8 @@ def pack(
         max_records: no task gets more offsets than this; at least 1.
 
     Returns:
-        One list per task, big tasks first, each sorted by partition. No task has a partition twice: two pieces of one
-        exceed ``max_records`` together, and pieces that ``min_partitions`` makes get tasks of their own.
+        One list per task, large tasks first, each sorted by partition. No task has a partition twice: two pieces of one
+        partition exceed ``max_records`` together, and pieces for ``min_partitions`` get their own tasks.
 
     Raises:
         OptionError: ``max_records`` would need more than :data:`TASKS_MAX` tasks.
@@ -216,7 +218,7 @@ def pack(
     if min_partitions is not None and len(pieces) < min_partitions:
         pieces = _split_largest(pieces, min_partitions)
     pieces.sort(key=lambda r: -r.size)  # stable: equal sizes stay in the order of partitions
-    # Above half of the target, two would not fit into one task.
+    # Two ranges above half of the target do not fit into one task.
     small_at = next((i for i, r in enumerate(pieces) if r.size * 2 <= TASK_RECORDS_TARGET), len(pieces))
     big, small = pieces[:small_at], pieces[small_at:]
     shared = max(
@@ -228,23 +230,24 @@ def pack(
 
 
 def split_at_most(ranges: Sequence[OffsetRange], max_records: int) -> list[OffsetRange]:
-    """Ranges of more than ``max_records`` offsets as equal pieces of at most that.
+    """Split ranges of more than ``max_records`` offsets into equal pieces of at most that size.
 
     Raises:
-        OptionError: that would be more than :data:`TASKS_MAX`.
+        OptionError: that would be more than :data:`TASKS_MAX` pieces.
     """
     wanted = [-(-r.size // max_records) for r in ranges]
     if sum(wanted) > TASKS_MAX:
         raise OptionError(
-            f"option 'maxRecordsPerPartition' is {max_records}; the batch of {sum(r.size for r in ranges)} offsets "
-            f"would be {sum(wanted)} tasks, and {TASKS_MAX} are the most. Raise it, or set maxOffsetsPerTrigger",
+            f"option 'maxRecordsPerPartition' is {max_records}, which splits the batch of "
+            f"{sum(r.size for r in ranges)} offsets into {sum(wanted)} tasks; the limit is {TASKS_MAX}. Raise the "
+            "option, or set maxOffsetsPerTrigger",
             option="maxRecordsPerPartition",
         )
     return [piece for r, parts in zip(ranges, wanted, strict=True) for piece in _split(r, parts)]
 
 
 def _split(r: OffsetRange, parts: int) -> list[OffsetRange]:
-    """Equal pieces, whose sizes differ by at most 1, the larger ones last."""
+    """Split a range into equal pieces: sizes differ by at most 1, the larger ones come last."""
     if parts == 1:
         return [r]
     pieces = []
@@ -257,11 +260,11 @@ def _split(r: OffsetRange, parts: int) -> list[OffsetRange]:
 
 
 def _split_largest(ranges: list[OffsetRange], wanted: int) -> list[OffsetRange]:
-    """Always give one more piece to the range whose pieces are largest, until there are ``wanted`` pieces."""
+    """Split the range with the largest pieces into one piece more, until there are ``wanted`` pieces."""
     if sum(r.size for r in ranges) <= wanted:
         return [piece for r in ranges for piece in _split(r, r.size)]
     parts = [1] * len(ranges)
-    # Negative sizes make a heap of largest first; dividing them rounds the size of the largest piece up.
+    # Negative sizes order the heap by the largest; dividing them rounds the size of the largest piece up.
     heap = [(-r.size, i) for i, r in enumerate(ranges)]
     heapq.heapify(heap)
     for _ in range(wanted - len(ranges)):
@@ -272,7 +275,7 @@ def _split_largest(ranges: list[OffsetRange], wanted: int) -> list[OffsetRange]:
 
 
 def _balance(descending: list[OffsetRange], tasks: int, max_records: int | None) -> list[list[OffsetRange]]:
-    """Each range into the emptiest task; a further task is opened where even that one would get too much."""
+    """Put each range into the emptiest task; open a further task if that one would exceed ``max_records``."""
     bins: list[list[OffsetRange]] = [[] for _ in range(tasks)]
     heap = [(0, i) for i in range(tasks)]
     for r in descending:

@@ -1,12 +1,13 @@
-"""How Kafka's rebalances become boundaries between micro-batches: one run of a query as one pure machine.
+"""One run of a query as a pure state machine: it turns Kafka's rebalances into changes between micro-batches.
 
 Runs in: the stream reader (under the coordinator's lock), tests. Deliberately absent: clock (``now_ms`` is passed in),
-threads, sockets, logs, Kafka, Spark; where a partition stands (``positions``), which member has it (``slots``), the
-ranges of a batch (``plan``), lost data (``loss``).
+threads, sockets, logs, Kafka, Spark; the positions of partitions (``partitions``), the members (``slots``), the ranges
+of a batch (``planner``), lost records (``data_loss``), when offsets are committed (``commit_schedule``).
 
-Events come in through :meth:`Run.handle` and nowhere else, and everything the outside must do goes out as commands.
-After each event the joint rules (`_pump`) run in a fixed order: what must be committed, which revocations may go, which
-partitions need a position. The thread of Spark's call asks :meth:`Run.proceed` what to do next until that is an
+Events enter through :meth:`Run.handle` only, and everything that must be done outside is returned as commands. An event
+goes to the part that it concerns; then the joint rules (:meth:`Run._apply_rules`) run in a fixed order: commit the
+offsets that are not committed yet, release the revocations that need not be held any longer, look up the positions of
+new partitions. The thread of Spark's call requests one step after another from :meth:`Run.proceed`, until the step is
 :class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
@@ -33,38 +34,40 @@ from spark_group_source.protocol.states import RUN, PartitionState, RunState, Sl
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
-"""How long the first batch of a run waits for a rebalance that is going on; then it takes what it has."""
-PATIENCE_MS = 10_000
-"""How long an assignment may take before the log says why that can be."""
-ECHO_MS_MAX = 60_000
-"""How long a run that ends or drains waits for its offsets to be committed."""
-STOP_ECHO_MS_MAX = 4_000
-"""The same for a run that is stopped: Spark ends its process after some seconds."""
+"""How long the first batch of a run waits for a rebalance to complete; then it reads the partitions assigned so far."""
+ASSIGNMENT_WARNING_MS = 10_000
+"""How long an assignment may take before a warning explains the possible reasons."""
+COMMIT_MS_MAX = 60_000
+"""How long a run that ends or drains waits until its offsets are committed."""
+STOP_COMMIT_MS_MAX = 4_000
+"""The same for a run that is stopped: Spark kills its process after some seconds."""
 IDLE_LOAD_MAX = 0.04
-"""Share of the time that an idle query may spend asking for new records; it sets the pause between two questions."""
+"""Share of the time that an idle query may spend reading log ends; it sets the pause between two reads."""
 IDLE_PAUSES_MS = (100, 1_000)
-"""Shortest and longest of these pauses: the latency of a new record, and the cost of many partitions."""
+"""The shortest and the longest of these pauses: they bound the latency of a new record and the load of many partitions.
+"""
 START_MS_MAX = 20_000
-"""How long brokers may be silent before a query has begun: an address that is wrong is reported within 30 s."""
+"""How long brokers may not answer before the members of a run join: a wrong address is reported within 30 s."""
 
 
 class Run:
-    """One run's stream: what its slots, partitions and commits do, and what Spark's call waits for.
+    """The state machine of one run of a query.
 
     Args:
-        rules: what the options say.
+        rules: limits, budgets and choices from the options.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.state = RunState.NEW
         self.stream = ""
-        """The stream's id; empty before the run has begun: no member joins before."""
+        """The stream id; empty until the run has started: no member joins before that."""
         self.plan: StreamOffset | None = None
-        """The batch in flight: revocations of its partitions are held."""
+        """The batch in flight: planned and not durable. Its partitions are not released. None between batches."""
         self.closed = False
-        """Whether the members were told to close: what they and Kafka report is ignored from then on."""
+        """Whether the members were ordered to close: from then on their events and Kafka's responses are ignored."""
         self.static = True
+        """Whether the members are static ones; False only for KIP-848 members of a run that ends by itself."""
         self.counts = Statistics(group=rules.group)
         self.positions = Partitions(self.counts)
         self.planner = Planner(rules)
@@ -76,59 +79,83 @@ class Run:
             self.positions,
             self.counts,
             self._out,
-            must_wait=self._must_wait,
-            place=self._place,
-            place_name=self._place_name,
+            must_wait=self._must_hold,
+            place=self._agent_for,
+            place_name=self._agent_name,
         )
-        self.lending = Placement(rules, self.slots, self.counts, self._out, self._is_settled)
+        self.lending = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
         self.lookups = PositionLookups(rules, self.positions, self.counts, self._out)
-        self._echo = CommitSchedule()
+        self._commits = CommitSchedule()
         self._skips = Skips()
         self._renew_at_ms: int | None = None
+        """When old committed offsets are searched for and renewed; None until the run has started."""
         self._error: SourceError | None = None
-        # --- of Spark's calls
-        self._first: ev.NextBatchRequested | ev.BatchStarted | None = None  # the call that began it
-        self._topics: dict[str, int] | None = None  # those that there are, once they are listed
+        """Why the run failed; None while it has not."""
+        # --- Spark's calls
+        self._first_call: ev.NextBatchRequested | ev.BatchStarted | None = None
+        """The call that started the run; None before it."""
+        self._topics: dict[str, int] | None = None
+        """The subscribed topics and their partition counts; None until they are listed."""
         self._start = StreamOffset.initial(rules.group)
-        self._unlimited = self._returning = self._drain = False
-        self._since_ms = 0  # in this state
-        self._unsettled_since_ms: int | None = None
-        self._told_waiting = False
-        self._seen: ev.GroupDescribed | None = None
+        """The ``start`` of Spark's last call."""
+        self._is_unlimited = False
+        """Whether the trigger is Once, which reads everything available."""
+        self._is_draining = False
+        """Whether Spark's last call came with a drain request."""
+        self._is_resumed = False
+        """Whether the run continues a checkpoint, until its first call has passed GATHERING."""
+        self._since_ms = 0
+        """When the run entered its state, or Spark's last call came."""
+        # --- the group, as seen by Spark's calls
+        self._has_warned_of_waiting = False
+        """Whether the warning about a missing assignment was logged."""
+        self._described: ev.GroupDescribed | None = None
+        """The last description of the group, until it is used."""
         self._describe_at_ms = 0
-        self._settled = False
-        self._elsewhere: list[TopicPartition] = []  # with members of this stream's names that this run does not have
-        self._look: ev.ReadLogEnds | None = None
-        self._idle = False
-        self._asked_at_ms = 0
-        self._rest_rebalances = 0
+        """The earliest time of the next description."""
+        self._is_group_settled = False
+        """Whether the last description showed exactly the assignment that this run has."""
+        self._held_elsewhere: list[TopicPartition] = []
+        """Partitions that members with this stream's client ids have and this run does not."""
+        self._unsettled_since_ms: int | None = None
+        """Since when a bounded run has had nothing to read in a group that is not settled; None if it is."""
+        # --- reads of the log ends
+        self._ends_request: ev.ReadLogEnds | None = None
+        """The request that is to be sent next; None when the responses are complete."""
+        self._is_idle = False
+        """Whether the last read found nothing to read."""
+        self._ends_read_at_ms = 0
+        """When the last read was complete."""
+        self._rebalances_at_read = 0
+        """The number of rebalances at that time: after a further one there is no pause."""
 
-    # --- the door in ------------------------------------------------------------------------------------------------
+    # --- entry ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, *, now_ms: int) -> list[ev.Command]:
-        """Take in one event; returns what has to be done, in order. Never raises: a broken rule fails the run."""
+        """Handle one event, and return the commands to execute, in order. Never raises: a broken invariant fails the
+        run."""
         self._out.begin(now_ms)
         try:
-            self._happen(event)
+            self._apply(event)
         except InvariantBroken as exc:
-            self._broken(exc)
+            self._fail_invariant(exc)
         return self._out.commands
 
     def proceed(self, *, now_ms: int) -> tuple[ev.Step, list[ev.Command]]:
-        """What the thread of Spark's call does next, and the commands that come with it."""
+        """Return the next step of the thread of Spark's call, and the commands to execute before it."""
         self._out.begin(now_ms)
         step: ev.Step | None = None
         while step is None:
             try:
                 step = self._next()
             except InvariantBroken as exc:
-                self._broken(exc)
+                self._fail_invariant(exc)
         again_at_ms = self.outage.again_at_ms(Asker.CALL)
         if isinstance(step, ev.BrokerQuery) and now_ms < again_at_ms:
             step = ev.Wait(until_ms=again_at_ms)
         return step, self._out.commands
 
-    # --- what may be asked ------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def seq(self) -> int:
@@ -137,23 +164,24 @@ class Run:
 
     @property
     def gathered(self) -> bool:
-        """Every slot has had an assignment, and every partition can be planned: a first plan misses nothing."""
+        """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition."""
         return self.slots.all_assigned and self.positions.ready
 
     @property
     def echoed(self) -> bool:
-        """Kafka has the position of every held partition."""
-        return not self.positions.due() and self._echo.in_flight is None
+        """Whether Kafka has the position of every assigned partition as committed offset."""
+        return not self.positions.due() and not self._commits.is_committing
 
     @property
     def drained(self) -> bool:
-        """Whether all is at Kafka and no batch will follow."""
+        """Whether all offsets are committed and no batch will follow."""
         return self.state is RunState.DRAINED
 
     def plannable(self) -> dict[TopicPartition, int]:
         """The position of every partition that the next batch may read.
 
-        Those that are leaving are not among them, nor those that Kafka does not show as ours yet.
+        It excludes partitions that are being revoked, and those whose position is not committed under this stream's
+        name.
         """
         found = self.positions.plannable()
         for tp in self.slots.leaving():
@@ -161,21 +189,21 @@ class Run:
         return found
 
     def awaits_end(self, slot: int) -> bool:
-        """Whether anything waits for a slot's member to have closed. Any thread: who asks was ordered to close."""
+        """Whether a slot waits for its member to close. Any thread: the caller was ordered to close."""
         found = self.slots.get(slot)
         return found is not None and found.state is SlotState.MOVING
 
     def next_deadline_ms(self) -> int | None:
-        """When :class:`Tick` is due; None while nothing waits for time."""
+        """When :class:`Tick` is due; None while nothing waits for a time."""
         if self.closed:
             return None
-        due = self.slots.deadlines_ms() + self._echo.deadlines_ms() + self.lookups.deadlines_ms()
+        due = self.slots.deadlines_ms() + self._commits.deadlines_ms() + self.lookups.deadlines_ms()
         due += self.lending.deadlines_ms()
         due += [] if self._renew_at_ms is None else [self._renew_at_ms]
         return min(due, default=None)
 
     def statistics(self) -> Statistics:
-        """What happened so far and how things stand: a copy."""
+        """A copy of the counters, with the state of the run at this moment."""
         slots, positions = self.slots.all, self.positions
         return replace(
             self.counts,
@@ -199,120 +227,130 @@ class Run:
         )
 
     def check(self) -> None:
-        """State the invariants, or raise InvariantBroken. Walks over everything: for tests, and for a failure."""
-        if self.closed:  # events are ignored: what it knew then is not kept true
-            _require(self.slots.all_out, "a member is left in a run that has ended")
+        """Check the invariants. Visits every partition: for tests.
+
+        Raises:
+            InvariantBroken: one does not hold.
+        """
+        if self.closed:  # events are ignored since then: the rest is out of date
+            _require(self.slots.all_out, "a closed run still has a member")
             return
         wrong = self.slots.check() or self.positions.check()
         _require(wrong is None, wrong or "")
 
-    # --- events -----------------------------------------------------------------------------------------------------
+    # --- events: which part handles which ---------------------------------------------------------------------------
 
-    def _happen(self, event: ev.Event) -> None:
-        """Take in an event, from outside or noticed in a step."""
+    def _apply(self, event: ev.Event) -> None:
+        """Handle an event, from outside or produced by a step."""
         self._out.happened(event)
         if isinstance(event, ev.CallEvent):
-            self._take_of_call(event)
+            self._apply_call_event(event)
         elif not self.closed:
-            self._take(event)
+            self._apply_group_event(event)
             if self.stream and not self.closed and not isinstance(event, ev.AgentHeartbeat):
-                self._pump()
+                self._apply_rules()
 
-    def _take(self, event: ev.GroupEvent) -> None:
+    def _apply_group_event(self, event: ev.GroupEvent) -> None:
         match event:
-            case ev.Assigned() | ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
-                self._end_with(self.slots.take(event))
-                if isinstance(event, ev.Assigned):
-                    self._echo.slot_is_back(event.slot)
+            # members
+            case ev.Assigned():
+                self._fail(self.slots.take(event))
+                self._commits.slot_is_back(event.slot)
+            case ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
+                self._fail(self.slots.take(event))
+            case ev.NotReplaced():
+                self._fail(self.slots.not_replaced(event))
+            case ev.ReplacedUnclear():
+                self._fail(self.slots.replaced_unknown(event))
+            case ev.Replaced():
+                self._fail(self.slots.replaced(event.reason))
+            case ev.TopicsChanged():
+                if self.stream:
+                    self.slots.topics_seen(event.topics)
+            # placement of members on agents
             case ev.MemberEnded():
                 self.lending.ended(event)
-            case (
-                ev.AgentConnected()
-                | ev.AgentHeartbeat()
-                | ev.AgentDisconnected()
-                | ev.AgentEnded()
-                | ev.TransactionsChecked()
-            ):
+            case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
+                self.lending.take(event)
+            case ev.TransactionsChecked():
                 self.lending.take(event)
             case ev.BatchBoundary():
                 if self.plan is None:
                     self.lending.boundary()
-            case ev.Durable():
-                self._durable(event.offset)
+            # batches
             case ev.Planned():
                 self._planned(event.offset)
-            case ev.CommittedOffsetsRead():
-                self._answered(Asker.LOOKUP)
-                self.lookups.committed_read(event, self.stream)
-            case ev.StartsResolved():
-                self._answered(Asker.LOOKUP)
-                self._end_with(self.lookups.starts_resolved(event))
-            case ev.LookupFailed():
-                self._not_answered(Asker.LOOKUP, event.error)
-                self.lookups.ask_later(event.partitions, str(event.error))
-            case ev.OffsetsCommitted():
-                self._echo_done(event)
-            case ev.OffsetCommitFailed():
-                self._echo_failed(event)
-            case ev.TopicsChanged():
-                if self.stream:
-                    self.slots.topics_seen(event.topics)
-            case ev.NotReplaced():
-                self._end_with(self.slots.not_replaced(event))
-            case ev.ReplacedUnclear():
-                self._end_with(self.slots.replaced_unknown(event))
-            case ev.Replaced():
-                self._end_with(self.slots.replaced(event.reason))
+            case ev.Durable():
+                self._durable(event.offset)
             case ev.RecordsMissing():
                 self.positions.gone(event.offsets, event.topics, event.cut)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
+            # positions of new partitions
+            case ev.CommittedOffsetsRead():
+                self._broker_answered(Asker.LOOKUP)
+                self.lookups.committed_read(event, self.stream)
+            case ev.StartsResolved():
+                self._broker_answered(Asker.LOOKUP)
+                self._fail(self.lookups.starts_resolved(event))
+            case ev.LookupFailed():
+                self._broker_silent(Asker.LOOKUP, event.error)
+                self.lookups.ask_later(event.partitions, str(event.error))
+            # offset commits
+            case ev.OffsetsCommitted():
+                self._offsets_committed(event)
+            case ev.OffsetCommitFailed():
+                self._offset_commit_failed(event)
             case ev.Tick():
                 self._tick()
             case _:
                 assert_never(event)
 
-    def _take_of_call(self, event: ev.CallEvent) -> None:
-        """What Spark says, what its thread was answered, and numbers: none of it moves a partition by itself."""
+    def _apply_call_event(self, event: ev.CallEvent) -> None:
+        """Handle an event that moves no partition by itself: Spark's calls, their responses, counters."""
         match event:
-            case ev.NextBatchRequested():
-                self._asked(event)
-            case ev.BatchStarted():
-                self._reading(event)
+            # Spark's calls
             case ev.TargetRequested():
                 self._move(ev.TargetRequested)
-            case ev.TargetRead():
-                self._answered(Asker.CALL)
-                self.planner.take_target(event.ends)
-                self._members_of_a_bounded_run()
-                self._move(ev.TargetRead)
-            case ev.TopicsListed():
-                self._answered(Asker.CALL)
-                self._topics = dict(event.topics)
-                if self.state is RunState.STARTING and not self._asks_for_places:
-                    self._begin(self._topics)
-            case ev.GroupDescribed():
-                self._answered(Asker.CALL)
-                if self.state is RunState.STARTING and self._topics is not None:
-                    self._begin(self._topics, self._places(event))
-                else:
-                    self._seen = event
-            case ev.LogEndsRead():
-                self._answered(Asker.CALL)
-                self._look = None if self._look is None else self.lookout.take(event)
-            case ev.RequestFailed():
-                self._not_answered(Asker.CALL, event.error)
-                if self._look is not None:  # what it began with may not hold any more
-                    self._look = self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
+            case ev.NextBatchRequested():
+                self._next_batch_requested(event)
+            case ev.BatchStarted():
+                self._batch_started(event)
             case ev.StopRequested():
                 self._stopping(event)
+            # responses to the steps of a call
+            case ev.TargetRead():
+                self._broker_answered(Asker.CALL)
+                self.planner.set_target(event.ends)
+                self._choose_membership()
+                self._move(ev.TargetRead)
+            case ev.TopicsListed():
+                self._broker_answered(Asker.CALL)
+                self._topics = dict(event.topics)
+                if self.state is RunState.STARTING and not self._must_count_members:
+                    self._start_members(self._topics)
+            case ev.GroupDescribed():
+                self._broker_answered(Asker.CALL)
+                if self.state is RunState.STARTING and self._topics is not None:
+                    self._start_members(self._topics, self._former_slots(event))
+                else:
+                    self._described = event
+            case ev.LogEndsRead():
+                self._broker_answered(Asker.CALL)
+                self._ends_request = None if self._ends_request is None else self.lookout.take(event)
+            case ev.RequestFailed():
+                self._broker_silent(Asker.CALL, event.error)
+                if self._ends_request is not None:  # the positions may have changed since the read started
+                    self._ends_request = self._first_ends_request()
+            # the end of the run
             case ev.MembersClosing():
                 if not self.closed:
                     self.slots.close(leave=event.leave)
                     self.closed = True
                 self._move(ev.MembersClosing)
             case ev.InternalFailure():
-                self._end_with(event.error)
+                self._fail(event.error)
+            # counters
             case ev.PrefetchReported():
                 self.slots.stocked(event)
             case ev.TaskReported():
@@ -321,70 +359,75 @@ class Run:
             case _:
                 assert_never(event)
 
-    # --- the beginning ----------------------------------------------------------------------------------------------
+    # --- the start of a run -----------------------------------------------------------------------------------------
 
-    def _asked(self, event: ev.NextBatchRequested) -> None:
-        self._unlimited |= event.unlimited
-        self._drain = event.drain
+    def _next_batch_requested(self, event: ev.NextBatchRequested) -> None:
+        self._is_unlimited |= event.unlimited
+        self._is_draining = event.drain
         self._start = event.start
         if self.state is RunState.NEW:
-            self._members_of_a_bounded_run()
-            self._first = event
+            self._choose_membership()
+            self._first_call = event
         elif not event.start.is_initial and self.stream and not self.closed:
-            self._happen(ev.Durable(offset=event.start))
+            self._apply(ev.Durable(offset=event.start))
         if self.state is not RunState.FAILED:
             self._move(ev.NextBatchRequested)
 
-    def _reading(self, event: ev.BatchStarted) -> None:
+    def _batch_started(self, event: ev.BatchStarted) -> None:
         if self.state in (RunState.CLOSED, RunState.FAILED, RunState.STOPPING):
             return
         if self.state is RunState.NEW:
-            self._first = event
+            self._first_call = event
         else:
             planned = self.plan is not None and event.offset.seq == self.plan.seq
-            _require(planned, f"batch {event.offset.seq} is read but was not planned here")
+            _require(planned, f"Spark reads batch {event.offset.seq}, which this run did not plan")
         self._move(ev.BatchStarted)
 
     @property
-    def _past(self) -> StreamOffset:
-        """Where the call that began the run says that the stream stands."""
-        assert self._first is not None
-        return self._first.offset if isinstance(self._first, ev.BatchStarted) else self._first.start
+    def _resumed_from(self) -> StreamOffset:
+        """The offset of the call that started the run: the last durable batch, or the one to run again."""
+        assert self._first_call is not None
+        return self._first_call.offset if isinstance(self._first_call, ev.BatchStarted) else self._first_call.start
 
     @property
-    def _asks_for_places(self) -> bool:
-        """A stream that has as many slots as agents comes back before these: its places in the group say how many
-        there were. With fewer at first the rest would go to ghosts until the session ends, and be moved twice."""
-        return self.rules.auto_slots and self.static and not self._past.is_initial
+    def _must_count_members(self) -> bool:
+        """Whether the run first counts the members that an earlier run left in the group.
 
-    def _places(self, seen: ev.GroupDescribed) -> int:
-        numbers = [identifiers.slot_of(self._past.stream, client) for client in seen.given]
+        With one slot per agent (``auto_slots``) a resumed stream starts before its agents connect, and starts as many
+        slots as there are static members left. With fewer, the broker would assign the rest to members without a
+        consumer until their session ends, and move partitions twice.
+        """
+        return self.rules.auto_slots and self.static and not self._resumed_from.is_initial
+
+    def _former_slots(self, described: ev.GroupDescribed) -> int:
+        """The number of slots whose members the group still has, as far as client ids tell."""
+        numbers = [identifiers.slot_of(self._resumed_from.stream, client) for client in described.given]
         places = 1 + max((number for number in numbers if number is not None), default=-1)
         if places > self.rules.slots:
-            self._out.say(f"the group still has {places} members of this stream: it begins with as many")
+            self._out.say(f"the group still has {places} members of this stream; starting as many")
         return places
 
-    def _begin(self, topics: dict[str, int], places: int = 0) -> None:
-        """The topics are listed: name the stream, or go on with the checkpoint's, and let its members join."""
-        first, past = self._first, self._past
+    def _start_members(self, topics: dict[str, int], places: int = 0) -> None:
+        """The topics are listed: start a new stream or continue the checkpoint's, and let the members join."""
+        first, past = self._first_call, self._resumed_from
         if isinstance(first, ev.NextBatchRequested) and past.is_initial:
             try:
                 self.rules.starting.resolve([TopicPartition(t, p) for t, count in topics.items() for p in range(count)])
             except OptionError as exc:
-                self._end_with(exc)
+                self._fail(exc)
                 return
             self.stream, self.lookups.known = first.name, topics
             self.slots.join_all(self.stream, tuple(topics), static=self.static)
             self._move(ev.StreamCreated)
         else:
             replayed = isinstance(first, ev.BatchStarted)
-            self._adopt(past, tuple(topics), places, replay=replayed)
+            self._resume(past, tuple(topics), places, replay=replayed)
             self._move(ev.Replay if replayed else ev.Durable)
         self._renew_at_ms = self._now_ms + RENEW_LOOK_MS
 
-    def _adopt(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
-        """Go on from a checkpoint: after its last batch, or before it if that is to be run again."""
-        self._returning = True
+    def _resume(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
+        """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
+        self._is_resumed = True
         self.lookout.adopt(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
         self.positions.adopt(offset, replay=replay)
@@ -393,7 +436,9 @@ class Run:
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
         self.slots.join_all(self.stream, topics, before=before, static=self.static, places=places)
 
-    def _members_of_a_bounded_run(self) -> None:
+    def _choose_membership(self) -> None:
+        """Static members, except for KIP-848 members of a run that ends by itself: static ones cannot leave the group
+        there."""
         self.static = self.rules.classic or not self._bounded
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -404,67 +449,69 @@ class Run:
             f"batch {offset.seq} does not follow {self.seq if self.plan is None else self.plan.seq}",
         )
         leaving = offset.ranges.keys() & set(self.slots.leaving())
-        _require(not leaving, f"batch {offset.seq} reads {leaving}, which are leaving")
+        _require(not leaving, f"batch {offset.seq} reads {leaving}, which are being revoked")
         self._move(ev.Planned)
         self.positions.planned(offset.ranges, offset.takes)
         self.plan = offset
 
     def _durable(self, offset: StreamOffset) -> None:
         _require(offset.stream == self.stream, f"offset of stream {offset.stream!r}, not of {self.stream!r}")
-        if self.plan is None or offset.seq != self.plan.seq:  # maybe the start of before, once more
-            _require(offset.seq <= self.seq, f"batch {offset.seq} is durable but was never planned here")
+        if self.plan is None or offset.seq != self.plan.seq:  # possibly the previous start again
+            _require(offset.seq <= self.seq, f"batch {offset.seq} is durable, but this run did not plan it")
             return
         self.lookups.began -= self.plan.ranges.keys()
         self.plan = None
-        self._echo.durable(self._now_ms)
+        self._commits.batch_durable(self._now_ms)
         self.positions.durable(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
 
-    # --- the echo ---------------------------------------------------------------------------------------------------
+    # --- offset commits ---------------------------------------------------------------------------------------------
 
-    def _echo_done(self, event: ev.OffsetsCommitted) -> None:
+    def _offsets_committed(self, event: ev.OffsetsCommitted) -> None:
         self.positions.echoed(event.offsets, now_ms=self._now_ms)
-        took_ms = self._echo.done(self._now_ms, left=event.left, all_done=not self.positions.due())
+        all_committed = not self.positions.due()
+        took_ms = self._commits.succeeded(self._now_ms, left=event.left, all_committed=all_committed)
         self.counts.committed(took_ms)
-        self._tell_of_silent_slots()
+        self._warn_of_absent_slots()
 
-    def _echo_failed(self, event: ev.OffsetCommitFailed) -> None:
+    def _offset_commit_failed(self, event: ev.OffsetCommitFailed) -> None:
         if event.stale:
-            self._echo.stale(self._now_ms, event.reason)
-            self._tell_of_silent_slots()
+            self._commits.was_stale(self._now_ms, event.reason)
+            self._warn_of_absent_slots()
             return
-        self._echo.failed(self._now_ms)
+        self._commits.failed(self._now_ms)
         self.counts.commits_failed += 1
         self._out.say(
-            f"the group's offsets were not committed ({event.reason}); the rows are safe, the next commit covers them",
+            f"offset commit failed ({event.reason}); no rows are lost, the next commit includes these offsets",
             warn=True,
         )
 
-    def _tell_of_silent_slots(self) -> None:
-        for number, reason in self._echo.silent(self._now_ms):
+    def _warn_of_absent_slots(self) -> None:
+        for number, reason in self._commits.newly_absent(self._now_ms):
             self._out.say(
-                f"slot {number} is not in the group at the moment ({reason}): the offsets of its partitions wait, "
-                "those of other slots are committed",
+                f"slot {number} is not in the group ({reason}); the offsets of its partitions are committed when it is "
+                "back, those of other slots now",
                 warn=True,
             )
 
     # --- joint rules ------------------------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        if (due := self.positions.due()) and self._echo.may_order(self._now_ms):
-            self._order_echo(due)
+    def _apply_rules(self) -> None:
+        """The joint rules, after every group event: commit, release, look up."""
+        if (due := self.positions.due()) and self._commits.may_commit(self._now_ms):
+            self._order_commit(due)
         self.slots.release_what_may_go()
         self.lookups.order()
 
-    def _order_echo(self, due: Iterable[TopicPartition]) -> None:
+    def _order_commit(self, due: Iterable[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
         followed, cut = [], {}
-        ours, out = self.positions.ours, self._echo.waiting_slots
+        ours, excluded = self.positions.ours, self._commits.excluded_slots
         for tp in due:
             partition = ours[tp]
-            if partition.slot in out or partition.position is None:
+            if partition.slot in excluded or partition.position is None:
                 continue
             offsets[tp], slots[tp] = partition.position, partition.slot
             if partition.followed:
@@ -472,7 +519,7 @@ class Run:
             if partition.cut is not None:
                 cut[tp] = partition.cut
         if offsets:
-            self._echo.ordered(offsets, slots.values())
+            self._commits.started(offsets, slots.values())
             self._out.order(
                 ev.CommitOffsets(
                     offsets=offsets,
@@ -485,58 +532,55 @@ class Run:
                 )
             )
 
-    def _must_wait(self, tp: TopicPartition) -> bool:
-        """Whether a partition that Kafka wants back has to stay for now."""
+    def _must_hold(self, tp: TopicPartition) -> bool:
+        """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
         partition = self.positions.ours[tp]
         if partition.state in UNKNOWN:
-            # a former run's batch, or its rows that Kafka may not know: first see where it stands
+            # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
             return partition.owed or self.positions.in_flight(tp) > 0
         if partition.state is PartitionState.IN_FLIGHT:
             return True
-        return tp in self.positions.due() and (self._on_its_way(tp) or partition.position != partition.committed)
+        return tp in self.positions.due() and (self._commits.includes(tp) or partition.position != partition.committed)
 
-    def _is_settled(self, tp: TopicPartition) -> bool:
-        """Whether Kafka has the position of a partition of ours, and nothing of it is on its way."""
+    def _is_fully_committed(self, tp: TopicPartition) -> bool:
+        """Whether Kafka has the position of a partition, and no batch or commit of it is on its way."""
         ready = self.positions.ours[tp].state is PartitionState.READY
-        return ready and not self._on_its_way(tp) and tp not in self.positions.due()
+        return ready and not self._commits.includes(tp) and tp not in self.positions.due()
 
-    def _place(self, slot: Slot) -> str:
+    def _agent_for(self, slot: Slot) -> str:
         return self.lending.place(slot)
 
-    def _place_name(self, host: str) -> str:
+    def _agent_name(self, host: str) -> str:
         return self.lending.hosts.name(host)
 
-    def _on_its_way(self, tp: TopicPartition) -> bool:
-        return self._echo.in_flight is not None and tp in self._echo.in_flight
-
     def _tick(self) -> None:
-        self._echo.tick(self._now_ms)
+        self._commits.tick(self._now_ms)
         self.lookups.tick()
-        self._renew()
+        self._renew_offsets()
         self.slots.tick()
         self.lending.tick()
 
-    def _renew(self) -> None:
+    def _renew_offsets(self) -> None:
         if self._renew_at_ms is not None and self._now_ms >= self._renew_at_ms:
             self.counts.offsets_renewed += self.positions.renew(self._now_ms)
             self._renew_at_ms = self._now_ms + RENEW_LOOK_MS
 
-    # --- brokers that do not answer ---------------------------------------------------------------------------------
+    # --- broker outages ---------------------------------------------------------------------------------------------
 
-    def _not_answered(self, asker: Asker, error: BrokerUnavailable) -> None:
+    def _broker_silent(self, asker: Asker, error: BrokerUnavailable) -> None:
         name = self.stream or self.rules.group
         if self.outage.not_answered(asker, error, name=name, now_ms=self._now_ms):
-            self._out.say(f"the brokers do not answer, and are asked again: {error}", warn=True)
+            self._out.say(f"brokers do not answer ({error}); retrying", warn=True)
         bound_ms = self.rules.broker_timeout_ms
         if self.state in (RunState.TARGETING, RunState.STARTING):
             bound_ms = min(bound_ms or START_MS_MAX, START_MS_MAX)
-        self._end_with(self.outage.over(asker, bound_ms, now_ms=self._now_ms))
+        self._fail(self.outage.over(asker, bound_ms, now_ms=self._now_ms))
 
-    def _answered(self, asker: Asker) -> None:
+    def _broker_answered(self, asker: Asker) -> None:
         if (took_ms := self.outage.answered(asker, now_ms=self._now_ms)) is not None:
-            self._out.say(f"the brokers answer again, after {took_ms / 1000:.0f} s", warn=True)
+            self._out.say(f"brokers answer again after {took_ms / 1000:.0f} s; continuing", warn=True)
 
-    # --- steps: what Spark's call waits for and does, state by state ------------------------------------------------
+    # --- steps of Spark's call, by state ----------------------------------------------------------------------------
 
     def _next(self) -> ev.Step | None:
         match self.state:
@@ -556,10 +600,10 @@ class Run:
                 return self._gathering()
             case RunState.SETTLING:
                 return self._settling()
-            case RunState.RESTING:
-                return self._resting()
-            case RunState.LOOKING:
-                return self._looking()
+            case RunState.PAUSING:
+                return self._pausing()
+            case RunState.FETCHING_ENDS:
+                return self._fetching_ends()
             case RunState.DRAINING:
                 return self._draining()
             case RunState.DRAINED:
@@ -572,144 +616,154 @@ class Run:
                 assert_never(self.state)
 
     def _gathering(self) -> ev.Step | None:
-        if self._drain:
+        """Wait until the slots have their partitions, and each partition has its position."""
+        if self._is_draining:
             self._move(ev.DrainRequested)
             return None
-        if self.lending.any and (wait := self._lend()) is not None:
+        if self.lending.any and (wait := self._move_slots()) is not None:
             return wait
         enough = self.gathered if self._is_first or self._bounded else self.positions.resolved
         if not enough:
             return self._wait_for_the_group()
-        # "nothing to read" must not mean "nothing assigned yet"; after a while it may
-        late = self._returning and not self.gathered
+        # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
+        late = self._is_resumed and not self.gathered
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:
             return wait
-        self._returning, self._seen = False, None
+        self._is_resumed, self._described = False, None
         self._move(ev.PositionsKnown)
         return None
 
-    def _lend(self) -> ev.Wait | None:
-        """Before the next batch is planned slots go where they belong; the plan waits for them, but not for long."""
-        self._happen(ev.BatchBoundary())
+    def _move_slots(self) -> ev.Wait | None:
+        """Between two batches, slots move to where they should be placed; the plan waits for them a bounded time."""
+        self._apply(ev.BatchBoundary())
         until_ms = self.lending.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
     def _wait_for_the_group(self) -> ev.Step | None:
+        """Wait for assignments and positions, with a warning after a while and an error after the joining budget."""
         budget_ms = self.rules.joining_budget_ms
         since_ms = max(self._since_ms, self.outage.ended_ms)
         waited_ms = self._now_ms - since_ms
-        if waited_ms >= budget_ms and self._seen is None:
-            return ev.DescribeGroup()  # the group is silent; or nobody reaches it, and an outage has a bound of its own
+        if waited_ms >= budget_ms and self._described is None:
+            return ev.DescribeGroup()  # tells a group without an assignment from an outage, which has its own limit
         if waited_ms >= budget_ms:
-            self._end_with(self._timeout("given an assignment", waited_ms))
+            self._fail(self._timeout("assigned partitions", waited_ms))
             return None
-        self._seen = None
-        patience_ms = min(PATIENCE_MS, budget_ms)
-        if waited_ms >= patience_ms and not self._told_waiting:
-            self._told_waiting = True
+        self._described = None
+        warn_after_ms = min(ASSIGNMENT_WARNING_MS, budget_ms)
+        if waited_ms >= warn_after_ms and not self._has_warned_of_waiting:
+            self._has_warned_of_waiting = True
             self._out.say(
-                f"group {self.rules.group} has not given an assignment to all {len(self.slots.all)} members after "
-                f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member may be in "
-                "a long batch. A query that reads this group by two loads waits for itself: give each side a load() "
-                "with a group of its own",
+                f"not all {len(self.slots.all)} members of this query have an assignment after "
+                f"{waited_ms / 1000:.0f} s; waiting up to {budget_ms / 1000:.0f} s. Another member of the group may be "
+                "in a long batch. If the query loads this group twice, the two loads wait for each other: give each "
+                "load() its own group",
                 warn=True,
             )
-        return ev.Wait(until_ms=since_ms + (budget_ms if self._told_waiting else patience_ms))
+        return ev.Wait(until_ms=since_ms + (budget_ms if self._has_warned_of_waiting else warn_after_ms))
 
     def _settling(self) -> ev.Step | None:
-        """Whether we have all that the group means to give us now, so that "nothing to read" can be believed.
+        """Check at the broker that this run has all partitions that the group assigns to it: only then can "nothing to
+        read" be trusted.
 
-        The members alone cannot tell: an assignment may still be on its way (KIP-848 gives partitions one by one), and
-        members of a killed run of this stream may still have some, which will be ours when their session ends.
+        The members alone cannot tell: an assignment may still be on its way (KIP-848 assigns partitions one by one),
+        and members that a killed run of this stream left in the group may still have some until their session ends.
         """
         if not (self._is_first or self._bounded):
             self._move(ev.GroupStable)
             return None
-        if self._seen is None:
+        if self._described is None:
             early = self._now_ms < self._describe_at_ms
             return ev.Wait(until_ms=self._describe_at_ms) if early else ev.DescribeGroup()
-        self._settled, self._seen = self._is_settled_group(self._seen), None
+        self._is_group_settled, self._described = self._has_settled(self._described), None
         self._describe_at_ms = self._now_ms + IDLE_PAUSES_MS[0]
-        if self._settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
+        if self._is_group_settled or not self._is_first or self._now_ms - self._since_ms >= SETTLE_MS_MAX:
             self._move(ev.GroupStable)
         return None
 
-    def _is_settled_group(self, seen: ev.GroupDescribed) -> bool:
+    def _has_settled(self, described: ev.GroupDescribed) -> bool:
+        """Whether the group is stable and assigns to this stream's members exactly the partitions that this run has."""
         slots, held = set(range(len(self.slots.all))), self.positions.ours.keys()
-        ours = {client: slot for client in seen.given if (slot := identifiers.slot_of(self.stream, client)) in slots}
-        given = {tp for client in ours for tp in seen.given[client]}
-        self._elsewhere = sorted(given - held)
-        return self.gathered and seen.state == "stable" and slots == set(ours.values()) and given == held
+        members = {id_: slot for id_ in described.given if (slot := identifiers.slot_of(self.stream, id_)) in slots}
+        given = {tp for client_id in members for tp in described.given[client_id]}
+        self._held_elsewhere = sorted(given - held)
+        return self.gathered and described.state == "stable" and slots == set(members.values()) and given == held
 
-    def _resting(self) -> ev.Step | None:
-        """An idle query asks no more often than it can afford; new records are always looked for after the call."""
+    def _pausing(self) -> ev.Step | None:
+        """Pause an idle query between two reads of the log ends; every call of Spark reads them at least once."""
         shortest, longest = IDLE_PAUSES_MS
         pause_ms = min(max(int(self.lookout.took_ms / IDLE_LOAD_MAX), shortest), longest)
-        rests = self._idle and self.counts.rebalances == self._rest_rebalances
-        if rests and self._now_ms < self._asked_at_ms + pause_ms:
-            return ev.Wait(until_ms=self._asked_at_ms + pause_ms)
+        rests = self._is_idle and self.counts.rebalances == self._rebalances_at_read
+        if rests and self._now_ms < self._ends_read_at_ms + pause_ms:
+            return ev.Wait(until_ms=self._ends_read_at_ms + pause_ms)
         self._move(ev.PauseEnded)
-        self._look = self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
+        self._ends_request = self._first_ends_request()
         return None
 
-    def _looking(self) -> ev.Step | None:
-        if self._look is not None:
-            return self._look
-        self._asked_at_ms, self._rest_rebalances = self._now_ms, self.counts.rebalances
+    def _first_ends_request(self) -> ev.ReadLogEnds:
+        return self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
+
+    def _fetching_ends(self) -> ev.Step | None:
+        """Read the log ends, request by request, then plan the next batch."""
+        if self._ends_request is not None:
+            return self._ends_request
+        self._ends_read_at_ms, self._rebalances_at_read = self._now_ms, self.counts.rebalances
         for text in self.lookout.warnings:
             self._out.say(text, warn=True)
         if self.lookout.error is not None:
-            self._end_with(self.lookout.error)
+            self._fail(self.lookout.error)
             return None
         if self.lookout.gone is not None:
-            self._happen(self.lookout.gone)
-        planned = self.planner.cut(
+            self._apply(self.lookout.gone)
+        planned = self.planner.plan(
             self,
             self.lookout.ends,
             self.lookout.topic_ids,
             self.lookout.leader_epochs,
             first=self._is_first,
-            unlimited=self._unlimited,
+            unlimited=self._is_unlimited,
             now_ms=self._now_ms,
         )
-        self._idle = planned is None
+        self._is_idle = planned is None
         if planned is not None:
             self._unsettled_since_ms = None
             self.lookout.heights.remember(planned)
-            self._happen(ev.Planned(offset=planned))
+            self._apply(ev.Planned(offset=planned))
         else:
-            self._nothing()
+            self._nothing_to_read()
         return None
 
-    def _nothing(self) -> None:
+    def _nothing_to_read(self) -> None:
+        """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
         if not self._bounded:
             self._move(ev.NothingToRead)
-        elif self._settled and self.lookout.complete and not self.lookout.suspects:
+        elif self._is_group_settled and self.lookout.complete and not self.lookout.suspects:
             self._move(ev.TargetReached if self.planner.bounded else ev.NothingToRead)
         else:
             if self._unsettled_since_ms is None:
                 self._unsettled_since_ms = self._now_ms
             waited_ms = self._now_ms - self._unsettled_since_ms
             if waited_ms >= self.rules.joining_budget_ms:
-                self._end_with(self._timeout('come to rest, so that "nothing to read" could be believed,', waited_ms))
+                self._fail(self._timeout("reached a stable assignment", waited_ms))
             else:
                 self._move(ev.GroupUnstable)
 
     def _draining(self) -> ev.Step | None:
-        """Plan nothing more: whoever asked for it learns when all that is durable is at Kafka."""
+        """Plan no more batches; wait until all durable offsets are committed."""
         if self.echoed:
             self._move(ev.AllCommitted)
             return None
-        if (wait := self._wait(ECHO_MS_MAX)) is not None:
+        if (wait := self._wait(COMMIT_MS_MAX)) is not None:
             return wait
-        self._not_echoed()
+        self._warn_uncommitted()
         return ev.ReturnOffset(offset=self._start)
 
     def _ending(self) -> ev.Step | None:
+        """A bounded run is done: wait until its offsets are committed, then let the members leave the group."""
         if not self.echoed:
-            if (wait := self._wait(ECHO_MS_MAX)) is not None:
+            if (wait := self._wait(COMMIT_MS_MAX)) is not None:
                 return wait
-            self._not_echoed()
+            self._warn_uncommitted()
         if self.rules.leave_on_stop == "never":
             self._move(ev.AllCommitted)
             return None
@@ -719,25 +773,26 @@ class Run:
         if self.state is RunState.STOPPING:
             return
         plan = self.plan
-        # What Spark never began to read it may have refused: then another run's batch has that number.
+        # Spark may have discarded a batch that it did not start to read: then a batch of another run has that number.
         if plan is not None and plan.seq == event.durable and self.state is RunState.READING:
-            self._happen(ev.Durable(offset=plan))
-        elif plan is not None and self._unlimited:
+            self._apply(ev.Durable(offset=plan))
+        elif plan is not None and self._is_unlimited:
             self._out.say(
-                "the run ends with its only batch, as Trigger.Once does, and its sink does not say that it has it: "
-                "Kafka learns of its offsets at the next start. Trigger.AvailableNow brings them at once"
+                "Trigger.Once stops after its only batch, and the sink does not report it as durable; its offsets are "
+                "committed at the next start. Trigger.AvailableNow commits them before it stops"
             )
         self._move(ev.StopRequested)
 
     def _closing(self) -> ev.Step | None:
-        if self._error is None and not self.echoed and (wait := self._wait(STOP_ECHO_MS_MAX)) is not None:
+        """The run is stopped: wait a short time until its offsets are committed, then close the members."""
+        if self._error is None and not self.echoed and (wait := self._wait(STOP_COMMIT_MS_MAX)) is not None:
             return wait
         rule = self.rules.leave_on_stop
         return ev.CloseMembers(leave=rule == "always" or (rule == "auto" and self._bounded))
 
-    def _not_echoed(self) -> None:
-        seconds = ECHO_MS_MAX // 1000
-        self._out.say(f"the group's offsets were not committed within {seconds} s; the next start does it", warn=True)
+    def _warn_uncommitted(self) -> None:
+        seconds = COMMIT_MS_MAX // 1000
+        self._out.say(f"offsets were not committed within {seconds} s; the next start commits them", warn=True)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -747,43 +802,43 @@ class Run:
 
     @property
     def _is_first(self) -> bool:
-        """Whether the next batch is the stream's first."""
+        """Whether the next batch is the first of the stream."""
         return self._start.is_initial
 
     @property
     def _bounded(self) -> bool:
-        """Whether this run ends by itself: AvailableNow or Once."""
-        return self._unlimited or self.planner.bounded
+        """Whether this run ends by itself: trigger AvailableNow or Once."""
+        return self._is_unlimited or self.planner.bounded
 
     def _wait(self, at_most_ms: int) -> ev.Wait | None:
-        """Wait in this state, but not for longer than that in all."""
+        """Wait in this state, but not longer than ``at_most_ms`` in total; None when that time is over."""
         until_ms = self._since_ms + at_most_ms
         return ev.Wait(until_ms=until_ms) if self._now_ms < until_ms else None
 
     def _timeout(self, done: str, waited_ms: int) -> RebalanceTimeout:
-        slots = ", ".join(sorted({slot.state.value for slot in self.slots.all}))
-        others = (
-            f"Members of this stream that are not this run's have {len(self._elsewhere)} partitions, such as "
-            f"{self._elsewhere[0]}: another driver of it may still run. "
-            if self._elsewhere
+        states = ", ".join(sorted({slot.state.value for slot in self.slots.all}))
+        elsewhere = (
+            f"Members with this stream's client ids that do not belong to this run have {len(self._held_elsewhere)} "
+            f"partitions, such as {self._held_elsewhere[0]}: another driver of this stream may still run. "
+            if self._held_elsewhere
             else ""
         )
         return RebalanceTimeout(
-            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s, for all "
-            f"{len(self.slots.all)} members of this query ({slots}). {others}`spark-group describe` shows who is "
-            f"in the group. The last events:\n"
-            f"{self._out.story()}",
+            f"group {self.rules.group!r} has not {done} within {waited_ms / 1000:.0f} s for all "
+            f"{len(self.slots.all)} members of this query (slot states: {states}), so the query cannot continue. "
+            f"{elsewhere}To see the members of the group: `spark-group describe --bootstrap-servers "
+            f"{self.rules.servers} --group {self.rules.group}`. The last events:\n{self._out.story()}",
             group=self.rules.group,
             waited_ms=waited_ms,
         )
 
-    def _broken(self, error: InvariantBroken) -> None:
-        """A rule was broken, which only a bug can explain: the last events say how."""
-        self._end_with(InvariantBroken(f"{error}. The last events:\n{self._out.story()}"))
+    def _fail_invariant(self, error: InvariantBroken) -> None:
+        """Fail the run with a broken invariant, which is a bug; the error contains the last events."""
+        self._fail(InvariantBroken(f"{error}. The last events:\n{self._out.story()}"))
 
-    def _end_with(self, error: SourceError | None) -> None:
-        """End the run with an error, if there is one. Its members close at once, for nobody would answer them any more:
-        the batch in flight may take long, and a revocation that they hold would keep the group waiting for it."""
+    def _fail(self, error: SourceError | None) -> None:
+        """Fail the run with an error, if there is one. Its members close at once: the batch in flight may take long,
+        and a held revocation would block the group's rebalance until it ends."""
         if error is None:
             return
         if not self.closed:

@@ -380,6 +380,7 @@ def rules_of(options: Options) -> Rules:
     """What the options say to the protocol."""
     return Rules(
         group=options.group_id,
+        servers=options.bootstrap_servers,
         slots=1 if options.group_members == "auto" else options.group_members,
         auto_slots=options.group_members == "auto" and options.member_host != "driver",
         hold_budget_ms=int(options.max_poll_interval_ms * HOLD_SHARE),

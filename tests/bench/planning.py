@@ -123,11 +123,11 @@ def plan(machine: Run, planner: Planner) -> tuple[StreamOffset, dict[str, float]
         return LeaderEpochs().at_ends(positions, ends, leaders)
 
     parts["plan"], planned = measure(
-        lambda: planner.cut(machine, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
+        lambda: planner.plan(machine, ends, {"orders": "x"}, epochs_at, first=False, unlimited=False, now_ms=0)
     )
     assert planned is not None
     parts["dict"], _ = measure(lambda: {tp: at + 1 for tp, at in positions.items()})
-    machine.state = RunState.LOOKING  # the call of Spark has come that far
+    machine.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
     parts["planned"], _ = measure(lambda: machine.handle(ev.Planned(offset=planned), now_ms=0))
     parts["json"], _ = measure(planned.to_json)
     return planned, parts

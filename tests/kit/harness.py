@@ -44,6 +44,7 @@ def rules_with(**rules: Any) -> Rules:
     usual: dict[str, Any] = {
         "group": GROUP,
         "starting": StartingPosition(),
+        "servers": "broker:9092",
         "hold_budget_ms": HOLD_BUDGET_MS,
         "joining_budget_ms": JOINING_BUDGET_MS,
     }
@@ -167,7 +168,7 @@ class GroupHarness:
 
     def planned(self, offset: StreamOffset) -> Commands:
         """This batch was planned: the call of Spark has come that far."""
-        self.machine.state = RunState.LOOKING
+        self.machine.state = RunState.FETCHING_ENDS
         return self.feed(ev.Planned(offset=offset))
 
     def durable(self, ranges: Mapping[TopicPartition, tuple[int, int]] | None = None) -> Commands:

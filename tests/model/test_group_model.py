@@ -200,7 +200,9 @@ class GroupRun:
         model = self.model
         ranges = {tp: (at, at + sizes[ALL.index(tp)]) for tp, at in model.plannable().items()}
         ends = {tp: end for tp, (_, end) in ranges.items()}
-        offset = self.planner.cut(self.machine, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms)
+        offset = self.planner.plan(
+            self.machine, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms
+        )
         assert offset is not None
         assert (offset.seq, offset.epoch, offset.ranges) == (model.seq + 1, model.epoch, ranges)
         assert offset.owed == {tp: at for tp, at in model.owed().items() if tp not in ranges}
@@ -210,7 +212,7 @@ class GroupRun:
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
-        self.machine.state = RunState.LOOKING  # the call of Spark has come that far
+        self.machine.state = RunState.FETCHING_ENDS  # the call of Spark has come that far
         self.send(ev.Planned(offset=offset))
         if done:
             self.finish(False)

@@ -16,10 +16,10 @@ from spark_group_source.protocol.planner import (
     TASK_RECORDS_TARGET,
     TASKS_MAX,
     Planner,
-    enough,
+    fair_share,
+    is_worthwhile,
     pack,
 )
-from spark_group_source.protocol.planner import cut as cut_fairly
 
 A, B, C, D = tps("orders", 0, 1, 2, 3)
 OTHER = tps("payments", 0)[0]
@@ -28,7 +28,7 @@ IDS = {"orders": "id-orders", "payments": "id-payments", "strange": "id-strange"
 Ends = Mapping[TopicPartition, int]
 
 
-def cut(
+def plan(
     group: GroupHarness,
     ends: Ends,
     planner: Planner | None = None,
@@ -38,12 +38,12 @@ def cut(
     now_ms: int = 0,
 ) -> StreamOffset | None:
     planner = planner or Planner(rules_with())
-    return planner.cut(group.machine, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
+    return planner.plan(group.machine, ends, IDS, lambda _: {}, first=first, unlimited=unlimited, now_ms=now_ms)
 
 
 def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> StreamOffset:
     """Cut the next batch, which there must be; it is in flight now."""
-    offset = cut(group, ends, planner)
+    offset = plan(group, ends, planner)
     assert offset is not None
     group.planned(offset)
     return offset
@@ -68,19 +68,19 @@ def test_a_partition_without_an_end_to_read_to_is_written_down(group: GroupHarne
 
 def test_nothing_to_read_is_no_batch_unless_it_is_the_first(group: GroupHarness) -> None:
     group.settled(A)
-    assert cut(group, {A: 100}) is None
-    first = cut(group, {A: 100}, first=True)
+    assert plan(group, {A: 100}) is None
+    first = plan(group, {A: 100}, first=True)
     assert first is not None and first.ranges == {A: (100, 100)}
 
 
 def test_a_target_ends_every_partition_and_leaves_out_those_that_came_later(group: GroupHarness) -> None:
     group.settled(A, B, C)
     planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run waits for nothing
-    planner.take_target({A: 120, B: 90})
+    planner.set_target({A: 120, B: 90})
     assert planner.bounded
     assert planned(group, {A: 150, B: 150, C: 150}, planner).ranges == {A: (100, 120), B: (100, 100), C: (100, 100)}
     group.durable()
-    assert cut(group, {A: 150, B: 150, C: 150}, planner) is None
+    assert plan(group, {A: 150, B: 150, C: 150}, planner) is None
 
 
 def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(group: GroupHarness) -> None:
@@ -98,11 +98,11 @@ def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(gro
 def test_too_few_records_wait_until_the_delay_since_the_last_batch_is_over(group: GroupHarness) -> None:
     group.settled(A)
     planner = Planner(rules_with(min_offsets=10, max_delay_ms=1_000))
-    assert cut(group, {A: 101}, planner, now_ms=5_000) is not None  # the first of a run waits for nothing
-    assert cut(group, {A: 109}, planner, now_ms=5_999) is None
-    assert cut(group, {A: 110}, planner, now_ms=5_999) is not None
-    assert cut(group, {A: 101}, planner, now_ms=6_998) is None
-    assert cut(group, {A: 101}, planner, now_ms=6_999) is not None
+    assert plan(group, {A: 101}, planner, now_ms=5_000) is not None  # the first of a run waits for nothing
+    assert plan(group, {A: 109}, planner, now_ms=5_999) is None
+    assert plan(group, {A: 110}, planner, now_ms=5_999) is not None
+    assert plan(group, {A: 101}, planner, now_ms=6_998) is None
+    assert plan(group, {A: 101}, planner, now_ms=6_999) is not None
 
 
 # --- what else it carries --------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Backlog:
         self.seq = 0
 
     def batch(self, max_offsets: int | None) -> list[int]:
-        until = cut_fairly(self.left, max_offsets, self.seq)
+        until = fair_share(self.left, max_offsets, self.seq)
         self.seq += 1
         sizes = list(taken(self.left, until).values())
         self.left = {tp: (until[tp], latest) for tp, (_, latest) in self.left.items()}
@@ -213,19 +213,19 @@ NEAR_THE_END = {A: (LONG_MAX - 5, LONG_MAX), B: (1, LONG_MAX)}
 def test_where_a_batch_ends(
     held: Mapping[TopicPartition, tuple[int, int]], limit: int | None, seq: int, until: Ends
 ) -> None:
-    assert cut_fairly(held, limit, seq) == until
+    assert fair_share(held, limit, seq) == until
 
 
 def test_a_limit_below_one_is_a_bug_of_the_caller() -> None:
-    with pytest.raises(InvariantBroken, match="at most 0 offsets"):
-        cut_fairly({A: (0, 1)}, 0, 0)
+    with pytest.raises(InvariantBroken, match="limited to 0 offsets"):
+        fair_share({A: (0, 1)}, 0, 0)
 
 
 @given(backlogs, st.integers(1, 5_000), st.integers(0, 10**9))
 def test_the_cut_is_full_within_bounds_and_fair(
     before: dict[TopicPartition, tuple[int, int]], limit: int, seq: int
 ) -> None:
-    until = cut_fairly(before, limit, seq)
+    until = fair_share(before, limit, seq)
     took = taken(before, until)
     wanted = {tp: latest - position for tp, (position, latest) in before.items()}
     assert until.keys() == before.keys()
@@ -234,7 +234,7 @@ def test_the_cut_is_full_within_bounds_and_fair(
     # Max-min fair: who got less than it wanted got at least what anybody else got, but for the one spare offset.
     short = [took[tp] for tp in before if took[tp] < wanted[tp]]
     assert not short or min(short) >= max(took.values()) - 1
-    assert cut_fairly(dict(reversed(before.items())), limit, seq) == until
+    assert fair_share(dict(reversed(before.items())), limit, seq) == until
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 10**9))
@@ -242,7 +242,7 @@ def test_the_rotation_starves_nobody(limit: int, count: int, first: int) -> None
     left = {TopicPartition("t", p): (0, 10**6) for p in range(count)}
     got: Counter[TopicPartition] = Counter()
     for seq in range(first, first - (-count // limit)):
-        until = cut_fairly(left, limit, seq)
+        until = fair_share(left, limit, seq)
         got.update(taken(left, until))
         left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
     assert min(got.values()) >= 1
@@ -254,7 +254,7 @@ def test_a_waiting_partition_is_served_although_others_come_and_go(limit: int, a
     left = {TopicPartition("t", p): (0, 1 if p == 3 else 0) for p in range(8)}
     for seq, batch in enumerate(arrivals):
         left = {tp: (a, b + (0 if tp == waiting else batch[tp.partition])) for tp, (a, b) in left.items()}
-        until = cut_fairly(left, limit, seq)
+        until = fair_share(left, limit, seq)
         left = {tp: (until[tp], latest) for tp, (_, latest) in left.items()}
     assert left[waiting] == (1, 1)
 
@@ -275,7 +275,7 @@ def test_a_waiting_partition_is_served_although_others_come_and_go(limit: int, a
 def test_B19_small_additions_wait_and_the_delay_releases_them(
     backlog: int, at_least: int | None, now_ms: int, first: bool, runs: bool
 ) -> None:
-    assert enough(backlog, at_least, last_batch_ms=1_000, now_ms=now_ms, max_delay_ms=5_000, first=first) == runs
+    assert is_worthwhile(backlog, at_least, last_batch_ms=1_000, now_ms=now_ms, max_delay_ms=5_000, first=first) == runs
 
 
 # --- the packing into tasks ------------------------------------------------------------------------------------------
@@ -369,5 +369,5 @@ def test_small_ranges_share_a_few_tasks_which_are_balanced() -> None:
 
 
 def test_max_records_that_would_need_too_many_tasks_is_refused() -> None:
-    with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1; .* {TASKS_MAX} are the most"):
+    with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1, .* the limit is {TASKS_MAX}"):
         pack([of(0, 0, TASKS_MAX + 1)], min_partitions=None, max_records=1)

@@ -195,7 +195,7 @@ def test_a_run_with_a_member_for_each_agent_begins_with_those_that_the_group_sti
     assert run.batch().ranges == {A: (150, 160), B: (40, 50)}
     assert members(run) == [0, 1, 2]
     assert not only(ev.Leave, run.history)
-    assert run.said()[:1] == ["the group still has 3 members of this stream: it begins with as many"]
+    assert run.said()[:1] == ["the group still has 3 members of this stream; starting as many"]
 
 
 def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:

@@ -12,12 +12,12 @@ from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.run import (
-    ECHO_MS_MAX,
+    ASSIGNMENT_WARNING_MS,
+    COMMIT_MS_MAX,
     IDLE_LOAD_MAX,
     IDLE_PAUSES_MS,
-    PATIENCE_MS,
     SETTLE_MS_MAX,
-    STOP_ECHO_MS_MAX,
+    STOP_COMMIT_MS_MAX,
 )
 from spark_group_source.protocol.states import RunState
 
@@ -108,14 +108,16 @@ def test_members_of_a_former_run_that_still_have_partitions_are_waited_for() -> 
 def test_a_group_that_gives_nothing_is_told_of_and_then_given_up() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
-    run.later(ev.Tick(), ms=PATIENCE_MS + 1)
+    run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
     assert waited_ms(run) == JOINING_BUDGET_MS
-    assert "has not given an assignment within 75 s, for all 1 members of this query (joining)" in str(failure.value)
+    assert "has not assigned partitions within 75 s for all 1 members of this query (slot states: joining)" in str(
+        failure.value
+    )
     assert "Join(slot=0" in str(failure.value)
     (warning,) = run.warned()
-    assert "has not given an assignment to all 1 members after 10 s; waiting up to 75 s" in warning
+    assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning
 
 
 def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone_joins() -> None:
@@ -288,7 +290,7 @@ def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -
             run.pass_time(step.until_ms - run.clock())
         else:
             run.feed(run.answer(step))
-    assert run.state() in (RunState.LOOKING, RunState.SETTLING, RunState.RESTING)
+    assert run.state() in (RunState.FETCHING_ENDS, RunState.SETTLING, RunState.PAUSING)
     run.ends[B] = 4
     assert run.call(ev.Tick()).ranges == {A: (10, 10), B: (0, 4)}
 
@@ -300,7 +302,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
     with pytest.raises(RebalanceTimeout) as failure:
         run.latest()
     assert JOINING_BUDGET_MS <= waited_ms(run) <= JOINING_BUDGET_MS + 1_000
-    assert 'has not come to rest, so that "nothing to read" could be believed' in str(failure.value)
+    assert "has not reached a stable assignment" in str(failure.value)
     assert len(run.took(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
@@ -309,7 +311,9 @@ def test_a_bounded_run_that_another_driver_keeps_partitions_from_says_so() -> No
     run.aim(PAST.positions())
     run.silent = {ev.Join}
     run.later(ev.Assigned(slot=0, client=1, partitions=(A,)), ms=10)
-    with pytest.raises(RebalanceTimeout, match=r"not this run's have 1 partitions, such as orders-1: another driver"):
+    with pytest.raises(
+        RebalanceTimeout, match=r"do not belong to this run have 1 partitions, such as orders-1: another driver"
+    ):
         run.latest()
 
 
@@ -384,7 +388,7 @@ def test_a_drain_that_kafka_does_not_answer_answers_all_the_same_and_is_not_drai
     run.silent = {ev.CommitOffsets}
     began_ms = run.clock()
     assert run.latest(drain=True) is run.start
-    assert run.clock() - began_ms == ECHO_MS_MAX
+    assert run.clock() - began_ms == COMMIT_MS_MAX
     assert not run.drained()
     assert any("were not committed within 60 s" in text for text in run.warned())
 
@@ -449,7 +453,7 @@ def test_a_broken_rule_fails_the_run_with_its_story() -> None:
     assert only(ev.Fail, run.feed(ev.Durable(offset=impossible)))
     with pytest.raises(InvariantBroken) as failure:
         run.latest()
-    assert "batch 99 is durable but was never planned here. The last events:" in str(failure.value)
+    assert "batch 99 is durable, but this run did not plan it. The last events:" in str(failure.value)
     assert "Planned(offset=batch 0" in str(failure.value)
 
 
@@ -495,7 +499,7 @@ def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
     run.batch()
     began_ms = run.clock()
     run.stop()
-    assert run.clock() - began_ms == STOP_ECHO_MS_MAX
+    assert run.clock() - began_ms == STOP_COMMIT_MS_MAX
     assert run.state() is RunState.CLOSED
 
 

@@ -14,7 +14,7 @@ from spark_group_source.protocol import partitions, placement, run, slots
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.placement import STAY_MS
 from spark_group_source.protocol.states import (
-    HOSTS,
+    AGENTS,
     PARTITIONS,
     RUN,
     SLOTS,
@@ -292,7 +292,7 @@ def idle() -> RunHarness:
 
 def resting() -> RunHarness:
     run = idle()
-    run.begin(asked_for(run), RunState.RESTING)
+    run.begin(asked_for(run), RunState.PAUSING)
     return run
 
 
@@ -365,8 +365,8 @@ RUN_STATES: dict[RunState, Callable[[], RunHarness]] = {
     RunState.OPEN: idle,
     RunState.GATHERING: at(RunState.GATHERING),
     RunState.SETTLING: at(RunState.SETTLING),
-    RunState.RESTING: resting,
-    RunState.LOOKING: at(RunState.LOOKING),
+    RunState.PAUSING: resting,
+    RunState.FETCHING_ENDS: at(RunState.FETCHING_ENDS),
     RunState.PLANNED: at(RunState.PLANNED),
     RunState.READING: reading,
     RunState.DRAINING: draining,
@@ -393,12 +393,12 @@ RUN_WAYS: dict[Row, Callable[[], object]] = {
     (RunState.OPEN, ev.NextBatchRequested): resting,
     (RunState.GATHERING, ev.PositionsKnown): at(RunState.SETTLING),
     (RunState.GATHERING, ev.DrainRequested): draining,
-    (RunState.SETTLING, ev.GroupStable): at(RunState.LOOKING),
-    (RunState.RESTING, ev.PauseEnded): at(RunState.LOOKING),
-    (RunState.LOOKING, ev.Planned): at(RunState.PLANNED),
-    (RunState.LOOKING, ev.NothingToRead): idle,
-    (RunState.LOOKING, ev.GroupUnstable): unsettled,
-    (RunState.LOOKING, ev.TargetReached): ending,
+    (RunState.SETTLING, ev.GroupStable): at(RunState.FETCHING_ENDS),
+    (RunState.PAUSING, ev.PauseEnded): at(RunState.FETCHING_ENDS),
+    (RunState.FETCHING_ENDS, ev.Planned): at(RunState.PLANNED),
+    (RunState.FETCHING_ENDS, ev.NothingToRead): idle,
+    (RunState.FETCHING_ENDS, ev.GroupUnstable): unsettled,
+    (RunState.FETCHING_ENDS, ev.TargetReached): ending,
     (RunState.PLANNED, ev.BatchStarted): reading,
     (RunState.PLANNED, ev.Durable): lambda: (run := at(RunState.PLANNED)()).feed(ev.Durable(offset=run.latest())),
     (RunState.READING, ev.BatchStarted): lambda: (run := reading()).call(ev.BatchStarted(offset=run.latest())),
@@ -443,7 +443,7 @@ class Recorder(dict[Row, Any]):
 def used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[Row]]:
     """The rows that were used so far, of all tables."""
     recorders = []
-    tables = [(run, "RUN"), (slots, "SLOTS"), (partitions, "PARTITIONS"), (placement, "HOSTS")]
+    tables = [(run, "RUN"), (slots, "SLOTS"), (partitions, "PARTITIONS"), (placement, "AGENTS")]
     for module, name in tables:
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
@@ -458,10 +458,10 @@ def test_the_ways_are_those_of_the_tables() -> None:
     assert RUN_WAYS.keys() == RUN.keys()
     assert SLOT_WAYS.keys() == SLOTS.keys()
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
-    assert HOST_WAYS.keys() == HOSTS.keys()
+    assert HOST_WAYS.keys() == AGENTS.keys()
 
 
-@by_name([*SLOTS, *PARTITIONS, *HOSTS])
+@by_name([*SLOTS, *PARTITIONS, *AGENTS])
 def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
     *before, step = (SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
     for lead in before:
@@ -502,7 +502,7 @@ def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
     assert {*RUN.values(), RunState.NEW} == set(RunState)
     assert {*SLOTS.values()} == set(SlotState)
     assert {*PARTITIONS.values()} == set(PartitionState)
-    assert {*HOSTS.values()} == set(AgentState)
+    assert {*AGENTS.values()} == set(AgentState)
 
 
 def test_nothing_leads_out_of_the_ends() -> None:

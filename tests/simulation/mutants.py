@@ -195,14 +195,14 @@ MUTANTS = [
     Mutant(
         "writes-no-debts",
         "protocol/planner.py",
-        "owed = {tp: at for tp, at in machine.positions.owed().items() if tp not in until}",
+        "owed = {tp: at for tp, at in run.positions.owed().items() if tp not in until}",
         "owed = {}",
         "the next offset carries what Kafka may not have",
     ),
     Mutant(
         "plans-under-the-first-epoch",
         "protocol/planner.py",
-        "epoch=machine.positions.epoch,",
+        "epoch=run.positions.epoch,",
         "epoch=0,",
         "a plan says which reset it knows",
     ),
@@ -231,7 +231,8 @@ MUTANTS = [
     Mutant(
         "releases-before-the-echo",
         M,
-        "return tp in self.positions.due() and (self._on_its_way(tp) or partition.position != partition.committed)",
+        "return tp in self.positions.due() and "
+        "(self._commits.includes(tp) or partition.position != partition.committed)",
         "return False",
         "revocations wait until Kafka has the position",
     ),
@@ -267,8 +268,8 @@ MUTANTS = [
     Mutant(
         "forgets-a-failed-echo",
         E,
-        "self._again_at_ms = now_ms + pause_ms(self._failures)",
-        "self._again_at_ms = now_ms + 10**9",
+        "self._state = Backoff(until_ms=now_ms + pause_ms(self._failures))",
+        "self._state = Backoff(until_ms=now_ms + 10**9)",
         "a commit that failed is made again",
     ),
     Mutant(

@@ -107,7 +107,7 @@ def test_a_seed_tells_the_same_story_every_time() -> None:
 def test_a_failure_prints_its_story_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_group_source.protocol.run import Run
 
-    monkeypatch.setattr(Run, "_must_wait", lambda *_: False)  # revocations go in the middle of a batch
+    monkeypatch.setattr(Run, "_must_hold", lambda *_: False)  # revocations go in the middle of a batch
     text = ""
     for seed in range(50):
         try:

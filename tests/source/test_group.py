@@ -184,7 +184,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
         with Engine(given) as engine:
             engine.coordinator.prepare_available_now()
             other.do("stall")
-            with pytest.raises(RebalanceTimeout, match="come to rest") as found:
+            with pytest.raises(RebalanceTimeout, match="reached a stable assignment") as found:
                 await_until(lambda: engine.step() is None, what="an end")
         assert scene.group in str(found.value) and "spark-group describe" in str(found.value)
         waited_ms: Any = found.value.fields["waited_ms"]
