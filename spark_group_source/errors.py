@@ -1,30 +1,30 @@
-"""What can go wrong, as a tree of classes.
+"""The error classes of this package.
 
-Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated once, where it is met:
-Kafka's in ``kafka.translation``, Delta's in ``delta.races``) and secrets.
+Runs in: every process. Deliberately absent: exceptions of other libraries (each is translated in one place: Kafka's in
+``kafka.translation``, Delta's in ``delta.commit_race``) and secrets.
 
 ::
 
     SourceError
-    ├── OptionError          the call is wrong: fix the option it names
-    ├── GroupError           met at run time; ``retriable`` says whether trying again can help
+    ├── OptionError          an option is missing or wrong; the message names it
+    ├── GroupError           a failure at run time; ``retriable`` says whether a retry can help
     │   ├── BrokerUnavailable     no broker answered in time (retriable)
     │   ├── AccessDenied          credentials or permissions were refused
     │   ├── TopicMissing          a subscribed topic does not exist
     │   ├── DataLoss              planned or committed offsets are no longer in the log
-    │   ├── ReadTimeout           a range was not read before its deadline (retriable)
-    │   ├── RebalanceTimeout      the group gave no assignment in time (retriable)
-    │   ├── ChannelBroken         the other end of the control channel refused, or did not answer (retriable)
-    │   ├── CommitFailed          Kafka refused the group's offsets; the rows are safe (retriable)
+    │   ├── ReadTimeout           a range was not read within its deadline (retriable)
+    │   ├── RebalanceTimeout      the group got no assignment in time (retriable)
+    │   ├── ChannelBroken         the control channel is closed, refused or timed out (retriable)
+    │   ├── CommitFailed          Kafka refused the offset commit; the rows are safe (retriable)
     │   ├── Fenced                a newer driver runs this stream
-    │   ├── CheckpointMismatch    the checkpoint belongs to another group, or its offsets cannot be read
+    │   ├── CheckpointMismatch    the checkpoint is another group's, or its offsets cannot be read
     │   └── LedgerConflict        the table's offsets and the batch contradict each other
-    ├── SetupError           Spark, Java, Python or a library is missing, or of a version that does not fit
-    └── InvariantBroken      our bug: nothing was written; the message carries the last events
+    ├── SetupError           Spark, Java, Python or a library is missing or has an unsupported version
+    └── InvariantBroken      a bug in this package; nothing was written, the message has the last events
 
-Every class keeps its ``fields`` through pickle, because errors travel from executors to the driver. The names of the
-classes are stable: they stand in stack traces, in logs and before the messages of ``spark-group``; ``docs/errors.md``
-has the ``remedy`` of each under its name.
+Every class keeps its ``fields`` through pickle, because errors travel from executors to the driver. Class names are
+stable: they appear in stack traces, in logs and in the output of ``spark-group``. ``docs/errors.md`` is rendered from
+the docstrings and from ``remedy``.
 """
 
 from typing import Any, ClassVar
@@ -34,13 +34,14 @@ class SourceError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: what was wrong, the value, what would be right, and what settles it.
+        message: what is wrong with which value, why it matters, and what to do.
         fields: the same facts for programs, for example ``topic="orders", partition=3``.
     """
 
     retriable: ClassVar[bool] = False
-    remedy: ClassVar[str] = "The message says what settles it."
-    """What to do, for the page of errors; the message of an error knows more."""
+    """Whether the same call can succeed when it is repeated without a change."""
+    remedy: ClassVar[str] = "Follow the message."
+    """What to do, as ``docs/errors.md`` prints it. The message of an error is more specific."""
 
     def __init__(self, message: str, **fields: object) -> None:
         super().__init__(message)
@@ -55,129 +56,139 @@ def _rebuild(cls: type[SourceError], message: str, fields: dict[str, object]) ->
 
 
 class OptionError(SourceError, ValueError):
-    """An option is missing, unknown or has a value that cannot work: from ``load()`` or at the start of a query."""
+    """An option is missing, unknown, or has a value that cannot work. Raised by ``load()`` or when a query starts.
+    ``fields``: option, if one option is the cause."""
 
-    remedy = "Set the option that the message names to what it says; `docs/options.md` has all of them."
+    remedy = "Change the option that the message names. `docs/options.md` lists all options."
 
 
 class SetupError(SourceError):
-    """Something this machine must have is missing or does not fit. The message is one line and says what to install."""
+    """A program or library on this machine is missing or has an unsupported version. The message is one line."""
 
     remedy = "Install what the message names, on the driver's host and on every executor."
 
 
 class GroupError(SourceError):
-    """Something outside this process did not do what was needed."""
+    """An operation on Kafka, on the group or on the table failed at run time."""
 
     remedy = (
-        "Do what the message says: stop the group's members before a reset, drain again, wait for a session to end."
+        "Follow the message. Typical steps: stop the group's members before a reset, repeat a drain, or wait until the "
+        "session of a stopped member ends."
     )
 
 
 class BrokerUnavailable(GroupError):
-    """No broker answered within the bound. ``fields``: op, servers, waited_ms."""
+    """No broker answered in time. ``fields``: op, servers, waited_ms."""
 
     retriable = True
     remedy = (
-        "Compare `kafka.bootstrap.servers` with the brokers' listeners, and reach them from the driver's host and from "
-        "every executor. A query that is to outlive a longer outage needs a larger `brokerTimeoutMs`. Start it again: "
-        "it goes on where it was."
+        "Check that `kafka.bootstrap.servers` matches the brokers' advertised listeners, and that the driver's host "
+        "and every executor can connect to them. Then restart the query: it continues at its position. To survive "
+        "longer outages without a restart, raise `brokerTimeoutMs`."
     )
 
 
 class AccessDenied(GroupError):
-    """The cluster refused the credentials, or they lack a permission. ``fields``: op, and on what it is missing: topic,
-    group, cluster, or transactional id; empty where it is not known."""
+    """The cluster refused the credentials, or the user lacks a permission. ``fields``: op, and on: the kind of
+    resource (topic, group, cluster or transactional id), empty if unknown."""
 
-    remedy = "Give the user the permission that the message names, or correct the credentials; see `docs/security.md`."
+    remedy = "Grant the permission that the message names, or correct the credentials. See `docs/security.md`."
 
 
 class TopicMissing(GroupError):
-    """A subscribed topic does not exist (any more). ``fields``: topics."""
+    """A subscribed topic does not exist, or was deleted. ``fields``: topics."""
 
-    remedy = "Create the topic, or correct `subscribe`. With `subscribePattern` a topic need not exist yet."
+    remedy = (
+        "Create the topic or correct `subscribe`. With `subscribePattern` a query can start before its topics exist."
+    )
 
 
 class DataLoss(GroupError):
-    """Records that were still to be read are gone. ``fields``: topic, partition, expected, available.
+    """Records that were not read yet are no longer in the log. ``fields``: topic, partition, expected, available.
 
-    ``failOnDataLoss=false`` turns this into a warning and goes on with the records that are left.
+    With ``failOnDataLoss=false`` the query logs a warning instead and continues with the remaining records.
     """
 
     remedy = (
-        "The records are gone, whatever is done now. `failOnDataLoss=false` goes on with those that are left, and "
-        "`records_lost` counts the others. Give the topic a longer retention than the query may stand still."
+        "The records cannot be recovered from Kafka. Set `failOnDataLoss=false` to continue with the remaining "
+        "records; the metric `records_lost` counts the missing ones. To prevent it, set the topic's retention longer "
+        "than the longest downtime of the query."
     )
 
 
 class ReadTimeout(GroupError):
-    """A range could not be read before its deadline. ``fields``: ranges, waited_ms."""
+    """A task could not read a range within its deadline. ``fields``: ranges, waited_ms."""
 
     retriable = True
     remedy = (
-        "Spark tries the task again by itself. Where it stays, executors do not reach the partition's leader at its "
-        "advertised listener, or `kafkaConsumer.pollTimeoutMs` is too short for the size of a task."
+        "Spark retries the task. If the error persists, check that executors can connect to the partition leader's "
+        "advertised listener, or raise `kafkaConsumer.pollTimeoutMs`."
     )
 
 
 class RebalanceTimeout(GroupError):
-    """The group did not give an assignment within the bound, after every retry. ``fields``: group, waited_ms."""
+    """The group got no assignment in time, after all retries. ``fields``: group, waited_ms."""
 
     retriable = True
     remedy = (
-        "`spark-group describe` shows who is in the group: a member that does not poll holds every rebalance up, until "
-        "its `max.poll.interval.ms` is over; another driver of the same checkpoint keeps its places. Stop that one, or "
-        "wait for its session to end, and start again."
+        "List the members with `spark-group describe --bootstrap-servers SERVERS --group GROUP --members`. A member "
+        "that does not poll blocks every rebalance until its `max.poll.interval.ms` expires; another driver of the "
+        "same checkpoint keeps the static memberships. Stop that member or driver, or wait until its session ends, "
+        "then restart the query."
     )
 
 
 class ChannelBroken(GroupError):
-    """An executor and the stream reader of its run do not reach each other, or no longer. ``fields``: waited_ms, and
-    refused: whether all that listens at its addresses is nobody."""
+    """The control channel between an executor and the stream reader could not be opened, or was closed. ``fields``:
+    waited_ms, and refused: whether every address refused the connection."""
 
     retriable = True
     remedy = (
-        "Open `coordinatorPort` between executors and the driver's host, and set `coordinatorHost` to a name that "
-        "executors can resolve. `memberHost=driver` does without; see `docs/channel.md`."
+        "Open `coordinatorPort` between the executors and the driver's host, and set `coordinatorHost` to a name that "
+        "executors can resolve. `memberHost=driver` works without the channel. See `docs/channel.md`."
     )
 
 
 class CommitFailed(GroupError):
-    """Kafka refused the group's offsets. The rows are not affected: the next commit covers them."""
+    """Kafka refused an offset commit. The rows are not affected; the next commit includes these offsets."""
 
     retriable = True
-    remedy = "Nothing is lost. After a reset, look with `spark-group describe` whether it was done, then repeat it."
+    remedy = (
+        "No action is needed for a query. After a failed reset, compare the committed offsets with `spark-group "
+        "describe --bootstrap-servers SERVERS --group GROUP`, then repeat the reset."
+    )
 
 
 class Fenced(GroupError):
-    """A newer process holds this driver's transactional id, or took a member's place for good. Do not retry: stop."""
+    """A newer process uses this driver's transactional id or instance id. This driver must stop; do not retry."""
 
     remedy = (
-        "Another driver runs the same checkpoint; leave that one and stop this. If there should be two queries, give "
-        "each a `checkpointLocation` of its own."
+        "Another driver runs with the same checkpoint: keep that one and stop this one. If both queries are intended, "
+        "give each its own `checkpointLocation`."
     )
 
 
 class CheckpointMismatch(GroupError):
-    """The checkpoint's offsets are of another group, of a newer release, or damaged."""
+    """The offsets in the checkpoint belong to another group, were written by a newer release, or are damaged."""
 
     remedy = (
-        "Give the query a checkpoint of its own, or set `kafka.group.id` back. With `DeltaSink` a new checkpoint loses "
-        "and doubles nothing: the table knows where the group stands."
+        "Use a new `checkpointLocation`, or set `kafka.group.id` back. With `DeltaSink` a new checkpoint neither loses "
+        "nor duplicates rows, because the table stores the group's offsets."
     )
 
 
 class LedgerConflict(GroupError):
-    """The table already holds records that the batch would write again, and they cannot be told apart safely."""
+    """The batch contradicts the offsets stored in the table: rows could be written twice or skipped."""
 
     remedy = (
-        "Nothing was written. Somebody moved the group, or restored the table: decide where to go on, and move both "
-        "with `spark-group reset --table`. `--to-ledger` is where the table stands; `spark-group ledger verify` tells "
-        "whether its rows fit."
+        "Nothing was written. The group's offsets were moved, or the table was restored. Check the table with "
+        "`spark-group ledger verify TABLE`. Then move the group and the table to one position: `spark-group reset "
+        "--bootstrap-servers SERVERS --group GROUP --table TABLE --to-ledger --execute` moves the group to the table's "
+        "offsets; other targets are listed in `docs/cli.md`."
     )
 
 
 class InvariantBroken(SourceError):
-    """A rule that must hold did not: a bug in this package. The message carries what led to it."""
+    """A rule that must always hold was violated: a bug in this package. The message has the last events."""
 
-    remedy = "Nothing was written. Start the query again, and report the whole message: it has the last events."
+    remedy = "Nothing was written. Restart the query and report the whole message."

@@ -155,11 +155,11 @@ def kinds(base: type[errors.SourceError]) -> list[type[errors.SourceError]]:
 
 
 def section(cls: type[errors.SourceError]) -> str:
-    """An error: when one gets it, and what to do."""
+    """An error: its cause, its remedy, and whether it is retriable."""
     cause = re.sub(r"``([^`]*)``", r"`\1`", " ".join((cls.__doc__ or "").split()))
     remedy = re.sub(r"`docs/(\w+\.md)`", r"[\1](\1)", cls.remedy)
-    again = "yes" if cls.retriable else "no"
-    return f"## {cls.__name__}\n\n{cause}\n\n**What to do.** {remedy}\n\nTrying again can help: {again}.\n"
+    again = "Yes." if cls.retriable else "No."
+    return f"## {cls.__name__}\n\n{cause}\n\n**What to do.** {remedy}\n\n**Retriable.** {again}\n"
 
 
 def diagram(kind: type[Enum], table: Table) -> str:
