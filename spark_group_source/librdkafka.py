@@ -21,8 +21,8 @@ from typing import Any
 
 from spark_group_source.errors import OptionError, SetupError
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.callables import TOKEN_CALLABLE, Named
-from spark_group_source.options.client import without_secrets
+from spark_group_source.options.callables import TOKEN_CALLABLE, UserFunction
+from spark_group_source.options.client import mask_secrets
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
     """
     own = dict(settings)
     if TOKEN_CALLABLE in own:
-        return own, Named(TOKEN_CALLABLE, own.pop(TOKEN_CALLABLE))
+        return own, UserFunction(TOKEN_CALLABLE, own.pop(TOKEN_CALLABLE))
     if own.get(_AWS_MARKER, "").strip().lower() != _AWS_IAM:
         return own, None
     del own[_AWS_MARKER]
@@ -284,6 +284,6 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
 
 def refused_setting(settings: Mapping[str, str], words: str) -> OptionError:
     """The error for settings that librdkafka refuses, in its words without any value that could be a secret."""
-    words = without_secrets(words, settings)
+    words = mask_secrets(words, settings)
     names = sorted(name for name in settings if f'"{name}"' in words)
     return OptionError(f"the Kafka client refuses its settings: {words}", names=names)

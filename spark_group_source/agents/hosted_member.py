@@ -16,7 +16,7 @@ from spark_group_source.agents.session import Session
 from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.member import Member
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
+from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Hosted:
         self._changed = environment.condition()
         self._members: dict[int, Member] = {}
         self._former: list[Member] = []
-        self._lease_ms = number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
+        self._lease_ms = setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._heard_ms = self._listens_ms = environment.now_ms()
         self._fresh = True
         self._why_end: str | None = None

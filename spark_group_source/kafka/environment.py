@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka import admin as kafka_admin
 
 from spark_group_source.errors import BrokerUnavailable
-from spark_group_source.options.callables import TOKEN_CALLABLE, imported
+from spark_group_source.options.callables import TOKEN_CALLABLE, import_callables
 
 __all__ = ["Empty", "Environment", "Queue", "Thread"]
 
@@ -130,7 +130,7 @@ def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> 
         OptionError: a function cannot be imported here.
         BrokerUnavailable: the function for tokens gave none; the library waits 10 s for the first one.
     """
-    given = {"logger": LibraryLog(), **imported(settings)}
+    given = {"logger": LibraryLog(), **import_callables(settings)}
     try:
         return make(given)
     except (KafkaException, SystemError) as failed:

@@ -10,8 +10,8 @@ from confluent_kafka import KafkaException
 
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.options.callables import CALLABLES, imported
-from spark_group_source.options.client import without_secrets
+from spark_group_source.options.callables import CALLABLES, import_callables
+from spark_group_source.options.client import mask_secrets
 from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 
@@ -33,7 +33,7 @@ def check_settings(options: Options) -> None:
         environment.consumer(_checkable(options.consumer_settings())).close()
         environment.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
-        text = without_secrets(exc.args[0].str(), dict(options.settings)).strip()
+        text = mask_secrets(exc.args[0].str(), dict(options.settings)).strip()
         # The cause may hold a secret.
         raise OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}") from None
 
@@ -50,5 +50,5 @@ def _hint(text: str) -> str:
 
 def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:
     """Without the functions: a client calls them when it is made, and nothing is asked for yet."""
-    known = imported(settings)
+    known = import_callables(settings)
     return {name: value for name, value in known.items() if name not in CALLABLES} | {"log_level": 0}

@@ -26,7 +26,7 @@ from spark_group_source.kafka import (
 )
 from spark_group_source.members.slot_member import Share, SlotMember
 from spark_group_source.model import TopicPartition
-from spark_group_source.options.client import SESSION_TIMEOUT_MS, number_ms
+from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
 from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Member(SlotMember):
         self._consumer: MemberConsumer | None = None
         self._topics = join.topics
         self._assigned = False
-        self._still_ms_max = STOOD_STILL_SHARE * number_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
+        self._still_ms_max = STOOD_STILL_SHARE * setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
         self._ran_ms = 0
         self._thread: Thread | None = None
 

@@ -1,6 +1,4 @@
-"""What a user may set: the table of options, their values, the Kafka client's settings, Java's names for them, and
-where partitions start.
+"""The user's options: the option table, settings of the Kafka client, Java's names for them, starting positions.
 
-Runs in: every process. Deliberately absent: asking a broker, a file or a session; an option is checked by
-its text alone.
+Runs in: every process. Deliberately absent: access to brokers, files or a Spark session; options are checked as text.
 """

@@ -1,7 +1,7 @@
-"""Settings of the Kafka client whose value is a function: options are text, so they name one.
+"""Settings of the Kafka client whose value is a Python function. Options are text, so they name the function.
 
-Runs in: every process that makes a client. Deliberately absent: pickled functions (only the name travels, and each
-process imports it for itself) and what the client does with the function.
+Runs in: every process that makes a client. Deliberately absent: pickled functions (only the name travels; each process
+imports the function itself) and the use of the function, which is the client's.
 """
 
 import logging
@@ -15,59 +15,59 @@ from spark_group_source.errors import OptionError
 log = logging.getLogger(__name__)
 
 TOKEN_CALLABLE: Final = "oauth_cb"
-"""Returns (token, when it expires in seconds since the epoch[, principal, extensions]), as the library asks for it; its
-argument is ``sasl.oauthbearer.config``, or an empty text."""
+"""Called with ``sasl.oauthbearer.config`` or an empty text. Returns (token, expiry in seconds since the epoch[,
+principal, extensions]), as confluent_kafka defines it."""
 CALLABLES: Final = frozenset({TOKEN_CALLABLE})
 """Settings that may name a function."""
 
 
-def imported(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with functions in place of their names.
+def import_callables(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with functions in place of their names.
 
     Raises:
-        OptionError: a name cannot be imported in this process.
+        OptionError: a function cannot be imported in this process.
     """
-    return {**settings, **{name: Named(name, settings[name]) for name in CALLABLES & settings.keys()}}
+    return {**settings, **{name: UserFunction(name, settings[name]) for name in CALLABLES & settings.keys()}}
 
 
-def find(name: str, text: str) -> Callable[..., Any]:
+def import_callable(setting: str, name: str) -> Callable[..., Any]:
     """Import the function that a setting names.
 
     Args:
-        name: of the setting, without the prefix ``kafka.``.
-        text: ``package.module:function``, or a name with dots behind the colon.
+        setting: without the prefix ``kafka.``.
+        name: ``package.module:function``; the part after the colon may have dots.
 
     Raises:
-        OptionError: it cannot be imported here, or is no function; the message says what to do.
+        OptionError: the function cannot be imported here, or is not callable; the message says what to do.
     """
-    module, _, path = text.strip().partition(":")
+    module, _, path = name.strip().partition(":")
     if not module or not path:
-        raise _refused(name, text, "it must be package.module:function")
+        raise _refused(setting, name, "it must be package.module:function")
     try:
         found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as exc:
-        what = f"it cannot be imported by {sys.executable} ({type(exc).__name__}: {exc})"
         raise _refused(
+            setting,
             name,
-            text,
-            f"{what}. Give its file to spark-submit with --py-files (in a notebook: spark.addArtifacts(…, pyfile=True) "
-            "or sparkContext.addPyFile(…)), or install its package on the driver and on every executor; the command "
-            "spark-group finds it on PYTHONPATH",
+            f"{sys.executable} cannot import it ({type(exc).__name__}: {exc}). Ship its file with spark-submit "
+            "--py-files (in a notebook: spark.addArtifacts(…, pyfile=True) or sparkContext.addPyFile(…)), or install "
+            "its package on the driver and on every executor. For spark-group, add it to PYTHONPATH",
         ) from exc
     if not callable(found):
-        raise _refused(name, text, f"it is a {type(found).__name__}, and must be a function")
+        raise _refused(setting, name, f"it is of type {type(found).__name__}, but must be a function")
     return found  # type: ignore[no-any-return]  # a module's attribute
 
 
-class Named:
-    """A function as the client calls it. Of one that raises the client tells nobody why: ``failure`` does."""
+class UserFunction:
+    """A function of the user that the client calls. The client does not report why a call failed; ``failure`` does."""
 
     def __init__(self, setting: str, name: str) -> None:
         self._setting, self.name = setting, name
-        self._function = find(setting, name)
+        self._function = import_callable(setting, name)
         self.failure = ""
+        """The exception of the last call; empty if it succeeded."""
 
     def __call__(self, *arguments: Any) -> Any:
         try:
@@ -80,5 +80,5 @@ class Named:
         return found
 
 
-def _refused(name: str, text: str, why: str) -> OptionError:
-    return OptionError(f"option 'kafka.{name}' is {text!r}; {why}", option=f"kafka.{name}")
+def _refused(setting: str, name: str, why: str) -> OptionError:
+    return OptionError(f"option 'kafka.{setting}' is {name!r}; {why}", option=f"kafka.{setting}")

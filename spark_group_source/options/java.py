@@ -1,8 +1,8 @@
-"""Kafka settings as Java clients write them, translated for the client library (librdkafka).
+"""Translation of Java's Kafka client settings into those of librdkafka.
 
-Runs in: every process. Deliberately absent: reading or converting key stores (the errors give the commands), and names
-that only a Java client knows: librdkafka refuses them at ``load()`` (``kafka.settings``). Users bring what works with
-Spark's own connector: JAAS texts, ``ssl.truststore.*``, Java's names. What has an equal is translated.
+Runs in: every process. Deliberately absent: reading or converting key stores (the errors have the commands), and names
+that only Java clients know: librdkafka refuses them at ``load()`` (``kafka.settings``). Settings that work with Spark's
+Kafka connector (JAAS texts, ``ssl.truststore.*``, Java's names) are translated if librdkafka has an equivalent.
 """
 
 import re
@@ -18,7 +18,7 @@ RENAMED: Final[Mapping[str, str]] = {
     "receive.buffer.bytes": "socket.receive.buffer.bytes",
     "send.buffer.bytes": "socket.send.buffer.bytes",
     "request.timeout.ms": "socket.timeout.ms",
-    # Java's "refresh at least this often"; the library's metadata.max.age.ms follows by itself at three times of it.
+    # Java's refresh interval; librdkafka derives its own metadata.max.age.ms from this one (three times as long).
     "metadata.max.age.ms": "topic.metadata.refresh.interval.ms",
     "sasl.mechanisms": "sasl.mechanism",
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
@@ -29,18 +29,18 @@ ASSIGNORS: Final[Mapping[str, str]] = {
     "RoundRobinAssignor": "roundrobin",
     "CooperativeStickyAssignor": "cooperative-sticky",
 }
-"""By Java's class, without its package."""
+"""librdkafka's assignors by the name of Java's class, without its package."""
 _OAUTH_HANDLER: Final = "OAuthBearerLoginCallbackHandler"
 _MSK: Final = (
-    "use OAUTHBEARER and a function that signs the token, kafka.oauth_cb=package.module:function (docs/security.md "
-    "shows one), or SCRAM-SHA-512"
+    "use OAUTHBEARER with a function that signs tokens, kafka.oauth_cb=package.module:function (docs/security.md has "
+    "an example), or SCRAM-SHA-512"
 )
-KINDS: Final[Mapping[str, str]] = {
+STORE_TYPES: Final[Mapping[str, str]] = {
     **dict.fromkeys((".pem", ".crt", ".cer", ".ca"), "PEM"),
     **dict.fromkeys((".p12", ".pfx"), "PKCS12"),
     **dict.fromkeys((".jks", ".keystore", ".truststore"), "JKS"),
 }
-"""Formats of stores by the ending of their file's name."""
+"""Formats of stores by file extension."""
 _VALUE: Final = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[^\s=;"']++)"""
 _JAAS_OPTION: Final = re.compile(rf"""([^\s=;"']++)\s*+=\s*+({_VALUE})\s*+""", re.DOTALL)
 _JAAS: Final = re.compile(
@@ -50,7 +50,7 @@ _JAAS: Final = re.compile(
 
 
 def translate(given: Mapping[str, str]) -> dict[str, str]:
-    """Translate Java's settings; all others pass unchanged.
+    """Translate Java's settings; other settings are returned unchanged.
 
     Args:
         given: names without the prefix ``kafka.``, in lower case.
@@ -59,8 +59,8 @@ def translate(given: Mapping[str, str]) -> dict[str, str]:
         Settings for the client library.
 
     Raises:
-        OptionError: a setting cannot be translated safely, or contradicts another. The message holds no secret; for a
-            Java key store it holds the command that converts it.
+        OptionError: a setting cannot be translated safely, or contradicts another. The message has no secret; for a
+            Java key store it has the command that converts the store.
     """
     settings = dict(given)
     _rename(settings)
@@ -74,9 +74,9 @@ def translate(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _put(settings: dict[str, str], name: str, value: str, origin: str) -> None:
-    """Set what Java's setting ``origin`` means; no two sources may give one setting different values."""
+    """Set the translation of Java's setting ``origin``; refuse it if the setting already has another value."""
     if settings.setdefault(name, value) != value:
-        raise _refused(origin, f"says something else than kafka.{name}; give one of them")
+        raise _refused(origin, f"contradicts kafka.{name}, which means the same; set only one of them")
 
 
 def _refused(name: str, why: str) -> OptionError:
@@ -84,7 +84,7 @@ def _refused(name: str, why: str) -> OptionError:
 
 
 def _rename(settings: dict[str, str]) -> None:
-    # A library setting of the same name as Java's is meant as the library's once the other half stands beside it.
+    # metadata.max.age.ms exists in both: it is librdkafka's if librdkafka's other refresh setting is given too.
     native = {"metadata.max.age.ms"} if "topic.metadata.refresh.interval.ms" in settings else set()
     for java in RENAMED.keys() & settings.keys() - native:
         _put(settings, RENAMED[java], settings.pop(java), java)
@@ -93,17 +93,17 @@ def _rename(settings: dict[str, str]) -> None:
 def _assignors(settings: dict[str, str]) -> None:
     given = settings.get("partition.assignment.strategy", "")
     names = [name.strip().rpartition(".")[2] for name in given.split(",")]
-    if all(names):  # else the library refuses it
+    if all(names):  # otherwise librdkafka refuses it
         settings["partition.assignment.strategy"] = ",".join(dict.fromkeys(ASSIGNORS.get(n, n) for n in names))
 
 
 # ---- TLS
 
 
-def _kind(settings: dict[str, str], store: str) -> str:
-    """The format of a store: as said, or by the file's ending, or "" when neither tells."""
-    ending = PurePath(settings.get(f"ssl.{store}.location", "")).suffix.lower()
-    return settings.pop(f"ssl.{store}.type", KINDS.get(ending, "")).strip().upper()
+def _store_type(settings: dict[str, str], store: str) -> str:
+    """The format of a store: its setting, else by file extension, else empty."""
+    extension = PurePath(settings.get(f"ssl.{store}.location", "")).suffix.lower()
+    return settings.pop(f"ssl.{store}.type", STORE_TYPES.get(extension, "")).strip().upper()
 
 
 def _to_pkcs12(path: str) -> str:
@@ -117,8 +117,8 @@ def _to_pem(path: str) -> str:
 
 
 def _truststore(settings: dict[str, str]) -> None:
-    kind = _kind(settings, "truststore")
-    settings.pop("ssl.truststore.password", None)  # guards only the forms that are refused below
+    kind = _store_type(settings, "truststore")
+    settings.pop("ssl.truststore.password", None)  # only the formats that are refused below have one
     if (text := settings.pop("ssl.truststore.certificates", None)) is not None:
         _put(settings, "ssl.ca.pem", text, "ssl.truststore.certificates")
     path = settings.pop("ssl.truststore.location", None)
@@ -130,8 +130,8 @@ def _truststore(settings: dict[str, str]) -> None:
             convert = f"{_to_pkcs12(path)} && {_to_pem(str(PurePath(path).with_suffix('.p12')))}"
         raise _refused(
             "ssl.truststore.location",
-            f"is {path!r}, a {kind or 'JKS'} store; trusted certificates must be PEM. Convert it with: {convert}   "
-            "then set kafka.ssl.truststore.location to the .pem file and kafka.ssl.truststore.type to PEM",
+            f"is {path!r}, a {kind or 'JKS'} store; trusted certificates must be in PEM format. Convert it with: "
+            f"{convert}   then set kafka.ssl.truststore.location to the .pem file and kafka.ssl.truststore.type to PEM",
         )
     _put(settings, "ssl.ca.location", path, "ssl.truststore.location")
 
@@ -140,7 +140,7 @@ def _keystore(settings: dict[str, str]) -> None:
     for java, name in (("certificate.chain", "ssl.certificate.pem"), ("key", "ssl.key.pem")):
         if (text := settings.pop(f"ssl.keystore.{java}", None)) is not None:
             _put(settings, name, text, f"ssl.keystore.{java}")
-    kind = _kind(settings, "keystore")
+    kind = _store_type(settings, "keystore")
     path = settings.get("ssl.keystore.location")
     if path is None or kind in ("", "PKCS12"):
         return
@@ -161,15 +161,15 @@ def _keystore(settings: dict[str, str]) -> None:
 
 def _sasl(settings: dict[str, str]) -> None:
     if settings.get("sasl.mechanism", "").strip().upper() == "AWS_MSK_IAM":
-        raise _refused("sasl.mechanism", f"is 'AWS_MSK_IAM', which only Java clients have; {_MSK}")
+        raise _refused("sasl.mechanism", f"is 'AWS_MSK_IAM', which only Java clients support; {_MSK}")
     handler = settings.pop("sasl.login.callback.handler.class", _OAUTH_HANDLER)
     if handler.rpartition(".")[2] != _OAUTH_HANDLER:
         raise _refused(
             "sasl.login.callback.handler.class",
-            f"is {handler!r}, a Java class that cannot run here; only Kafka's own {_OAUTH_HANDLER} has an equal",
+            f"is {handler!r}, a Java class that cannot run here; only Kafka's {_OAUTH_HANDLER} has an equivalent",
         )
     if " " not in settings.get("sasl.kerberos.kinit.cmd", "a command").strip():
-        # Java names the program, which the library finds on the PATH; its own setting is a whole command line.
+        # In Java this is the program's name; in librdkafka it is a whole command line with a working default.
         del settings["sasl.kerberos.kinit.cmd"]
     text = settings.pop("sasl.jaas.config", None)
     if text is None:
@@ -183,7 +183,7 @@ def _sasl(settings: dict[str, str]) -> None:
         case "Krb5LoginModule":
             found = _login_kerberos(settings, login)
         case "IAMLoginModule":
-            raise _refused("sasl.jaas.config", f"names {module!r}, which only Java clients have; {_MSK}")
+            raise _refused("sasl.jaas.config", f"names {module!r}, which only Java clients support; {_MSK}")
         case _:
             modules = "PlainLoginModule, ScramLoginModule, OAuthBearerLoginModule or Krb5LoginModule"
             raise _refused("sasl.jaas.config", f"names {module!r}; it must be {modules}")
@@ -192,13 +192,13 @@ def _sasl(settings: dict[str, str]) -> None:
 
 
 def parse_jaas(text: str) -> tuple[str, dict[str, str]]:
-    """The login module's class name without its package, and its options.
+    """Return the login module's class name without its package, and its options.
 
-    A backslash stands before the character it protects. Java reads one before a letter or a digit as another character:
-    such a text is refused rather than misread.
+    A backslash escapes the next character. An escaped letter or digit, which Java reads as a control character, is
+    refused.
 
     Raises:
-        OptionError: it is not one module as in ``Module required name="value" …;``. The message does not repeat it.
+        OptionError: the text is not one module as in ``Module required name="value" …;``. The message does not show it.
     """
     whole = _JAAS.fullmatch(text)
     values = dict(_JAAS_OPTION.findall(whole[2])) if whole else {}
@@ -226,10 +226,10 @@ def _mechanism(settings: dict[str, str], module: str, prefix: str, default: str)
 
 def _login_password(settings: dict[str, str], module: str, login: Mapping[str, str]) -> dict[str, str]:
     if login.get("tokenauth", "false").lower() == "true":
-        raise _refused("sasl.jaas.config", "asks for tokenauth: delegation tokens are not supported by the client")
+        raise _refused("sasl.jaas.config", "has tokenauth=true, but librdkafka does not support delegation tokens")
     plain = module == "PlainLoginModule"
     mechanism = _mechanism(settings, module, "PLAIN" if plain else "SCRAM-", "PLAIN" if plain else "")
-    _need(login, "username", "password")
+    _require(login, "username", "password")
     return {"mechanism": mechanism, "username": login["username"], "password": login["password"]}
 
 
@@ -240,7 +240,7 @@ def _login_oauth(settings: dict[str, str], login: Mapping[str, str]) -> dict[str
         if java in login:
             found[f"oauthbearer.{name}"] = login[java]
         elif java != "scope" and not settings.keys() & {f"sasl.oauthbearer.{name}", "sasl.oauthbearer.grant.type"}:
-            _need(login, java)
+            _require(login, java)
     extensions = {name: value for name, value in login.items() if name.startswith("extension_")}
     if extensions:
         pairs = (f"{name.removeprefix('extension_')}={value}" for name, value in extensions.items())
@@ -255,13 +255,13 @@ def _login_kerberos(settings: dict[str, str], login: Mapping[str, str]) -> dict[
             found[f"kerberos.{name}"] = login[java]
     if "keyTab" not in login:
         if login.get("useTicketCache", "false").lower() != "true":
-            _need(login, "keyTab")
-        # Without a keytab the library's kinit could only fail: it takes the ticket as it is, renewed from outside.
+            _require(login, "keyTab")
+        # Without a keytab librdkafka's kinit would fail: use the existing ticket, which is renewed elsewhere.
         found["kerberos.min.time.before.relogin"] = "0"
     return found
 
 
-def _need(login: Mapping[str, str], *names: str) -> None:
+def _require(login: Mapping[str, str], *names: str) -> None:
     for name in names:
         if not login.get(name):
-            raise _refused("sasl.jaas.config", f"lacks {name}")
+            raise _refused("sasl.jaas.config", f"has no {name}")

@@ -1,7 +1,7 @@
-"""Where a partition starts when its group has never committed an offset for it.
+"""Starting positions of partitions for which the group has no committed offset.
 
-Runs in: every process. Deliberately absent: asking a broker (``kafka`` turns a :class:`StartAt` into an offset) and the
-decision *whether* a partition has a committed offset (``group``).
+Runs in: every process. Deliberately absent: requests to brokers (``kafka`` turns a :class:`StartAt` into an offset) and
+the decision whether a partition has a committed offset (``protocol``).
 """
 
 import json
@@ -13,13 +13,13 @@ from spark_group_source.errors import OptionError
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 
 LATEST_OFFSET = -1
-"""In the JSON of ``startingOffsets``: the end of the partition."""
+"""In the JSON of ``startingOffsets``: the end of the log."""
 EARLIEST_OFFSET = -2
-"""In the JSON of ``startingOffsets``: the first record still there."""
+"""In the JSON of ``startingOffsets``: the start of the log."""
 OFFSET_MAX = 2**63 - 1
 PARTITION_MAX = 2**31 - 1
-NAMED_MAX = 20
-"""Partitions that an error message lists before it only counts them."""
+LISTED_MAX = 20
+"""Partitions that an error message lists; more are only counted."""
 
 NoMatch = Literal["error", "latest"]
 PartitionValues = tuple[tuple[TopicPartition, int], ...]
@@ -27,26 +27,27 @@ PartitionValues = tuple[tuple[TopicPartition, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPosition:
-    """What the starting options say, after the most specific one has won.
+    """The starting position of a query, combined from the starting options.
 
-    Exactly one of ``everywhere`` and ``each`` decides: ``each`` when it is not None. A partition that appears after
-    the stream began starts at :data:`EARLIEST` whatever is said here, else its first records would be skipped;
-    who finds the partition knows that it is new.
+    A partition that is added while the query runs starts at :data:`EARLIEST` whatever the options are, because "latest"
+    would skip its first records; the caller knows that the partition is new.
     """
 
     everywhere: StartAt = EARLIEST
+    """The position of all partitions, if ``each`` is None."""
     each: tuple[tuple[TopicPartition, StartAt], ...] | None = None
+    """The position of each partition; None: ``everywhere`` applies."""
     no_match: NoMatch = "error"
-    """For kind "time", when no record is that young: fail, or start at the end."""
+    """For kind "time", if no record has such a timestamp: fail, or start at the end of the log."""
 
     def resolve(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, StartAt]:
-        """The start of every partition of a stream that begins now.
+        """Return the starting position of every partition of a new stream.
 
         Args:
             partitions: all partitions of the subscribed topics, not only those assigned to this process.
 
         Raises:
-            OptionError: the JSON names other partitions than there are; ``fields``: specified, assigned.
+            OptionError: the JSON does not name exactly these partitions; ``fields``: specified, assigned.
         """
         if self.each is None:
             return dict.fromkeys(partitions, self.everywhere)
@@ -54,32 +55,32 @@ class StartingPosition:
         specified, assigned = sorted(named), sorted(set(partitions))
         if specified != assigned:
             raise OptionError(
-                "the starting options name other partitions than the subscribed topics have: "
+                "the starting options do not name exactly the partitions of the subscribed topics: "
                 f"specified {_listed(specified)}; assigned {_listed(assigned)}. "
-                "Name every partition (-2 is earliest, -1 is latest) and no other",
+                "Name each partition once (-2 is earliest, -1 is latest)",
                 specified=[str(tp) for tp in specified],
                 assigned=[str(tp) for tp in assigned],
             )
         return named
 
     def of(self, tp: TopicPartition) -> StartAt:
-        """The start of one partition, with no check of the others; earliest where the JSON does not name it."""
+        """Return the starting position of one partition, without a check; earliest if the JSON does not name it."""
         return self.everywhere if self.each is None else dict(self.each).get(tp, EARLIEST)
 
 
 def start_at(offset: int) -> StartAt:
-    """What one number in the JSON of ``startingOffsets`` means."""
+    """Return the position that a number in the JSON of ``startingOffsets`` means."""
     if offset == EARLIEST_OFFSET:
         return EARLIEST
     return LATEST if offset == LATEST_OFFSET else StartAt("offset", offset)
 
 
 def parse_offsets(text: str) -> StartAt | PartitionValues:
-    """Read ``startingOffsets``: earliest, latest (in any case) or ``{"topic":{"0":23,"1":-1}}``.
+    """Parse ``startingOffsets``: earliest, latest (in any case) or ``{"topic":{"0":23,"1":-1}}``.
 
     Raises:
-        ValueError: says what would be right. Below -2 nothing is accepted: the Kafka client gives those numbers
-            meanings of its own (-1000 is "as committed").
+        ValueError: has the expected format. Numbers below -2 are refused, because the Kafka client gives them other
+            meanings (-1000 is the committed offset).
     """
     word = text.strip().lower()
     if word in ("earliest", "latest"):
@@ -92,22 +93,22 @@ def parse_offsets(text: str) -> StartAt | PartitionValues:
 
 
 def parse_timestamps(text: str) -> PartitionValues:
-    """Read ``startingOffsetsByTimestamp``: ``{"topic":{"0":1700000000000}}``, in milliseconds since the epoch.
+    """Parse ``startingOffsetsByTimestamp``: ``{"topic":{"0":1700000000000}}``, in milliseconds since the epoch.
 
     Raises:
-        ValueError: says what would be right. Negative times are refused: Kafka gives them special meanings.
+        ValueError: has the expected format. Negative times are refused, because Kafka gives them other meanings.
     """
     return _parse_partition_json(text, at_least=0, meaning="milliseconds since the epoch, 0 or more")
 
 
 def topics_of(values: PartitionValues) -> set[str]:
-    """The topics that a per-partition JSON names."""
+    """Return the topics that a per-partition JSON names."""
     return {tp.topic for tp, _ in values}
 
 
 def _parse_partition_json(text: str, *, at_least: int, meaning: str) -> PartitionValues:
     try:
-        doc = json.loads(text, object_pairs_hook=_no_twins)
+        doc = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as exc:
         raise ValueError(f"it is not JSON ({exc.msg} at character {exc.pos + 1})") from None
     if not isinstance(doc, dict) or not doc:
@@ -118,7 +119,7 @@ def _parse_partition_json(text: str, *, at_least: int, meaning: str) -> Partitio
             raise ValueError(f'topic {topic!r} must have partitions, such as {{"0":23}}')
         for number, value in entry.items():
             tp = TopicPartition(topic, _partition(topic, number))
-            # bool is an int in Python and 1.0 == 1: only a plain JSON integer may pass.
+            # Only a JSON integer is accepted: bool is a subclass of int, and 1.0 == 1.
             if type(value) is not int or not at_least <= value <= OFFSET_MAX:
                 raise ValueError(f"partition {tp} has {value!r}; it must be {meaning}")
             found[tp] = value
@@ -127,21 +128,21 @@ def _parse_partition_json(text: str, *, at_least: int, meaning: str) -> Partitio
 
 def _partition(topic: str, number: str) -> int:
     if not number.isdecimal() or str(int(number)) != number or int(number) > PARTITION_MAX:
-        raise ValueError(f"topic {topic!r} names partition {number!r}; it must be a whole number such as 0")
+        raise ValueError(f"topic {topic!r} has partition {number!r}; it must be an integer such as 0")
     return int(number)
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose key stands there twice would silently lose one of the two."""
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; refuse duplicate keys, of which ``json`` would silently drop one."""
     doc = dict(pairs)
     if len(doc) != len(pairs):
         names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it names {twin!r} twice")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names {duplicate!r} twice")
     return doc
 
 
 def _listed(partitions: list[TopicPartition]) -> str:
-    shown = ", ".join(str(tp) for tp in partitions[:NAMED_MAX])
-    more = len(partitions) - NAMED_MAX
+    shown = ", ".join(str(tp) for tp in partitions[:LISTED_MAX])
+    more = len(partitions) - LISTED_MAX
     return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"

@@ -1,11 +1,11 @@
-"""Every option of ``format("kafka-group")``: one table, read into one frozen :class:`Options`.
+"""Every option of ``format("kafka-group")``: one table, parsed into one frozen :class:`Options`.
 
-Runs in: every process. Deliberately absent: anything that asks a broker (a missing topic, a setting that librdkafka
-does not know) and anything of Spark. The input is a mapping of texts. Option names are those of Spark's own Kafka
-connector wherever it has one, and case does not matter.
+Runs in: every process. Deliberately absent: checks that need a broker (a missing topic, a setting that librdkafka does
+not know) and anything of Spark. The input maps option names to text. Options that Spark's Kafka connector also has use
+its names; names are case-insensitive.
 
-A reader of one value raises ValueError with what would be right; :meth:`Options.parse` adds the option's name and,
-unless it is secret, the value.
+The parser of a value raises ValueError with the expected format; :meth:`Options.parse` adds the option's name and,
+unless it may be secret, the value.
 """
 
 import difflib
@@ -30,27 +30,25 @@ from spark_group_source.options.starting import (
 GROUP_MEMBERS_MAX: Final = 1_000
 MIN_PARTITIONS_MAX: Final = 100_000
 DAY_MS: Final = 86_400_000
-TOPICS_EVERY_S: Final = 30.0
-"""How often a pattern is matched against the cluster's topics; ``kafka.topic.metadata.refresh.interval.ms`` sets it."""
+TOPIC_REFRESH_S: Final = 30.0
+"""How often topics and partitions are refreshed, unless ``kafka.topic.metadata.refresh.interval.ms`` is set."""
 VALUE_SHOWN_CHARS_MAX: Final = 200
 INTERNAL_TOPICS: Final = frozenset({"__consumer_offsets", "__transaction_state", "__share_group_state"})
-"""The broker's own topics: a pattern never matches them."""
+"""Kafka's internal topics: ``subscribePattern`` never matches them."""
 
 
-_BATCH_ONLY = (
-    "this source is for streaming queries, which have no end; for a bounded run use trigger(availableNow=True)"
-)
+_BATCH_ONLY = "it applies to batch queries; to read up to the current end, use trigger(availableNow=True)"
 REFUSED: Final[Mapping[str, str]] = {
-    "assign": "membership in the group decides which partitions are read; use subscribe or subscribePattern",
-    "groupIdPrefix": "the query joins the group that kafka.group.id names; there are no generated groups",
-    "groupId": "write kafka.group.id",
+    "assign": "Kafka assigns the partitions to the group's members; use subscribe or subscribePattern",
+    "groupIdPrefix": "group ids are not generated; set kafka.group.id",
+    "groupId": "use kafka.group.id",
     "endingOffsets": _BATCH_ONLY,
     "endingOffsetsByTimestamp": _BATCH_ONLY,
     "endingTimestamp": _BATCH_ONLY,
-    "path": "load() takes no path here; name the topics with subscribe",
-    "topic": "it belongs to writing; name the topics to read with subscribe",
+    "path": "load() takes no path for this source; set the topics with subscribe",
+    "topic": "it applies to writing; set the topics to read with subscribe",
 }
-"""Options that other sources have and this one cannot follow, and why."""
+"""Options of other sources that this source does not support, with the reason or the alternative."""
 _REFUSED_BY_NAME: Final = {name.lower(): (name, reason) for name, reason in REFUSED.items()}
 
 
@@ -58,20 +56,28 @@ class Option(NamedTuple):
     """One row of the table."""
 
     name: str
+    """The option's name, as users write it."""
     field: str
+    """The attribute of :class:`Options`."""
     parse: Callable[[str], object]
-    """Raises ValueError with what would be right."""
+    """Parses the value. Raises ValueError with the expected format."""
     unit: str
-    """What the value is."""
+    """The format or unit of the value, for the docs."""
     default: str
-    """As the documents show it."""
+    """The default, for the docs."""
     doc: str
+    """The meaning, for the docs."""
 
 
 def _option(
     name: str, parse: Callable[[str], object], unit: str, *, doc: str, default: object = ..., shown: str = ""
 ) -> Any:  # Any: a field of a dataclass, whatever its type
-    """A field of :class:`Options`; ``shown``: the default in the documents where the value alone does not tell."""
+    """Declare a field of :class:`Options`.
+
+    Args:
+        default: required if missing.
+        shown: the default as the docs print it, if the value is not self-explanatory.
+    """
     text = str(default).lower() if isinstance(default, bool) else str(default)
     row = {"row": Option(name, "", parse, unit, shown or ("none" if default is None else text), doc)}
     return field(metadata=row) if default is ... else field(default=default, metadata=row)
@@ -94,8 +100,8 @@ _TIME_UNITS_US: Final[Mapping[str, int]] = {
 }
 
 
-def whole(at_least: int, at_most: int = INT64_MAX) -> Callable[[str], int]:
-    """A reader of whole numbers within [at_least, at_most]."""
+def integer(at_least: int, at_most: int = INT64_MAX) -> Callable[[str], int]:
+    """A parser for integers in [at_least, at_most]."""
 
     def parse(text: str) -> int:
         try:
@@ -103,14 +109,14 @@ def whole(at_least: int, at_most: int = INT64_MAX) -> Callable[[str], int]:
         except ValueError:
             number = at_least - 1
         if not at_least <= number <= at_most:
-            raise ValueError(f"it must be a whole number from {at_least} to {at_most}")
+            raise ValueError(f"it must be an integer from {at_least} to {at_most}")
         return number
 
     return parse
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """A reader of one of these words, in any case."""
+    """A parser for one of these words, case-insensitive."""
 
     def parse(text: str) -> str:
         word = text.strip().lower()
@@ -121,8 +127,8 @@ def one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def flag(text: str) -> bool:
-    """true or false, in any case."""
+def boolean(text: str) -> bool:
+    """Parse true or false, case-insensitive."""
     word = text.strip().lower()
     if word not in ("true", "false"):
         raise ValueError("it must be true or false")
@@ -130,21 +136,21 @@ def flag(text: str) -> bool:
 
 
 def non_empty(text: str) -> str:
-    """Any text but blanks, without the blanks around it."""
+    """Parse a text that is not blank; surrounding blanks are removed."""
     if not text.strip():
         raise ValueError("it must not be empty")
     return text.strip()
 
 
-def variable(text: str) -> str:
-    """The name of an environment variable."""
+def environment_variable(text: str) -> str:
+    """Parse the name of an environment variable."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text.strip()):
         raise ValueError("it must be the name of an environment variable, such as RACK")
     return text.strip()
 
 
-def servers(text: str) -> str:
-    """A list of brokers, without blanks."""
+def broker_list(text: str) -> str:
+    """Parse a comma-separated list of brokers; blanks are removed."""
     items = [item.strip() for item in text.split(",")]
     if not all(items):
         raise ValueError("it must be a comma-separated list of host:port")
@@ -152,42 +158,43 @@ def servers(text: str) -> str:
 
 
 def topic_names(text: str) -> tuple[str, ...]:
-    """A list of topics in the order given, each once. A name that the client would read as a pattern is refused."""
+    """Parse a comma-separated list of topics; duplicates are removed. Refuses names that the client would treat as a
+    pattern."""
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
     if not names:
         raise ValueError("it must name at least one topic")
     for name in names:
         if not _TOPIC_NAME.fullmatch(name) or name in (".", ".."):
             raise ValueError(
-                f"{name!r} is not a topic name (letters, digits, '.', '_' and '-', at most 249); "
+                f"{name!r} is not a topic name (at most 249 letters, digits, '.', '_' and '-'); "
                 "for a pattern use subscribePattern"
             )
     return names
 
 
-def pattern(text: str) -> str:
-    """A regular expression that Python can compile."""
+def regex(text: str) -> str:
+    """Parse a regular expression of Python's ``re``."""
     if not text.strip():
         raise ValueError("it must not be empty")
     try:
         re.compile(text.strip())
     except (re.error, OverflowError) as exc:
-        raise ValueError(f"it must be a regular expression as Python's re reads it ({exc})") from None
+        raise ValueError(f"it must be a regular expression in Python's syntax ({exc})") from None
     return text.strip()
 
 
-def time_ms(text: str) -> int:
-    """Milliseconds from a time as Spark writes it: a number and us, ms, s, m, min, h or d; no unit is ms."""
+def duration_ms(text: str) -> int:
+    """Parse a duration in Spark's format, a number and us, ms, s, m, min, h or d; the default unit is ms."""
     match = _TIME.fullmatch(text.strip().lower())
     unit_us = _TIME_UNITS_US.get(match[2] or "ms") if match else None
     if match is None or unit_us is None or int(match[1]) * unit_us // 1_000 > INT64_MAX:
-        raise ValueError("it must be a time such as 500ms, 10s, 15m, 1h or 1d; a plain number is milliseconds")
+        raise ValueError("it must be a duration such as 500ms, 10s, 15m, 1h or 1d; a plain number is milliseconds")
     return int(match[1]) * unit_us // 1_000
 
 
-def members(at_most: int) -> Callable[[str], int | str]:
-    """A reader of a number from 1 on, or the word auto."""
-    number = whole(1, at_most)
+def member_count(at_most: int) -> Callable[[str], int | str]:
+    """A parser for an integer in [1, at_most], or the word auto."""
+    number = integer(1, at_most)
 
     def parse(text: str) -> int | str:
         try:
@@ -199,7 +206,7 @@ def members(at_most: int) -> Callable[[str], int | str]:
 
 
 def memory_bytes(at_least: int, at_most: int) -> Callable[[str], int]:
-    """A reader of sizes as Spark writes them: a number and k, m or g; no unit is bytes."""
+    """A parser for sizes in Spark's format, a number and k, m or g; the default unit is bytes."""
 
     def parse(text: str) -> int:
         match = _MEMORY.fullmatch(text.strip().lower())
@@ -212,7 +219,7 @@ def memory_bytes(at_least: int, at_most: int) -> Callable[[str], int]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known name, or an empty text. Case does not count."""
+    """Return ``"; did you mean 'x'?"`` for the most similar known name, or an empty text. Case-insensitive."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
@@ -223,135 +230,140 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
-    """The options of one query, checked: a field for each row of the table, in the order of ``docs/options.md``.
-    Frozen, pickles, shows secrets as ``***``."""
+    """The checked options of one query: one field for each row of the table, in the order of ``docs/options.md``.
+    Frozen and picklable; ``repr`` masks secrets as ``***``."""
 
     # fmt: off
     bootstrap_servers: str = _option(
-        "kafka.bootstrap.servers", servers, "host:port, …", shown="required",
-        doc="Brokers to ask first.")
+        "kafka.bootstrap.servers", broker_list, "host:port, …", shown="required",
+        doc="The brokers to connect to first; the others are discovered.")
     group_id: str = _option(
         "kafka.group.id", non_empty, "name", shown="required",
-        doc="The consumer group that the query joins. Its committed offsets are where a new query starts.")
+        doc="The consumer group that the query joins. A new query starts at the group's committed offsets.")
     topics: tuple[str, ...] = _option(
         "subscribe", topic_names, "topic, …", default=(), shown="this or subscribePattern",
-        doc="Topics to read; a topic named twice is read once.")
+        doc="The topics to read.")
     topic_pattern: str | None = _option(
-        "subscribePattern", pattern, "regex", default=None, shown="this or subscribe",
-        doc="Topics to read: a Python regular expression that must match the whole name. The broker's internal "
-        "topics never match.")
+        "subscribePattern", regex, "regex", default=None, shown="this or subscribe",
+        doc="The topics to read: a Python regular expression that must match the whole name. Kafka's internal topics "
+        "never match.")
     starting_offsets: StartAt | PartitionValues | None = _option(  # noqa: RUF009 - a field, not a value
         "startingOffsets", parse_offsets, "earliest, latest or JSON", default=None, shown="earliest",
-        doc="Where a partition starts for which the group has no committed offset. JSON names every partition: "
-        "`{\"orders\":{\"0\":23,\"1\":-1,\"2\":-2}}`, -1 is latest and -2 is earliest. Partitions that appear "
+        doc="Where a partition without a committed offset starts. JSON must name every partition, for example "
+        "`{\"orders\":{\"0\":23,\"1\":-1,\"2\":-2}}`; -1 is latest and -2 is earliest. Partitions that are added "
         "later start at earliest.")
     starting_timestamp_ms: int | None = _option(
-        "startingTimestamp", whole(0), "ms since the epoch", default=None,
-        doc="Start at the first record that is not older. Wins over the two other starting options.")
+        "startingTimestamp", integer(0), "ms since the epoch", default=None,
+        doc="Partitions without a committed offset start at the first record with this timestamp or a later one. "
+        "Overrides startingOffsets and startingOffsetsByTimestamp.")
     starting_timestamps: PartitionValues | None = _option(  # noqa: RUF009 - a field, not a value
         "startingOffsetsByTimestamp", parse_timestamps, "JSON, ms since the epoch", default=None,
-        doc="The same for each partition: `{\"orders\":{\"0\":1700000000000}}`. Wins over startingOffsets.")
+        doc="The same with a timestamp for each partition, for example `{\"orders\":{\"0\":1700000000000}}`. Overrides "
+        "startingOffsets.")
     starting_no_match: NoMatch = _option(  # noqa: RUF009 - a field, not a value
         "startingOffsetsByTimestampStrategy", one_of("error", "latest"), "error or latest", default="error",
-        doc="When no record is young enough: fail, or start at the end.")
+        doc="What to do if a partition has no record at or after the timestamp: fail, or start at the end of the log.")
     max_offsets_per_trigger: int | None = _option(
-        "maxOffsetsPerTrigger", whole(1), "offsets per batch", default=None,
-        doc="At most this many, shared fairly: every partition with a backlog gets an equal share.")
+        "maxOffsetsPerTrigger", integer(1), "offsets per batch", default=None,
+        doc="The maximum size of a batch, shared equally between the partitions that have a backlog.")
     min_offsets_per_trigger: int | None = _option(
-        "minOffsetsPerTrigger", whole(1), "offsets per batch", default=None,
-        doc="Wait for this many, but no longer than maxTriggerDelay. The first batch does not wait.")
+        "minOffsetsPerTrigger", integer(1), "offsets per batch", default=None,
+        doc="A batch waits until this many offsets are available, at most for maxTriggerDelay. The first batch does "
+        "not wait.")
     max_trigger_delay_ms: int = _option(
-        "maxTriggerDelay", time_ms, "time", default=900_000, shown="15m",
-        doc="The longest wait for minOffsetsPerTrigger, such as `10s`, `15m` or `1h`; a plain number is in ms.")
+        "maxTriggerDelay", duration_ms, "duration", default=900_000, shown="15m",
+        doc="The longest wait for minOffsetsPerTrigger, for example `10s`, `15m` or `1h`; a plain number is in ms.")
     min_partitions: int | None = _option(
-        "minPartitions", whole(1, MIN_PARTITIONS_MAX), "tasks per batch", default=None,
-        doc="Split the largest ranges until a batch has this many tasks, if it has that many offsets.")
+        "minPartitions", integer(1, MIN_PARTITIONS_MAX), "tasks per batch", default=None,
+        doc="The minimum number of tasks: the largest ranges are split until a batch has this many tasks.")
     max_records_per_partition: int | None = _option(
-        "maxRecordsPerPartition", whole(1), "offsets per task", default=None,
-        doc="No task reads more than this.")
+        "maxRecordsPerPartition", integer(1), "offsets per task", default=None,
+        doc="The maximum number of offsets that one task reads.")
     fail_on_data_loss: bool = _option(
-        "failOnDataLoss", flag, "true or false", default=True,
-        doc="Fail when records that were still to be read are gone; else warn and go on with those that are left.")
+        "failOnDataLoss", boolean, "true or false", default=True,
+        doc="Whether the query fails if records were deleted before it read them. If false, it logs a warning and "
+        "continues with the remaining records.")
     include_headers: bool = _option(
-        "includeHeaders", flag, "true or false", default=False,
-        doc="Add the column `headers`.")
+        "includeHeaders", boolean, "true or false", default=False,
+        doc="Whether the rows have the column `headers`.")
     group_members: int | Literal["auto"] = _option(
-        "groupMembers", members(GROUP_MEMBERS_MAX), "members or auto", default="auto",
-        doc="How many members of the group this query is, 1 to 1000. auto: one for each executor that takes part, "
-        "where members live beside executors, else 1.")
+        "groupMembers", member_count(GROUP_MEMBERS_MAX), "members or auto", default="auto",
+        doc="The number of group members that this query has, 1 to 1000. auto: one for each executor with an agent if "
+        "members run beside executors, otherwise 1.")
     member_host: Literal["auto", "executor", "driver"] = _option(
         "memberHost", one_of("auto", "executor", "driver"), "auto, executor or driver", default="auto",
-        doc="Where the members live: in the stream reader on the driver's host, or beside executors, each in an "
-        "agent that reads ahead between batches. auto: beside executors where agents can run, else on the "
-        "driver's host; executor: the query fails where the stream reader cannot listen for them.")
+        doc="Where the members run: in the stream reader on the driver's host, or in agents beside executors, which "
+        "prefetch records between batches. auto: in agents if they can run, otherwise on the driver's host; executor: "
+        "in agents, and the query fails if the stream reader cannot listen for them.")
     coordinator_port: int = _option(
-        "coordinatorPort", whole(0, 65_535), "port", default=0, shown="any free one",
-        doc="Where the stream reader listens: for agents and tasks when members live beside executors, for what "
-        "tasks skipped when failOnDataLoss is false.")
+        "coordinatorPort", integer(0, 65_535), "port", default=0, shown="any free port",
+        doc="The port on which the stream reader listens for agents and tasks. Without agents it is used only if "
+        "failOnDataLoss is false, for tasks to report skipped records.")
     coordinator_host: str | None = _option(
         "coordinatorHost", non_empty, "name or address", default=None,
-        shown="address towards the brokers, then host name",
-        doc="How executors reach the stream reader's host.")
+        shown="the address that connects to the brokers, then the host name",
+        doc="The address at which executors connect to the stream reader.")
     agent_memory_bytes: int = _option(
         "agentMemory", memory_bytes(1 << 20, 1 << 40), "size", default=64 << 20, shown="64m",
-        doc="What each agent may hold of records that it read ahead.")
+        doc="The maximum memory of each agent for prefetched records.")
     client_rack_env: str | None = _option(
-        "clientRackEnv", variable, "name of a variable", default=None,
-        doc="The environment variable that says on each executor in which rack or zone it is: its clients are given "
-        "that as `client.rack`, and read from the replica there if brokers select replicas by rack (KIP-392). "
-        "Where it is not set, `kafka.client.rack` counts.")
+        "clientRackEnv", environment_variable, "name of a variable", default=None,
+        doc="The environment variable that has each executor's rack or zone. Its value becomes `client.rack` of the "
+        "executor's clients, which then fetch from the nearest replica if the brokers support it (KIP-392). Executors "
+        "without the variable use `kafka.client.rack`.")
     metrics_port: int | None = _option(
-        "metricsPort", whole(0, 65_535), "port", default=None,
-        doc="Where the stream reader, on the driver's host, serves Prometheus the run's [metrics](metrics.md), "
-        "without a password. Each query needs one of its own: 0 takes any free one and says in the log and in "
-        "the statistics which. One that stays taken is refused when the query starts.")
+        "metricsPort", integer(0, 65_535), "port", default=None,
+        doc="The port on the driver's host at which the stream reader serves the run's [metrics](metrics.md) to "
+        "Prometheus, without authentication. Each query needs its own port; 0 picks a free one and reports it in the "
+        "log and in the statistics. The query does not start if the port stays in use.")
     metrics_host: str | None = _option(
         "metricsHost", non_empty, "name or address", default=None, shown="all addresses of the driver's host",
-        doc="Where metricsPort listens; `127.0.0.1`: for this host alone.")
+        doc="The address on which metricsPort listens; `127.0.0.1` allows only local connections.")
     leave_on_stop: Literal["auto", "always", "never"] = _option(
         "leaveOnStop", one_of("auto", "always", "never"), "auto, always or never", default="auto",
-        doc="Whether the members leave the group when the query stops. auto: an AvailableNow or Once run leaves, a "
-        "continuous one keeps its place for a restart within the session timeout.")
+        doc="Whether the members leave the group when the query stops. auto: AvailableNow and Once runs leave; a "
+        "continuous query keeps its static memberships, so that a restart within the session timeout causes no "
+        "rebalance.")
     group_protocol: Literal["classic", "consumer"] = _option(
         "kafka.group.protocol", one_of("classic", "consumer"), "classic or consumer", default="classic",
-        doc="How members and broker talk. With `consumer` the broker decides session timeout, heartbeats and "
+        doc="The group protocol. With `consumer` (KIP-848) the broker controls session timeout, heartbeats and "
         "assignment.")
     isolation_level: Literal["read_committed", "read_uncommitted"] = _option(
         "kafka.isolation.level", one_of("read_committed", "read_uncommitted"), "read_committed or read_uncommitted",
         default="read_committed",
-        doc="Whether records of aborted and open transactions are left out. Spark's own connector reads them by "
+        doc="Whether records of aborted and open transactions are skipped. Spark's Kafka connector reads them by "
         "default.")
     poll_timeout_ms: int = _option(
-        "kafkaConsumer.pollTimeoutMs", whole(1, DAY_MS), "ms", default=120_000,
-        doc="How long a task waits for records that should be there, of brokers that answer, before it fails.")
+        "kafkaConsumer.pollTimeoutMs", integer(1, DAY_MS), "ms", default=120_000,
+        doc="How long a task waits for records, while brokers respond, before it fails.")
     broker_timeout_ms: int = _option(
-        "brokerTimeoutMs", whole(0), "ms", default=600_000,
-        doc="How long a running query, or a task, waits for brokers that do not answer before it fails; 0 is for "
-        "ever. A query that starts waits 20 s.")
+        "brokerTimeoutMs", integer(0), "ms", default=600_000,
+        doc="How long a running query or a task waits for brokers that do not respond before it fails; 0 waits "
+        "forever. A query that starts waits 20 s.")
     fetch_offset_retries: int = _option(
-        "fetchOffset.numRetries", whole(0, 1_000), "retries", default=3,
-        doc="How often a question to the broker about offsets is repeated at once; brokerTimeoutMs says how long it "
-        "is repeated in all.")
+        "fetchOffset.numRetries", integer(0, 1_000), "retries", default=3,
+        doc="How often a failed offset request is repeated immediately; after that it is repeated until "
+        "brokerTimeoutMs.")
     fetch_offset_retry_interval_ms: int = _option(
-        "fetchOffset.retryIntervalMs", whole(0, DAY_MS), "ms", default=1_000,
-        doc="The wait between two such questions.")
+        "fetchOffset.retryIntervalMs", integer(0, DAY_MS), "ms", default=1_000,
+        doc="The pause between two attempts of an offset request.")
     settings: tuple[tuple[str, str], ...] = _option(
         "kafka.*", str, "Kafka client setting", default=(), shown="the client's",
-        doc="Passed on to the Kafka client (librdkafka). Java's names, JAAS texts and PEM or PKCS#12 stores are "
-        "translated; settings that are the source's own are refused. `kafka.oauth_cb` is "
-        "`package.module:function`, a Python function that gives tokens.")
+        doc="Passed to the Kafka client (librdkafka). Java's names, JAAS texts and PEM or PKCS#12 stores are "
+        "translated; settings that the source controls are refused. `kafka.oauth_cb` names a Python function that "
+        "returns tokens, as `package.module:function`.")
     # fmt: on
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "Options":
-        """Check all options.
+        """Check and parse all options.
 
         Args:
-            given: names in any case, as Spark hands them over; values are text.
+            given: option names in any case, as Spark passes them; values are text.
 
         Raises:
-            OptionError: an option is unknown, refused, missing, has a wrong value, or contradicts another. The message
-                shows the value (never a secret one) and says what would be right; ``fields``: option.
+            OptionError: an option is unknown, refused, missing, wrong, or contradicts another one. The message has the
+                value (never a secret) and the expected format; ``fields``: option.
         """
         values: dict[str, Any] = {}
         kafka: dict[str, str] = {}
@@ -366,14 +378,14 @@ class Options:
         _check_required(values)
         _check_together(values)
         settings = client_settings.prepare(kafka)
-        if values.get("group_protocol") != "consumer":  # else the broker has them, and librdkafka refuses them here
+        if values.get("group_protocol") != "consumer":  # there the broker controls them, and librdkafka refuses them
             client_settings.check_heartbeats(settings)
         return cls(**values, settings=tuple(sorted(settings.items())))
 
     @property
     def starting(self) -> StartingPosition:
-        """Where partitions without a committed offset start: the timestamp for all wins over the timestamps for each,
-        and those over startingOffsets."""
+        """Where partitions without a committed offset start. startingTimestamp overrides startingOffsetsByTimestamp,
+        which overrides startingOffsets."""
         no_match = self.starting_no_match
         if self.starting_timestamp_ms is not None:
             return StartingPosition(everywhere=StartAt("time", self.starting_timestamp_ms), no_match=no_match)
@@ -387,35 +399,36 @@ class Options:
             return StartingPosition(everywhere=offsets)
         return StartingPosition(each=tuple((tp, start_at(offset)) for tp, offset in offsets))
 
-    def wants(self, topic: str) -> bool:
-        """Whether the query reads this topic; a pattern must match the whole name, and never an internal topic."""
+    def is_subscribed(self, topic: str) -> bool:
+        """Whether the query subscribes to this topic. A pattern must match the whole name, and never an internal
+        topic."""
         if self.topic_pattern is None:
             return topic in self.topics
         return topic not in INTERNAL_TOPICS and re.fullmatch(self.topic_pattern, topic) is not None
 
     @property
     def session_timeout_ms(self) -> int:
-        """After this silence the broker takes a member's partitions (``consumer``: what brokers use by default)."""
-        return client_settings.number_ms(dict(self.settings), "session.timeout.ms", client_settings.SESSION_TIMEOUT_MS)
+        """The session timeout of the members; with the consumer protocol, the brokers' default."""
+        return client_settings.setting_ms(dict(self.settings), "session.timeout.ms", client_settings.SESSION_TIMEOUT_MS)
 
     @property
     def max_poll_interval_ms(self) -> int:
-        """The longest time between two polls of a member, and the group's rebalance timeout."""
-        return client_settings.number_ms(
+        """The maximum time between two polls of a member, which is also the group's rebalance timeout."""
+        return client_settings.setting_ms(
             dict(self.settings), "max.poll.interval.ms", client_settings.MAX_POLL_INTERVAL_MS
         )
 
     def on_executor(self, environ: Mapping[str, str]) -> "Options":
-        """The same for clients on an executor with this environment."""
+        """Return the options for clients on an executor: ``client.rack`` is set from its environment."""
         rack = environ.get(self.client_rack_env or "", "").strip()
         if not rack:
             return self
         return replace(self, settings=tuple(sorted({**dict(self.settings), "client.rack": rack}.items())))
 
     def consumer_settings(self) -> dict[str, str]:
-        """Settings of every consumer, a member or one that only reads ranges; without group.instance.id.
+        """Settings of every consumer, both of members and of range readers; without group.instance.id.
 
-        Nothing is committed, stored or reset by the client itself: a position that is out of range is an error.
+        The client never commits, stores or resets offsets itself: a position out of range is an error.
         """
         return self._common() | {
             "bootstrap.servers": self.bootstrap_servers,
@@ -428,25 +441,26 @@ class Options:
         }
 
     @property
-    def topics_every_s(self) -> float:
-        """How often members and worker look for new topics and partitions."""
+    def topic_refresh_s(self) -> float:
+        """How often the members and the request thread refresh topics and partitions."""
         own = dict(self.settings).get("topic.metadata.refresh.interval.ms")
-        return TOPICS_EVERY_S if own is None else int(own) / 1000
+        return TOPIC_REFRESH_S if own is None else int(own) / 1000
 
     def member_settings(self) -> dict[str, str]:
-        """Settings of the consumer of a member, wherever it lives; its own names come with ``Join``."""
-        refresh_ms = str(int(self.topics_every_s * 1000))
+        """Settings of a member's consumer, in the stream reader or in an agent; its group.instance.id comes with
+        ``Join``."""
+        refresh_ms = str(int(self.topic_refresh_s * 1000))
         return {"topic.metadata.refresh.interval.ms": refresh_ms, **self.consumer_settings()}
 
     def admin_settings(self) -> dict[str, str]:
-        """Settings of an admin client: the connection and who connects."""
+        """Settings of an admin client: connection and authentication."""
         common = self._common()
         return {name: value for name, value in common.items() if name.startswith(client_settings.CONNECTION)} | {
             "bootstrap.servers": self.bootstrap_servers
         }
 
     def producer_settings(self) -> dict[str, str]:
-        """Settings of the producer that commits offsets; without transactional.id, which belongs to the stream."""
+        """Settings of the producer that commits offsets; without transactional.id, which is the stream's."""
         return self.admin_settings()
 
     def _common(self) -> dict[str, str]:
@@ -454,7 +468,7 @@ class Options:
         return own if any(name.startswith("reconnect.") for name in own) else {**own, **client_settings.RECONNECT}
 
     def describe(self) -> dict[str, str]:
-        """Every option that is set, secrets masked: safe in a log."""
+        """Return every option that is set, with secrets masked; safe to log."""
         shown = {row.name: str(getattr(self, row.field)) for row in OPTIONS if row.field != "settings"}
         shown = {name: text for name, text in shown.items() if text not in ("None", "()")}
         return shown | {
@@ -472,7 +486,7 @@ _BY_NAME: Final = {row.name.lower(): row for row in OPTIONS if row.name != "kafk
 
 
 def _unique(given: Mapping[str, str]) -> dict[str, str]:
-    """Options as they came, unless one stands there twice in different cases."""
+    """Return the options as given; refuse one that is given twice in different cases."""
     seen: dict[str, str] = {}
     for name in given:
         if name.lower() in seen:
@@ -489,29 +503,29 @@ def _parsed(row: Option, text: str) -> object:
 
 
 def _unknown(name: str) -> OptionError:
-    """The error for a name outside the table; the value is not shown, for it may be a misplaced secret."""
+    """Build the error for an unknown name. It does not show the value, which may be a misplaced secret."""
     refused = _REFUSED_BY_NAME.get(name.lower())
     if refused is not None:
         return OptionError(f"option {refused[0]!r} is not supported: {refused[1]}", option=refused[0])
     names = [row.name for row in OPTIONS if row.name != "kafka.*"]
     hint = did_you_mean(name, names)
     if not hint and "." in name:
-        hint = f"; settings of the Kafka client are written with a prefix: 'kafka.{name}'"
+        hint = f"; settings of the Kafka client need the prefix 'kafka.': 'kafka.{name}'"
     return OptionError(f"unknown option {name!r}{hint}", option=name)
 
 
 def _check_required(values: Mapping[str, Any]) -> None:
     if "bootstrap_servers" not in values:
-        raise OptionError("option 'kafka.bootstrap.servers' is required: the brokers, as host:port, …")
+        raise OptionError("option 'kafka.bootstrap.servers' is required: a comma-separated list of host:port")
     if "group_id" not in values:
         raise OptionError(
-            "option 'kafka.group.id' is required: the consumer group that the query joins. Use one that no other "
-            "query or application has, unless they are meant to share the topics"
+            "option 'kafka.group.id' is required: the consumer group that the query joins. Use a group of its own, "
+            "unless the query is to share the topics with the group's other members"
         )
     if ("topics" in values) == ("topic_pattern" in values):
         both = "topics" in values
         raise OptionError(
-            f"exactly one of subscribe and subscribePattern is required; {'both' if both else 'neither'} is given"
+            f"exactly one of subscribe and subscribePattern is required; {'both are' if both else 'neither is'} given"
         )
 
 
@@ -530,7 +544,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
         if spec is None or isinstance(spec, StartAt) or topics_of(spec) == subscribed:
             continue
         raise OptionError(
-            f"option {name!r} must name the subscribed topics and no other: "
+            f"option {name!r} must name exactly the subscribed topics: "
             f"specified {sorted(topics_of(spec))}, subscribed {sorted(subscribed)}",
             option=name,
         )

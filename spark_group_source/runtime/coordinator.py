@@ -336,7 +336,7 @@ class Questions:
         if self._options.topic_pattern is None:
             found = self._admin.require(self._options.topics)
         else:
-            found = self._admin.topics(self._options.wants)
+            found = self._admin.topics(self._options.is_subscribed)
         return {name: topic.partitions for name, topic in sorted(found.items())}
 
     def target(self) -> ev.TargetRead:

@@ -74,7 +74,7 @@ class Worker:
         self._prepared = self._stopped = False
         self._shut_out: Future[None] = environment.future()
         self._prepare_at_ms = 0.0
-        self._topics_every_ms = options.topics_every_s * 1000
+        self._topics_every_ms = options.topic_refresh_s * 1000
         self._topics_at_ms = 0.0
         self._work: Queue[Order | None] = environment.queue(WORK_MAX)
 

@@ -1,4 +1,4 @@
-"""The kafka.* settings: whose they are, which client gets which, and what Java's names become."""
+"""The kafka.* options: refused settings, the settings of each client, and the translation of Java's settings."""
 
 import ctypes
 import re
@@ -28,14 +28,14 @@ def options(**kafka: str) -> Options:
 
 
 def refused(given: dict[str, str]) -> str:
-    """What is said of settings that are refused without asking the library."""
+    """The error for settings that are refused without the client library."""
     with pytest.raises(OptionError) as caught:
         Options.parse(ORDERS | {f"kafka.{name}": value for name, value in given.items()})
     return str(caught.value)
 
 
 def refused_at_load(given: dict[str, str]) -> str:
-    """What is said of those that librdkafka refuses."""
+    """The error for settings that librdkafka refuses."""
     with pytest.raises(OptionError) as caught:
         check_settings(Options.parse(ORDERS | {f"kafka.{name}": value for name, value in given.items()}))
     assert str(caught.value).startswith("the Kafka client (librdkafka) refuses an option: ")
@@ -47,7 +47,7 @@ def library_table() -> Iterator[tuple[str, str]]:
     folder = Path(confluent_kafka.__file__).parent.with_name("confluent_kafka.libs")
     found = sorted(folder.glob("librdkafka*"))
     if not found:
-        pytest.skip("the client library is not where this platform's wheel usually puts it")
+        pytest.skip("librdkafka is not at its usual place in the wheel of this platform")
     library, libc = ctypes.CDLL(str(found[0])), ctypes.CDLL(None)
     size, buffer = ctypes.c_size_t(), ctypes.c_char_p()
     libc.open_memstream.restype = ctypes.c_void_p
@@ -57,19 +57,19 @@ def library_table() -> Iterator[tuple[str, str]]:
     yield from re.findall(r"^([a-z0-9._]+) +\| *([CP*]) +\|", (buffer.value or b"").decode(), re.MULTILINE)
 
 
-# ---- whose they are
+# ---- settings that the source controls
 
 
 @pytest.mark.parametrize("name", [*sorted(REFUSED), "rebalance_cb", "oauthbearer_token_refresh_cb"])
 @pytest.mark.parametrize("value", ["", "false", "true", "none"])
-def test_B11_settings_of_the_source_are_refused_whatever_the_value(name: str, value: str) -> None:
+def test_settings_that_the_source_controls_are_refused_with_any_value(name: str, value: str) -> None:
     with pytest.raises(OptionError) as caught:
         Options.parse(ORDERS | {f"kafka.{name}": value})
-    assert f"option 'kafka.{name}' cannot be set, whatever the value: " in str(caught.value)
+    assert f"option 'kafka.{name}' cannot be set to any value: " in str(caught.value)
     assert caught.value.fields == {"option": f"kafka.{name}"}
 
 
-def test_B27_what_decides_which_records_and_offsets_there_are_is_always_stated() -> None:
+def test_consumers_always_set_isolation_level_protocol_commits_and_offset_reset() -> None:
     """The client never commits, stores or resets by itself."""
     names = ("isolation.level", "group.protocol", "enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset")
 
@@ -87,26 +87,26 @@ def test_B27_what_decides_which_records_and_offsets_there_are_is_always_stated()
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"": "1"}, "has no name behind the dot"),
+        ({"": "1"}, "has no name after the dot"),
         ({"auto.offset.reset": "latest"}, "use startingOffsets"),
-        ({"enable.auto.commit": "false"}, "committed only after their rows are durable"),
+        ({"enable.auto.commit": "false"}, "commits offsets itself, after their rows are durable"),
         ({"value.deserializer": "x"}, "decode them with DataFrame functions"),
         ({"group.instance.id": "x"}, "set groupMembers"),
         ({"session.timeout.ms": "3000"}, "interval.ms (3000) must be below kafka.session.timeout.ms (3000)"),
         *[
             (
                 {"session.timeout.ms": value},
-                f"option 'kafka.session.timeout.ms' is {value!r}; it must be a whole number",
+                f"option 'kafka.session.timeout.ms' is {value!r}; it must be a positive integer",
             )
             for value in ("", "0", "-1", "1.5", "soon", "2147483648")
         ],
     ],
 )
-def test_settings_that_cannot_be_are_refused_with_what_to_use_instead(given: dict[str, str], why: str) -> None:
+def test_invalid_settings_are_refused_with_an_alternative(given: dict[str, str], why: str) -> None:
     assert why in refused(given)
 
 
-def test_the_timeouts_that_others_need_have_the_clients_defaults() -> None:
+def test_timeouts_default_to_those_of_the_client_library() -> None:
     assert (options().session_timeout_ms, options().max_poll_interval_ms) == (45_000, 300_000)
     changed = options(session_timeout_ms="6000", max_poll_interval_ms="60000")
     assert (changed.session_timeout_ms, changed.max_poll_interval_ms) == (6_000, 60_000)
@@ -122,13 +122,13 @@ def test_the_timeouts_that_others_need_have_the_clients_defaults() -> None:
         ("org.apache.kafka.clients.consumer.CooperativeStickyAssignor", "cooperative-sticky"),
     ],
 )
-def test_assignors_may_be_named_as_in_java(given: str, strategy: str) -> None:
+def test_assignors_may_have_java_class_names(given: str, strategy: str) -> None:
     made = options(partition_assignment_strategy=given)
     assert made.consumer_settings()["partition.assignment.strategy"] == strategy
     check_settings(made)
 
 
-# ---- which client gets which
+# ---- the settings of each client
 
 
 NOT_OF_A_CONNECTION = {
@@ -141,7 +141,7 @@ NOT_OF_A_CONNECTION = {
 """Settings of every client that admin clients and the producer of the commits do without."""
 
 
-def test_a_setting_of_every_client_reaches_every_client_and_those_of_one_kind_do_not() -> None:
+def test_every_client_gets_the_settings_that_apply_to_all_clients_and_no_others() -> None:
     table = dict(library_table())
     both = {name for name, clients in table.items() if clients == "*"}
     assert {name for name in both if not name.startswith(CONNECTION)} == NOT_OF_A_CONNECTION
@@ -149,7 +149,7 @@ def test_a_setting_of_every_client_reaches_every_client_and_those_of_one_kind_do
     assert set(RENAMED.values()) <= table.keys()
 
 
-def test_a_producers_setting_does_not_reach_the_producer_of_the_commits(capfd: pytest.CaptureFixture[str]) -> None:
+def test_producer_settings_do_not_reach_the_producer_that_commits_offsets(capfd: pytest.CaptureFixture[str]) -> None:
     made = options(
         session_timeout_ms="6000", fetch_min_bytes="1", client_id="me", acks="1", enable_idempotence="false",
         request_timeout_ms="30000", reconnect_backoff_ms="10000", fetch_max_wait_ms="100", receive_buffer_bytes="0",
@@ -185,11 +185,11 @@ ASSIGNORS = "Use range and roundrobin in any order, or cooperative-sticky alone"
         ],
     ],
 )
-def test_what_the_library_refuses_is_refused_at_load_with_a_hint(given: dict[str, str], why: str) -> None:
+def test_settings_that_librdkafka_refuses_are_refused_at_load_with_a_hint(given: dict[str, str], why: str) -> None:
     assert why in refused_at_load(given)
 
 
-def test_heartbeats_may_come_until_the_session_ends_and_polls_as_seldom_as_it_lasts() -> None:
+def test_the_heartbeat_interval_may_be_just_below_the_session_timeout_and_the_poll_interval_equal_to_it() -> None:
     check_settings(options(max_poll_interval_ms="45000", heartbeat_interval_ms="44999"))
 
 
@@ -200,9 +200,7 @@ def test_heartbeats_may_come_until_the_session_ends_and_polls_as_seldom_as_it_la
     ("given", "wanted"),
     [({}, "1000"), ({"reconnect.backoff.max.ms": "7000"}, "7000"), ({"reconnect.backoff.ms": "5000"}, None)],
 )
-def test_a_node_that_is_back_is_found_within_a_second_unless_the_user_says_otherwise(
-    given: dict[str, str], wanted: str | None
-) -> None:
+def test_reconnects_back_off_for_at_most_a_second_unless_configured(given: dict[str, str], wanted: str | None) -> None:
     made = options(**given)
     for settings in (made.consumer_settings(), made.admin_settings(), made.producer_settings()):
         assert settings.get("reconnect.backoff.max.ms") == wanted
@@ -272,17 +270,17 @@ PEM_OF_JKS = f"keytool -importkeystore -srckeystore /t.jks -destkeystore /t.p12 
     ("given", "why"),
     [
         ({"fetch.max.wait.ms": "1", "fetch.wait.max.ms": "2"},
-         "'kafka.fetch.max.wait.ms' says something else than kafka.fetch.wait.max.ms"),
+         "'kafka.fetch.max.wait.ms' contradicts kafka.fetch.wait.max.ms"),
         (jaas(SCRAM, "username=me password=hunter2"), "is not set; it must be SCRAM-SHA-256 or SCRAM-SHA-512"),
         ({"sasl.mechanism": "PLAIN", **jaas(SCRAM, "username=me password=hunter2")},
          "names ScramLoginModule, but kafka.sasl.mechanism is PLAIN"),
         ({"sasl.mechanism": "SCRAM-SHA-256", **jaas(SCRAM, "username=me password=hunter2 tokenauth=true")},
-         "delegation tokens are not supported"),
-        ({"sasl.mechanism": "OAUTHBEARER", **jaas(OAUTH, "clientId=id")}, "lacks clientSecret"),
+         "does not support delegation tokens"),
+        ({"sasl.mechanism": "OAUTHBEARER", **jaas(OAUTH, "clientId=id")}, "has no clientSecret"),
         ({"sasl.login.callback.handler.class": "com.example.Handler"}, "a Java class that cannot run here"),
-        ({"sasl.mechanism": "AWS_MSK_IAM"}, "only Java clients have; use OAUTHBEARER and a function"),
+        ({"sasl.mechanism": "AWS_MSK_IAM"}, "only Java clients support; use OAUTHBEARER with a function"),
         (jaas("software.amazon.msk.auth.iam.IAMLoginModule", ""), "kafka.oauth_cb=package.module:function"),
-        (jaas(KERBEROS, ""), "lacks keyTab"),
+        (jaas(KERBEROS, ""), "has no keyTab"),
         (jaas("com.example.LdapLoginModule", ""), "names 'LdapLoginModule'; it must be PlainLoginModule"),
         ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.type": "JKS"}, f"Convert it with: {P12_OF_JKS}"),
         ({"ssl.keystore.location": "/my tls/c.jks", "ssl.keystore.password": "hunter2"},
@@ -293,7 +291,7 @@ PEM_OF_JKS = f"keytool -importkeystore -srckeystore /t.jks -destkeystore /t.p12 
         ({"ssl.truststore.location": "/trust"}, "keytool -importkeystore -srckeystore /trust -destkeystore /trust.p12"),
     ],
 )  # fmt: skip
-def test_what_has_no_equal_is_refused_with_what_to_do(given: dict[str, str], why: str) -> None:
+def test_java_settings_without_an_equivalent_are_refused_with_a_remedy(given: dict[str, str], why: str) -> None:
     with pytest.raises(OptionError) as caught:
         translate(given)
     assert why in str(caught.value)
@@ -308,13 +306,13 @@ def test_what_has_no_equal_is_refused_with_what_to_do(given: dict[str, str], why
      r'a.B required x="\t";', r'a.B required x="\101";',  # to Java a tab and an A
      f"a.B required {'a=bbbb' * 1000};"],
 )  # fmt: skip
-def test_a_damaged_jaas_text_is_refused_without_being_shown(text: str) -> None:
+def test_an_invalid_jaas_text_is_refused_without_being_shown(text: str) -> None:
     with pytest.raises(OptionError, match="is not one login module as in") as caught:
         parse_jaas(text)
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_backslash_in_a_jaas_text_stands_before_the_character_it_protects() -> None:
+def test_a_backslash_in_a_jaas_text_escapes_the_next_character() -> None:
     assert parse_jaas(r'a.B required x="\\ \" \;" y="" z=\d;') == ("B", {"x": '\\ " ;', "y": "", "z": r"\d"})
 
 
@@ -327,10 +325,10 @@ def test_a_backslash_in_a_jaas_text_stands_before_the_character_it_protects() ->
      "sasl.oauthbearer.client.secret", "sasl.oauthbearer.config", "ssl.keystore.password", "my.token",
      "sasl.oauthbearer.assertion.private.key.passphrase"],
 )  # fmt: skip
-def test_G9_these_are_secrets(name: str) -> None:
+def test_G9_secret_settings_are_recognized(name: str) -> None:
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", ["bootstrap.servers", "group.id", "sasl.username", "socket.keepalive.enable", "debug"])
-def test_G9_these_are_none(name: str) -> None:
+def test_G9_other_settings_are_not_secret(name: str) -> None:
     assert not is_secret(name)

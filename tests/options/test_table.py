@@ -1,4 +1,4 @@
-"""The table of options: what is read, refused, suggested and shown."""
+"""The option table: parsing, refused values, suggestions and how options are shown."""
 
 import dataclasses
 import pickle
@@ -37,13 +37,13 @@ def refused(given: dict[str, str]) -> str:
 # ---- the table
 
 
-def test_the_three_required_options_are_enough_and_the_rest_has_its_default() -> None:
+def test_three_options_are_required_and_the_others_have_defaults() -> None:
     options = Options.parse(ORDERS)
     assert (options.bootstrap_servers, options.group_id, options.topics) == ("broker:9092", "etl", ("orders",))
     assert (options.topic_pattern, options.group_members, options.settings) == (None, "auto", ())
 
 
-def test_every_row_has_a_field_a_unit_a_sentence_and_a_default_to_show() -> None:
+def test_every_option_has_a_field_a_unit_a_description_and_a_default() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
     assert {row.field for row in OPTIONS} == fields
     assert len({row.field for row in OPTIONS}) == len({row.name.lower() for row in OPTIONS}) == len(OPTIONS)
@@ -55,7 +55,7 @@ def test_every_row_has_a_field_a_unit_a_sentence_and_a_default_to_show() -> None
     assert (shown["maxTriggerDelay"], shown["failOnDataLoss"], shown["minPartitions"]) == ("15m", "true", "none")
 
 
-def test_B9_option_names_and_words_may_be_written_in_any_case() -> None:
+def test_option_names_and_keywords_are_case_insensitive() -> None:
     odd = {
         "KAFKA.Bootstrap.Servers": "b:1",
         "kafka.GROUP.id": "etl",
@@ -69,7 +69,7 @@ def test_B9_option_names_and_words_may_be_written_in_any_case() -> None:
     assert Options.parse(ORDERS | {"startingOffsets": "earLiEst"}).starting == StartingPosition(everywhere=EARLIEST)
 
 
-def test_one_option_in_two_cases_is_refused() -> None:
+def test_an_option_given_twice_in_different_cases_is_refused() -> None:
     assert refused(ORDERS | {"Subscribe": "other"}) == "option 'Subscribe' is given twice, also as 'subscribe'"
 
 
@@ -80,17 +80,17 @@ def test_one_option_in_two_cases_is_refused() -> None:
         ("failondatalos", "unknown option 'failondatalos'; did you mean 'failOnDataLoss'?"),
         ("group.id", "unknown option 'group.id'; did you mean 'kafka.group.id'?"),
         ("bootstrap.servers", "unknown option 'bootstrap.servers'; did you mean 'kafka.bootstrap.servers'?"),
-        ("sasl.password", "settings of the Kafka client are written with a prefix: 'kafka.sasl.password'"),
+        ("sasl.password", "settings of the Kafka client need the prefix 'kafka.': 'kafka.sasl.password'"),
         ("zzz", "unknown option 'zzz'"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_known_one_and_without_its_value(name: str, hint: str) -> None:
+def test_an_unknown_option_is_refused_with_a_suggestion_and_without_its_value(name: str, hint: str) -> None:
     message = refused(ORDERS | {name: "hunter2"})
     assert hint in message
     assert "hunter2" not in message
 
 
-def test_did_you_mean_is_silent_when_nothing_is_near() -> None:
+def test_did_you_mean_suggests_only_similar_names() -> None:
     assert did_you_mean("fetch.min.byte", ["fetch.min.bytes", "acks"]) == "; did you mean 'fetch.min.bytes'?"
     assert did_you_mean("zzz", ["fetch.min.bytes"]) == ""
 
@@ -107,44 +107,44 @@ def test_a_missing_required_option_is_named(missing: str) -> None:
     assert refused(given).startswith(f"option {missing!r} is required: ")
 
 
-# ---- what to read
+# ---- subscription
 
 
 @pytest.mark.parametrize("given", [{}, {"subscribe": "a", "subscribePattern": "b"}])
-def test_B10_exactly_one_of_subscribe_and_subscribePattern(given: dict[str, str]) -> None:
+def test_exactly_one_of_subscribe_and_subscribePattern_is_required(given: dict[str, str]) -> None:
     message = refused(BASE | given)
     assert message.startswith("exactly one of subscribe and subscribePattern is required")
-    assert message.endswith("both is given" if given else "neither is given")
+    assert message.endswith("both are given" if given else "neither is given")
 
 
-def test_B10_assign_is_refused_because_the_group_decides() -> None:
-    assert "membership in the group decides which partitions are read" in refused(BASE | {"assign": '{"a":[0]}'})
+def test_assign_is_refused() -> None:
+    assert "Kafka assigns the partitions to the group's members" in refused(BASE | {"assign": '{"a":[0]}'})
 
 
-def test_B12_a_pattern_matches_whole_names_and_never_the_brokers_own_topics() -> None:
+def test_a_pattern_matches_whole_names_and_no_internal_topics() -> None:
     orders = Options.parse(BASE | {"subscribePattern": "orders"})
-    assert orders.wants("orders")
-    assert not orders.wants("orders-eu")
-    assert not orders.wants("my-orders")
+    assert orders.is_subscribed("orders")
+    assert not orders.is_subscribed("orders-eu")
+    assert not orders.is_subscribed("my-orders")
     either = Options.parse(BASE | {"subscribePattern": "a|orders"})
-    assert not either.wants("orders-eu")
+    assert not either.is_subscribed("orders-eu")
     everything = Options.parse(BASE | {"subscribePattern": ".*"})
-    assert everything.wants("__audit")
-    assert not any(everything.wants(topic) for topic in INTERNAL_TOPICS)
+    assert everything.is_subscribed("__audit")
+    assert not any(everything.is_subscribed(topic) for topic in INTERNAL_TOPICS)
     assert sorted(INTERNAL_TOPICS) == ["__consumer_offsets", "__share_group_state", "__transaction_state"]
 
 
-def test_B13_a_topic_named_twice_is_read_once() -> None:
+def test_duplicate_topics_are_removed() -> None:
     options = parsed(subscribe=" b, a,b,, a")
     assert options.topics == ("b", "a")
-    assert options.wants("a")
-    assert not options.wants("c")
+    assert options.is_subscribed("a")
+    assert not options.is_subscribed("c")
 
 
-# ---- where to start
+# ---- starting positions
 
 
-def test_B8_the_timestamp_for_all_wins_over_those_for_each_and_they_over_offsets() -> None:
+def test_starting_timestamp_overrides_partition_timestamps_which_override_offsets() -> None:
     given = {"startingOffsets": "latest"}
     assert parsed(**given).starting == StartingPosition(everywhere=LATEST)
     given |= {"startingOffsetsByTimestamp": '{"orders":{"0":5}}'}
@@ -153,21 +153,21 @@ def test_B8_the_timestamp_for_all_wins_over_those_for_each_and_they_over_offsets
     assert parsed(**given).starting == StartingPosition(everywhere=StartAt("time", 7), no_match="latest")
 
 
-def test_B4_offsets_for_each_partition_know_earliest_and_latest() -> None:
+def test_starting_offsets_per_partition_accept_earliest_and_latest() -> None:
     starting = parsed(startingOffsets='{"orders":{"0":123,"1":-1,"2":-2}}').starting
     assert starting.resolve([O2, O0, O1]) == {O0: StartAt("offset", 123), O1: LATEST, O2: EARLIEST}
     assert starting.of(O1) == LATEST
     assert starting.of(TopicPartition("orders", 3)) == EARLIEST
 
 
-def test_a_start_for_all_applies_to_every_partition() -> None:
+def test_a_starting_keyword_applies_to_every_partition() -> None:
     starting = parsed(startingOffsets="latest").starting
     assert starting.resolve([O0, O1]) == {O0: LATEST, O1: LATEST}
     assert starting.of(O2) == LATEST
 
 
 @pytest.mark.parametrize("there", [[O0], [O0, O1, O2], [O0, TopicPartition("other", 1)]])
-def test_B5_too_few_or_too_many_partitions_are_refused_with_both_sets(there: list[TopicPartition]) -> None:
+def test_starting_offsets_must_name_exactly_the_existing_partitions(there: list[TopicPartition]) -> None:
     starting = parsed(startingOffsets='{"orders":{"0":5,"1":-1}}').starting
     with pytest.raises(OptionError) as caught:
         starting.resolve(there)
@@ -176,7 +176,7 @@ def test_B5_too_few_or_too_many_partitions_are_refused_with_both_sets(there: lis
     assert starting.resolve([O1, O0]) == {O0: StartAt("offset", 5), O1: LATEST}
 
 
-def test_B5_the_message_stays_short_for_many_partitions() -> None:
+def test_the_message_about_many_partitions_is_short() -> None:
     with pytest.raises(OptionError) as caught:
         parsed(startingOffsets='{"orders":{"0":1}}').starting.resolve(
             TopicPartition("orders", p) for p in range(10_000)
@@ -185,7 +185,7 @@ def test_B5_the_message_stays_short_for_many_partitions() -> None:
 
 
 @pytest.mark.parametrize("name", ["startingOffsets", "startingOffsetsByTimestamp"])
-def test_B5_topics_that_are_not_subscribed_are_refused_at_load(name: str) -> None:
+def test_starting_offsets_of_other_topics_are_refused_at_load(name: str) -> None:
     message = refused(ORDERS | {name: '{"orders":{"0":1},"other":{"0":1}}'})
     assert "specified ['orders', 'other'], subscribed ['orders']" in message
     assert "subscribed ['a', 'orders']" in refused(ORDERS | {"subscribe": "orders,a", name: '{"orders":{"0":1}}'})
@@ -195,15 +195,15 @@ def test_B5_topics_that_are_not_subscribed_are_refused_at_load(name: str) -> Non
 # ---- limits
 
 
-def test_B25_whole_numbers_may_have_blanks_around_them() -> None:
+def test_integers_may_have_surrounding_blanks() -> None:
     assert parsed(minPartitions=" 7 ").min_partitions == 7
 
 
-def test_B18_the_largest_limit_is_accepted() -> None:
+def test_the_largest_64_bit_limit_is_accepted() -> None:
     assert parsed(maxOffsetsPerTrigger=str(2**63 - 1)).max_offsets_per_trigger == 2**63 - 1
 
 
-def test_B19_a_minimum_above_the_maximum_is_refused() -> None:
+def test_a_minimum_above_the_maximum_is_refused() -> None:
     message = refused(ORDERS | {"minOffsetsPerTrigger": "11", "maxOffsetsPerTrigger": "10"})
     assert message == "minOffsetsPerTrigger (11) must not be above maxOffsetsPerTrigger (10)"
     assert parsed(minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10").min_offsets_per_trigger == 10
@@ -214,11 +214,11 @@ def test_B19_a_minimum_above_the_maximum_is_refused() -> None:
     [("15m", 900_000), ("10S", 10_000), ("1h", 3_600_000), ("500ms", 500), ("2min", 120_000), ("1d", 86_400_000),
      ("1999us", 1), (" 7 ", 7), ("0", 0)],
 )  # fmt: skip
-def test_B19_the_delay_is_a_time_as_spark_writes_it(text: str, ms: int) -> None:
+def test_the_trigger_delay_is_parsed_like_a_spark_duration(text: str, ms: int) -> None:
     assert parsed(maxTriggerDelay=text).max_trigger_delay_ms == ms
 
 
-# ---- what cannot be
+# ---- invalid values
 
 
 WORD_OR_JSON = "it must be earliest, latest or JSON"
@@ -227,7 +227,7 @@ WRONG = {
     ("subscribe", "for a pattern use subscribePattern"): ["^orders.*"],
     ("subscribe", "is not a topic name"): [".."],
     ("subscribePattern", "it must not be empty"): [" "],
-    ("subscribePattern", "as Python's re reads it"): ["("],
+    ("subscribePattern", "in Python's syntax"): ["("],
     ("startingOffsets", WORD_OR_JSON): ["newest", ""],
     ("startingOffsets", "it is not JSON"): ["{"],
     ("startingOffsets", "it must be JSON such as"): ["{}"],
@@ -238,17 +238,17 @@ WRONG = {
     ("startingOffsets", "it must be an offset, or -1 for latest, or -2 for earliest"): [
         '{"orders":{"0":9223372036854775808}}', '{"orders":{"0":-3}}', '{"orders":{"0":-1001}}'
     ],
-    ("startingOffsets", "it must be a whole number such as 0"): [
+    ("startingOffsets", "it must be an integer such as 0"): [
         '{"orders":{"x":1}}', '{"orders":{"-1":1}}', '{"orders":{"01":1}}', '{"orders":{"2147483648":1}}'
     ],
     ("startingOffsets", "it names '0' twice"): ['{"orders":{"0":1,"0":2}}'],
     ("startingTimestamp", "from 0"): ["-1"],
     ("startingOffsetsByTimestamp", "it must be milliseconds since the epoch, 0 or more"): ['{"orders":{"0":-1}}'],
     ("startingOffsetsByTimestampStrategy", "error or latest"): ["earliest"],
-    ("minPartitions", "it must be a whole number from 1 to 100000"): ["a", "1.0", "0", "-1", "", "100001"],
+    ("minPartitions", "it must be an integer from 1 to 100000"): ["a", "1.0", "0", "-1", "", "100001"],
     ("maxOffsetsPerTrigger", "from 1 to 9223372036854775807"): [str(2**63), "0"],
     ("maxRecordsPerPartition", "from 1"): ["0"],
-    ("maxTriggerDelay", "it must be a time such as 500ms, 10s, 15m, 1h or 1d"): [
+    ("maxTriggerDelay", "it must be a duration such as 500ms, 10s, 15m, 1h or 1d"): [
         "", "soon", "1.5s", "-1s", "10 s", "3w", "9" * 19 + "d", "9" * 5_000
     ],
     ("groupMembers", "from 1 to 1000"): ["0", "1001"],
@@ -264,20 +264,20 @@ WRONG = {
     ("kafkaConsumer.pollTimeoutMs", "from 1 to 86400000"): ["0"],
     ("fetchOffset.numRetries", "from 0 to 1000"): ["-1"],
 }  # fmt: skip
-"""Values of an option that cannot be, by what is said of them."""
+"""Invalid values by option and part of the error."""
 
 
 @pytest.mark.parametrize(
     ("name", "value", "why"), [(name, value, why) for (name, why), values in WRONG.items() for value in values]
 )
-def test_a_wrong_value_is_named_with_what_would_be_right(name: str, value: str, why: str) -> None:
+def test_an_invalid_value_is_refused_with_the_expected_format(name: str, value: str, why: str) -> None:
     message = refused((BASE if name.startswith("subscribe") else ORDERS) | {name: value})
     assert message.startswith(f"option {name!r} is '{value[:100]}")
     assert why in message
     assert len(message) < 600
 
 
-# ---- the frozen value
+# ---- the parsed options
 
 
 FULL = ORDERS | {
@@ -293,7 +293,7 @@ FULL = ORDERS | {
 }
 
 
-def test_options_pickle_compare_hash_and_stay_as_they_are() -> None:
+def test_options_are_picklable_comparable_hashable_and_frozen() -> None:
     options = Options.parse(FULL)
     copy = pickle.loads(pickle.dumps(options))
     assert copy == options
@@ -304,7 +304,7 @@ def test_options_pickle_compare_hash_and_stay_as_they_are() -> None:
 
 
 @pytest.mark.proves("G9", level="core")
-def test_G9_secrets_are_masked_wherever_options_are_shown() -> None:
+def test_G9_secrets_are_masked_in_every_text_form_of_options() -> None:
     options = Options.parse(FULL)
     for shown in (repr(options), str(options), f"{options}", str(options.describe())):
         assert "hunter2" not in shown
@@ -319,7 +319,7 @@ def test_G9_no_error_shows_a_secret() -> None:
 
 
 @given(st.dictionaries(st.sampled_from([row.name for row in OPTIONS] + ["kafka.x", "nope"]), st.text(max_size=30)))
-def test_whatever_is_given_only_an_option_error_comes_out(given_options: dict[str, str]) -> None:
+def test_any_text_is_parsed_or_refused_with_an_option_error(given_options: dict[str, str]) -> None:
     try:
         options = Options.parse(BASE | given_options)
     except OptionError:

@@ -1,4 +1,4 @@
-"""Settings that name a Python function: imported where it is used, refused at load() where it cannot be."""
+"""Settings that name a Python function: imported in each process, refused at load() if it cannot be imported."""
 
 import logging
 import pickle
@@ -14,7 +14,7 @@ from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.options.callables import find, imported
+from spark_group_source.options.callables import import_callable, import_callables
 from spark_group_source.options.table import Options
 from spark_group_source.reader import fetch
 
@@ -51,7 +51,7 @@ def options(function: str, **more: str) -> Options:
         (f"{HERE}:no_such_function", "has no attribute 'no_such_function'"),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_refused_at_load_with_what_to_do(name: str, says: str) -> None:
+def test_a_function_that_cannot_be_imported_is_refused_at_load_with_a_remedy(name: str, says: str) -> None:
     with pytest.raises(OptionError, match=says) as failure:
         check_settings(options(name))
     assert "option 'kafka.oauth_cb' is" in str(failure.value)
@@ -59,10 +59,10 @@ def test_a_function_that_cannot_be_imported_is_refused_at_load_with_what_to_do(n
     assert failure.value.fields == {"option": "kafka.oauth_cb"}
 
 
-@pytest.mark.parametrize(("name", "says"), [("token", "package.module:function"), (f"{HERE}:NOWHERE", "it is a str")])
-def test_what_is_no_functions_name_is_refused(name: str, says: str) -> None:
+@pytest.mark.parametrize(("name", "says"), [("token", "package.module:function"), (f"{HERE}:NOWHERE", "of type str")])
+def test_a_value_that_names_no_function_is_refused(name: str, says: str) -> None:
     with pytest.raises(OptionError, match=says):
-        find("oauth_cb", name)
+        import_callable("oauth_cb", name)
 
 
 def test_load_imports_the_function_and_does_not_call_it() -> None:
@@ -71,26 +71,26 @@ def test_load_imports_the_function_and_does_not_call_it() -> None:
     assert calls == []
 
 
-def test_options_travel_with_the_name_and_not_with_the_function() -> None:
+def test_pickled_options_have_the_functions_name_and_not_the_function() -> None:
     travelled: Options = pickle.loads(pickle.dumps(options(f"{HERE}:token")))
     assert travelled.consumer_settings()["oauth_cb"] == f"{HERE}:token"
-    assert imported(travelled.consumer_settings())["oauth_cb"]("x") == ("e30.e30.", 4e9)
+    assert import_callables(travelled.consumer_settings())["oauth_cb"]("x") == ("e30.e30.", 4e9)
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         ({"kafka.sasl.mechanism": "PLAIN"}, "it must be OAUTHBEARER"),
-        ({"kafka.sasl.oauthbearer.method": "oidc"}, "give one of the two"),
+        ({"kafka.sasl.oauthbearer.method": "oidc"}, "set only one of the two"),
     ],
 )
-def test_tokens_from_two_places_or_for_another_mechanism_are_refused(more: dict[str, str], says: str) -> None:
+def test_two_token_sources_or_another_mechanism_are_refused(more: dict[str, str], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         options(f"{HERE}:token", **more)
 
 
-def test_other_functions_stay_refused() -> None:
-    with pytest.raises(OptionError, match="it takes a function, and options are text"):
+def test_other_callbacks_are_refused() -> None:
+    with pytest.raises(OptionError, match="its value is a Python object, and options are text"):
         options(f"{HERE}:token", **{"kafka.error_cb": f"{HERE}:token"})
 
 
@@ -101,8 +101,8 @@ def test_a_reading_client_gets_its_token_from_the_function() -> None:
     assert calls == ["for=us"]
 
 
-def test_why_a_reading_client_has_no_token_is_in_its_error() -> None:
-    """As long as there is none it is silence: the function may work in a moment."""
+def test_the_error_of_a_client_without_a_token_has_the_reason() -> None:
+    """A missing token is retried: the function may succeed at the next call."""
     client = fetch.open_client(options(f"{HERE}:refuses").consumer_settings())
 
     def is_reported() -> bool:
@@ -127,8 +127,8 @@ AWS_IAM = {
 }
 
 
-def test_a_reading_client_uses_the_packages_own_function_for_aws_iam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """librdkafka has none: the Python package makes one of the settings."""
+def test_a_reading_client_uses_confluent_kafkas_function_for_aws_iam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """librdkafka itself does not support aws_iam; the Python package does."""
     calls.clear()
     made: list[tuple[str, str | None]] = []
 
@@ -151,8 +151,8 @@ def test_aws_iam_without_its_package_names_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_function_that_raises_is_told_with_its_reason_and_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    """The client itself says only that it has no token."""
+def test_a_function_that_raises_is_reported_with_its_reason_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The client itself reports only that it has no token."""
     settings: dict[str, Any] = {**options(f"{HERE}:refuses").admin_settings(), "log_level": 0}
     with (
         caplog.at_level(logging.WARNING),
