@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spark_group_source.agents.connected_agents import PlacedMembers
     from spark_group_source.agents.control_server import ControlServer
     from spark_group_source.agents.task import Call
-    from spark_group_source.host.run_files import Load, Publisher
+    from spark_group_source.host.run_files import LoadLock, Publisher
     from spark_group_source.metrics.endpoint import Endpoint
     from spark_group_source.runtime.coordinator import Coordinator
 
@@ -107,7 +107,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         self._options = options
         self._path = tuple(path)
         self._load = load
-        self._held: Load | None = None
+        self._held: LoadLock | None = None
         self._coordinator: Coordinator | None = None
         self._reception: ControlServer | None = None
         self._endpoint: Endpoint | None = None
@@ -196,16 +196,16 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
-            from spark_group_source.host.run_files import Load, Publisher
+            from spark_group_source.host.run_files import LoadLock, Publisher
             from spark_group_source.runtime.coordinator import Coordinator
 
             _prepare_process()
             sys.path += [place for place in self._path if place not in sys.path]
             if self._load and self._held is None:
-                held = Load(self._load)
-                held.hold(wait_s=LOAD_WAIT_S)
+                held = LoadLock(self._load)
+                held.acquire(wait_s=LOAD_WAIT_S)
                 self._held = held
-            publisher = Publisher(self._options.group_id)
+            publisher = Publisher(self._options.group_id, self._options.bootstrap_servers)
             if self._options.metrics_port is not None:
                 self._endpoint = _measured(self._options, publisher)
             coordinator = Coordinator(self._options, publisher=publisher)

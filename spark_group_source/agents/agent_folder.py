@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spark_group_source.agents.processes import Process
-from spark_group_source.host.run_files import directory, trouble
+from spark_group_source.host.run_files import directory, unusable_reason
 
 LOG_BYTES_MAX = 1 << 20
 """What an agent keeps of what it said."""
@@ -49,7 +49,7 @@ class Home:
         """
         for folder in (directory(), agents(), self.path):
             folder.mkdir(mode=0o700, exist_ok=True)
-            if why := trouble(folder):
+            if why := unusable_reason(folder):
                 raise OSError(why)
 
     def try_lock(self) -> int | None:

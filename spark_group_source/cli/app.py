@@ -233,7 +233,7 @@ def drain(
             from spark_group_source.delta import checkpoint_status
 
             with shared.checkpoint_files(checkpoint) as (files, root):
-                count = checkpoint_status.drain(checkpoint_status.Notices(files, root), group, timeout_s=timeout_s)
+                count = checkpoint_status.drain(checkpoint_status.StatusFiles(files, root), group, timeout_s=timeout_s)
     if as_json:
         typer.echo(json.dumps({"group": group, "drained": count}))
     else:

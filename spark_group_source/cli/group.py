@@ -109,7 +109,7 @@ def describe(
         from spark_group_source.delta import checkpoint_status
 
         with shared.checkpoint_files(checkpoint) as (files, root):
-            elsewhere = [checkpoint_status.last(checkpoint_status.Notices(files, root), names[0])]
+            elsewhere = [checkpoint_status.last_status(checkpoint_status.StatusFiles(files, root), names[0])]
     everything = not (offsets or members or state)
     asked = offsets or everything or as_json
     found = []

@@ -73,8 +73,8 @@ def verify(table: TableArgument, as_json: JsonOption = False) -> None:
 def _shown(spark: "SparkSession", table: str) -> list[dict[str, Any]]:
     from spark_group_source.delta import ledger_store, table_names, table_writer
 
-    history = table_writer.existing(spark, table).history()
-    found = ledger_store.ledgers(history)
+    history = table_writer.open_existing(spark, table).history()
+    found = ledger_store.read_ledgers(history)
     last: dict[str, Commit] = {}
     for commit in history.commits():
         last |= {group: commit for group in found.keys() - last.keys() if commit.has_ledger(group)}
@@ -93,14 +93,14 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Ma
         return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
             "epoch": None, "streams": {}, "topics": {}
         }  # fmt: skip
-    batches = [f"batch {offset.seq} of stream {offset.stream}" for offset in commit.batch(group)]
+    batches = [f"batch {offset.seq} of stream {offset.stream}" for offset in commit.batches(group)]
     return {
         "group": group,
         "number": ledger.number,
         "version": version,
         "written": written,
         "by": ", ".join(batches) or "an operator",
-        "epoch": ledger.epoch,
+        "epoch": ledger.reset_number,
         "streams": {stream: batch.seq for stream, batch in ledger.streams.items()},
         "topics": {
             name: {str(p): n for p, n in sorted(topic.offsets.items())} for name, topic in ledger.topics.items()

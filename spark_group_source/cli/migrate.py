@@ -25,7 +25,7 @@ from spark_group_source.model import TopicPartition
 from spark_group_source.options.starting import EARLIEST_OFFSET
 
 if TYPE_CHECKING:
-    from spark_group_source.delta.checkpoint import Files
+    from spark_group_source.delta.checkpoint import CheckpointFiles
 
 NO_OFFSET = "-"
 """Stands for a source that has none so far."""
@@ -118,7 +118,7 @@ def _write(out: Path, text: str) -> None:
         raise OptionError(f"--out {out} cannot be written: {exc.strerror}. Nothing was changed") from None
 
 
-def progress(files: "Files", root: str, sources: Collection[str] = ()) -> Progress:
+def progress(files: "CheckpointFiles", root: str, sources: Collection[str] = ()) -> Progress:
     """Where the query of a checkpoint stands.
 
     Args:
@@ -162,9 +162,9 @@ def progress(files: "Files", root: str, sources: Collection[str] = ()) -> Progre
 
 def _offsets(line: str, root: str) -> dict[TopicPartition, int] | None:
     """The connector's offset; None for a source of another kind, or one that has none so far."""
-    from spark_group_source.delta.checkpoint import is_ours
+    from spark_group_source.delta.checkpoint import is_kafka_group
 
-    if is_ours(line):
+    if is_kafka_group(line):
         raise OptionError(
             f"{root} is the checkpoint of a kafka-group query, whose group has its offsets. To move the group to it: "
             "spark-group reset --to-checkpoint",
@@ -216,9 +216,9 @@ def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dic
     ledger = None
     with shared.session(table is not None) as spark:
         if spark is not None and table is not None:
-            from spark_group_source.delta.ledger_store import required_ledger
+            from spark_group_source.delta.ledger_store import require_ledger
 
-            ledger = required_ledger(spark, table, group)
+            ledger = require_ledger(spark, table, group)
     if described.state == DEAD and not committed and ledger is None:
         raise not_there(group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}

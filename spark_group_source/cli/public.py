@@ -85,9 +85,9 @@ def reset(
 def _ledger(group: str, table: str | None, spark: "SparkSession | None") -> Mapping[TopicPartition, int]:
     if table is None:
         raise OptionError("to='ledger' needs table: the Delta table whose ledger is meant")
-    from spark_group_source.delta.ledger_store import required_ledger
+    from spark_group_source.delta.ledger_store import require_ledger
 
-    return required_ledger(_session(spark), table, group).offsets
+    return require_ledger(_session(spark), table, group).offsets
 
 
 def _place(to: Any) -> To:

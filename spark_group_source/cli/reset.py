@@ -212,13 +212,13 @@ def plan(
         topics: those that exist now. Partitions of others are left out: Kafka would refuse all for one of them.
     """
     notes = {tp: identifiers.parse_note(at.metadata) for tp, at in committed.items()}
-    epoch = 1 + max([note.epoch for note in notes.values()] + [0 if ledger is None else ledger.epoch])
+    epoch = 1 + max([note.epoch for note in notes.values()] + [0 if ledger is None else ledger.reset_number])
     offsets = {tp: at.offset for tp, at in committed.items()}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
                 note = notes.get(tp)
-                if note is not None and note.epoch > ledger.epoch:
+                if note is not None and note.epoch > ledger.reset_number:
                     continue
                 offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
@@ -235,7 +235,7 @@ def plan(
 
 def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
     """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
-    return note is not None and note.stream in ledger.void and note.epoch < ledger.epoch
+    return note is not None and note.stream in ledger.void and note.epoch < ledger.reset_number
 
 
 def reset(
@@ -282,7 +282,7 @@ def reset(
         gone = {tp.topic for tp in known} - topics.keys()
         reason = f"spark-group reset {found.epoch}"
         ledger_store.set_ledger(
-            spark, table, group, found.offsets, reason=reason, topic_ids=ids, epoch=found.epoch, deleted=gone
+            spark, table, group, found.offsets, reason=reason, topic_ids=ids, reset_number=found.epoch, deleted=gone
         )
     return GroupReset(group, moves, found.epoch)
 
@@ -376,10 +376,10 @@ def reset_command(
             with shared.checkpoint_files(str(to_checkpoint)) as (files, root):
                 to = Offsets(positions(files, root, group, batch), written=False)
         elif to == "ledger":
-            from spark_group_source.delta.ledger_store import required_ledger
+            from spark_group_source.delta.ledger_store import require_ledger
 
             assert spark is not None
-            to = Offsets(required_ledger(spark, str(table), group).offsets, written=False)
+            to = Offsets(require_ledger(spark, str(table), group).offsets, written=False)
         targets = find(admin, group, to, scope)
         new = not admin.committed(group) and admin.group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, execute=execute)

@@ -110,7 +110,7 @@ def run(
         raise typer.BadParameter("give one of --topics and --pattern")
     if kafka_prefix and schema is None:
         raise typer.BadParameter("--kafka-prefix is for the columns beside parsed fields: give --schema too")
-    table_names.require_apart(table_names.canonical(table), checkpoint)
+    table_names.require_separate_folders(table_names.canonical(table), checkpoint)
     files = {name: value for path in option_file or [] for name, value in settings_in(path).items()}
     source = given | files | _from_command_line(option or [])
     timing = _timing(trigger)

@@ -28,7 +28,7 @@ from spark_group_source.options.table import Options
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from spark_group_source.delta.checkpoint import Files
+    from spark_group_source.delta.checkpoint import CheckpointFiles
 
 console = Console()
 
@@ -150,10 +150,10 @@ def local_path(place: str) -> Path | None:
 
 
 @contextmanager
-def checkpoint_files(root: str) -> "Iterator[tuple[Files, str]]":
+def checkpoint_files(root: str) -> "Iterator[tuple[CheckpointFiles, str]]":
     """How the files of a checkpoint are reached, and its path there. Spark is started only where Python cannot."""
     path = local_path(root)
     with session(path is None) as spark:
-        from spark_group_source.delta.checkpoint import by_spark, on_this_machine
+        from spark_group_source.delta.checkpoint import local_files, spark_files
 
-        yield (on_this_machine(), str(path)) if spark is None else (by_spark(spark), root.rstrip("/"))
+        yield (local_files(), str(path)) if spark is None else (spark_files(spark), root.rstrip("/"))

@@ -1,4 +1,4 @@
-"""The Delta side: the sink, the ledger, Delta's log and Spark's checkpoint. It meets the source in values only.
+"""The sink's side: ``DeltaSink``, the ledger, Delta's log and Spark's checkpoint. It shares values with the source.
 
-Runs in: the user's driver, the command line. Deliberately absent: Kafka, members, everything of the stream reader.
+Runs in: the user's driver, the command line. Deliberately absent: Kafka, members, the stream reader's code.
 """

@@ -1,4 +1,4 @@
-"""Commits that lose to somebody else's, and are tried again.
+"""Retries a commit that lost a race against another writer of the table.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
 Deliberately absent: what a commit holds.
@@ -17,48 +17,54 @@ from spark_group_source.errors import LedgerConflict
 log = logging.getLogger(__name__)
 
 COMMIT_ATTEMPTS_MAX = 30
-"""How often a commit that lost to another writer is tried again; each loss means that someone made progress."""
+"""How often a commit is attempted; each lost race means that another writer made progress."""
 
 RACE_WAIT_MAX_S = 0.5
-"""Longest wait between two attempts. Waits are random, so that writers of one table do not keep step."""
+"""Longest wait between two attempts, in seconds. They are random, so that writers of one table do not collide again."""
 
-_RACES = ("DELTA_CONCURRENT_", "DELTA_METADATA_CHANGED", "DELTA_PROTOCOL_CHANGED")
-"""How the conditions of Delta's errors about concurrent commits begin."""
+_RACE_CONDITIONS = ("DELTA_CONCURRENT_", "DELTA_METADATA_CHANGED", "DELTA_PROTOCOL_CHANGED")
+"""Prefixes of the error conditions by which Delta reports a concurrent commit."""
 
 _T = TypeVar("_T")
 
 
 class CommitRace(Exception):
-    """Another writer committed something that this transaction read or writes too. Begin again."""
+    """Another writer committed something that this commit read or writes; decide again from the table's new version."""
 
 
 def retry_races(attempt: Callable[[], _T], *, what: str) -> _T:
-    """Run an attempt again while it loses races, at most COMMIT_ATTEMPTS_MAX times.
+    """Run ``attempt`` again while it raises :class:`CommitRace`, at most COMMIT_ATTEMPTS_MAX times in all.
+
+    Args:
+        what: what is committed; it starts log lines and the error.
 
     Raises:
-        LedgerConflict: every attempt lost. ``what`` opens the message.
+        LedgerConflict: every attempt lost its race.
     """
-    lost: CommitRace | None = None
+    last_race: CommitRace | None = None
     for n in range(1, COMMIT_ATTEMPTS_MAX + 1):
         try:
             return attempt()
         except CommitRace as exc:
-            lost = exc
-            log.info("%s: another writer was first (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX)
-            # An event that nobody sets: a wait with a bound.
+            last_race = exc
+            log.info(
+                "%s: another writer committed first; trying again (attempt %d of %d)", what, n, COMMIT_ATTEMPTS_MAX
+            )
             threading.Event().wait(random.uniform(0, RACE_WAIT_MAX_S * n / COMMIT_ATTEMPTS_MAX))
     raise LedgerConflict(
-        f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. Restarting the "
-        "query is safe. If it comes back, too many queries write this table: give each more time per batch"
-    ) from lost
+        f"{what} lost to concurrent writers {COMMIT_ATTEMPTS_MAX} times in a row; nothing was written. It is safe to "
+        "start the query again. If the error returns, too many queries write this table: use longer trigger intervals"
+    ) from last_race
 
 
 def is_race(exc: Exception) -> bool:
-    """Whether Delta says that a concurrent commit got in the way; all such errors extend one class of the JDK. On Spark
-    Connect their conditions tell."""
-    if isinstance(exc, PySparkException) and str(exc.getCondition() or "").startswith(_RACES):
+    """Return whether Delta reports a concurrent commit.
+
+    On classic Spark all such errors extend one class of the JDK, on Spark Connect they have a known error condition.
+    """
+    if isinstance(exc, PySparkException) and str(exc.getCondition() or "").startswith(_RACE_CONDITIONS):
         return True
-    # The exception is py4j's own, or PySpark's translation of it if the delta package is imported.
+    # Raised by py4j, or translated by PySpark if the delta package is imported.
     java: Any = getattr(exc, "java_exception", None) or getattr(exc, "_origin", None)
     while java is not None:
         kind = java.getClass()

@@ -1,31 +1,32 @@
-"""The ledger of a group: what a table holds of it, as text in the table's commits.
+"""The ledger of a group: which records of the group a table holds, as JSON in the table's commits.
 
-Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what follows for a batch
-(:mod:`ledger`).
+Runs in: the user's driver, the command line, tests. Deliberately absent: any I/O, and what the ledger means for a batch
+(:mod:`ledger_decision`).
 
-Each commit of a group has the group's ledger as it is after it, in its ``userMetadata`` (:mod:`history`)::
+Each commit of a group has the group's ledger after that commit in its note (:mod:`table_history`)::
 
-    {"epoch": 2, "former": {}, "number": 41, "streams": {"9f2c": [17, "<digest>"]},
+    {"former": {}, "number": 41, "reset": 2, "streams": {"9f2c": [17, "<digest>"]},
      "topics": {"orders": {"id": "<topic id>", "offsets": {"0": 250, "1": 40}}}, "v": 1, "void": []}
 
-It is as old as the commit: Delta deletes both with the table's log (``delta.logRetentionDuration``). It does *not*
-follow the rows: after ``RESTORE``, ``REPLACE`` or a ``DELETE`` the ledger still says what was once written.
-``spark-group reset`` with ``--table`` moves it back.
+Delta deletes the ledger together with its commit (``delta.logRetentionDuration``). The ledger does *not* follow the
+rows: after ``RESTORE``, ``REPLACE`` or ``DELETE`` it still says what was written. ``spark-group reset`` with
+``--table`` moves it back.
 
-``number`` counts the group's commits in the table: it is the version of the commit's ``SetTransaction`` of the
-application ``spark-group-source.<group>``, by which Delta lets one of two writers win that count the same number.
+``number`` counts the group's commits in the table. It is the version of the commit's ``SetTransaction`` for the
+application ``spark-group-source.<group>``: of two commits with one number Delta lets one through.
 
-``streams`` has the last batch of each stream, which is how a replay is recognised: its number, and a digest that no
-other batch has.
+``streams`` has the last batch of each stream: its number, and a digest that no other batch has. A replay is recognised
+by them.
 
-``epoch`` counts the group's resets, as the notes beside Kafka's offsets do (``group.names``). A batch that was planned
-before the newest reset is *void*: its positions are those of before, so nothing of it is written, and the source goes
-on where the reset says. ``void`` names the streams that had such a batch since.
+``reset`` is the number of the group's newest reset, as in the notes beside Kafka's offsets
+(:mod:`spark_group_source.protocol.identifiers`). A batch that was planned before that reset is *void*: its positions
+are older than the reset, so none of its rows is written, and the source continues where the reset says. ``void`` names
+the streams that had such a batch since.
 
-A topic that was deleted and created again has other records at the same offsets, and another id. Ids have no order: a
-batch may come that was planned under the former id, by a stream that does not know the new one. So ``former`` keeps,
-by id, the offsets of topics whose name another one has now, or that a reset took for deleted, and a batch is compared
-with what was written under the id that it was planned with.
+A topic that was deleted and recreated has other records at the same offsets, and another id. Ids have no order: a
+stream that does not know the new id yet may still plan batches with the former one. So ``former`` keeps, by id, the
+offsets of topics whose name another topic has now, or that a reset found deleted, and a batch is compared with the
+offsets under the id by which it was planned.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from spark_group_source.delta import operator_commands
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -42,73 +44,85 @@ from spark_group_source.protocol.offsets import StreamOffset
 VERSION = 1
 
 APP_PREFIX = "spark-group-source."
-"""Begins the name of the application whose ``SetTransaction`` counts the commits of a group."""
+"""Precedes the group in the application id whose ``SetTransaction`` counts the group's commits."""
 
 STREAMS_MAX = 50
-"""How many streams are kept that are not void; the one that wrote longest ago goes first. A replay of its last batch is
-compared by its offsets, like a new one."""
+"""How many streams that are not void are kept; the one that wrote least recently is removed first. A replay of its last
+batch is then compared by its offsets, like a new batch."""
 
 FORMER_MAX = 1000
-"""How many former topics are kept; the one that became former first goes first."""
+"""How many former topics are kept; the one that became former first is removed first."""
 
 DIGEST_CHARS = 16
 
+SHOWN_CHARS_MAX = 200
+"""How much of a damaged ledger an error shows."""
+
 
 class LedgerDamaged(LedgerConflict):
-    """The ledger's text cannot be read: what the table holds is not known."""
+    """The ledger cannot be read: which records the table holds is unknown."""
 
 
 class Topic(NamedTuple):
-    """What a table holds of one topic: the next offset to write of every partition ever seen. ``id`` is empty where the
-    brokers did not tell one (before 2.8): then nothing can be told, and every topic of that name is the same."""
+    """The records of one topic that a table holds."""
 
     name: str
     id: str
+    """The topic id; empty where brokers do not report ids (before 2.8): then every topic of that name is the same."""
     offsets: dict[int, int]
+    """The next offset to write of every partition that was ever read, by partition."""
 
     def is_same(self, id_: str) -> bool:
-        """Whether a topic of this name and of this id is the same one."""
+        """Return whether a topic of this name with that id is this topic."""
         return not self.id or not id_ or self.id == id_
 
 
-class Batch(NamedTuple):
-    """A batch of a stream that the table has: its number, and the digest of its offset."""
+class LastBatch(NamedTuple):
+    """The newest batch of a stream in the table."""
 
     seq: int
+    """Its number in the stream."""
     digest: str
+    """A digest of its offset, which tells two batches of one number apart."""
 
     @classmethod
-    def of(cls, offset: StreamOffset) -> "Batch":
+    def of(cls, offset: StreamOffset) -> "LastBatch":
         return cls(offset.seq, hashlib.sha256(offset.to_json().encode()).hexdigest()[:DIGEST_CHARS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What a table holds of one group. ``topics`` are the present ones by name, ``former`` those of before by id; both
-    keep the order in which they came. ``table_version`` is the version of the table up to which it is known, or -1."""
+    """The records of one group that a table holds."""
 
     group: str
     topics: Mapping[str, Topic] = field(default_factory=dict)
+    """The present topics by name, in the order in which they were first read."""
     former: Mapping[str, Topic] = field(default_factory=dict)
-    streams: Mapping[str, Batch] = field(default_factory=dict)
+    """The former topics by id, in the order in which they became former."""
+    streams: Mapping[str, LastBatch] = field(default_factory=dict)
+    """The newest batch of each stream, in the order in which the streams wrote last."""
     void: frozenset[str] = frozenset()
-    epoch: int = 0
+    """The streams that had a void batch since the newest reset."""
+    reset_number: int = 0
+    """The number of the newest reset that the table knows; 0: the group was never reset."""
     number: int = 0
+    """The ``SetTransaction`` number of the group's newest commit; 0: there is none."""
     table_version: int = -1
+    """The version of the table for which this ledger is known to be the newest; -1: none."""
 
     @property
     def offsets(self) -> dict[TopicPartition, int]:
         """The next offset of every partition of the present topics."""
         return {TopicPartition(name, p): n for name, topic in self.topics.items() for p, n in topic.offsets.items()}
 
-    # --- the text -----------------------------------------------------------------------------------------------------
+    # --- JSON ---------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The text; integers only."""
+        """Return the JSON text; all numbers are integers."""
         doc = {
-            "epoch": self.epoch,
             "former": {id_: {"name": topic.name, "offsets": topic.offsets} for id_, topic in self.former.items()},
             "number": self.number,
+            "reset": self.reset_number,
             "streams": self.streams,
             "topics": {name: {"id": topic.id, "offsets": topic.offsets} for name, topic in self.topics.items()},
             "v": VERSION,
@@ -117,84 +131,98 @@ class Ledger:
         return json.dumps(doc, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, group: str, text: str, *, table_version: int = -1) -> "Ledger":
-        """Read the text.
+    def from_json(cls, group: str, text: str, *, table: str = "TABLE", table_version: int = -1) -> "Ledger":
+        """Read the JSON text.
+
+        Args:
+            table: where it was found, for the message of an error.
+            table_version: the version of the table that has it.
 
         Raises:
-            LedgerDamaged: it cannot be read. Nothing is assumed in its place.
-            LedgerConflict: it is of a newer release.
+            LedgerDamaged: it cannot be read. No value is assumed in its place.
+            LedgerConflict: a newer release wrote it.
         """
         try:
             doc = json.loads(text)
             if doc["v"] != VERSION:
                 raise LedgerConflict(
-                    f"the ledger of group {group!r} in the table has format version {doc['v']!r}; this release reads "
-                    f"version {VERSION}. Run the release that wrote it, or a newer one",
+                    f"the ledger of group {group!r} in table {table} has format version {doc['v']!r}, and this release "
+                    f"reads version {VERSION}. Run the release that wrote it, or a newer one",
                     group=group,
                     found=doc["v"],
                 )
             return cls(
                 group=group,
-                topics={name: _topic(name, str(one["id"]), one) for name, one in doc["topics"].items()},
-                former={id_: _topic(str(one["name"]), id_, one) for id_, one in doc["former"].items()},
-                streams={stream: Batch(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()},
+                topics={name: _topic(name, str(entry["id"]), entry) for name, entry in doc["topics"].items()},
+                former={id_: _topic(str(entry["name"]), id_, entry) for id_, entry in doc["former"].items()},
+                streams={
+                    stream: LastBatch(_number(seq), str(digest)) for stream, (seq, digest) in doc["streams"].items()
+                },
                 void=frozenset(map(str, doc["void"])),
-                epoch=_number(doc["epoch"]),
+                reset_number=_number(doc["reset"]),
                 number=_number(doc["number"]),
                 table_version=table_version,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise LedgerDamaged(
-                f"the ledger of group {group!r} in version {table_version} of the table is damaged ({exc!r}): "
-                f"{text[:200]}. Stop the query; `spark-group reset --group {group} --table T` with the position you "
-                "want writes it anew, and the query can go on with its checkpoint",
+                f"the ledger of group {group!r} in version {table_version} of table {table} is damaged ({exc!r}): "
+                f"{text[:SHOWN_CHARS_MAX]}. Which records the table holds is unknown, so nothing is written. Stop the "
+                "query, write a new ledger with this command (or with another position of reset), and start the query "
+                "with the same checkpoint:"
+                + operator_commands.alternatives(
+                    {"continue at the group's offsets in Kafka": operator_commands.reset(group, table, "--to-current")}
+                ),
                 group=group,
             ) from exc
 
     # --- a commit -----------------------------------------------------------------------------------------------------
 
-    def written(self) -> "Ledger":
-        """The ledger as the next commit of the group has it."""
+    def with_next_number(self) -> "Ledger":
+        """Return the ledger as the group's next commit stores it."""
         return replace(self, number=self.number + 1, table_version=-1)
 
-    def at(self, version: int) -> "Ledger":
-        """The ledger as it stands in a version of the table."""
+    def at_version(self, version: int) -> "Ledger":
+        """Return the ledger as known to be the newest in a version of the table."""
         return replace(self, table_version=version)
 
-    def same(self, other: "Ledger | None") -> bool:
-        """Whether both say the same of the same topics, whoever wrote them."""
-        return other is not None and self._said() == other._said()
+    def has_same_content(self, other: "Ledger | None") -> bool:
+        """Return whether both hold the same offsets and the same reset, whichever batch wrote them."""
+        return other is not None and self._content() == other._content()
 
-    def _said(self) -> tuple[object, ...]:
-        return self.topics, self.former, self.epoch, self.void
+    def _content(self) -> tuple[object, ...]:
+        return self.topics, self.former, self.reset_number, self.void
 
     def with_batch(self, offset: StreamOffset, *, void: bool) -> "Ledger":
-        """The ledger with a stream's last batch."""
+        """Return the ledger with a batch as the newest one of its stream.
+
+        Args:
+            void: whether the batch was planned before the newest reset.
+        """
         streams = {stream: batch for stream, batch in self.streams.items() if stream != offset.stream}
-        streams[offset.stream] = Batch.of(offset)
-        known = self.void | {offset.stream} if void else self.void
-        # A void stream stays: it is stopped at its next batch, which only its last one tells from a replay.
-        evicted = [stream for stream in streams if stream not in known][:-STREAMS_MAX]
-        return replace(self, streams={s: b for s, b in streams.items() if s not in evicted}, void=known)
+        streams[offset.stream] = LastBatch.of(offset)
+        known_void = self.void | {offset.stream} if void else self.void
+        # A void stream stays: its next batch is refused, and only the last one tells that batch from a replay.
+        evicted = [stream for stream in streams if stream not in known_void][:-STREAMS_MAX]
+        return replace(self, streams={s: b for s, b in streams.items() if s not in evicted}, void=known_void)
 
     # --- topics -------------------------------------------------------------------------------------------------------
 
-    def knows(self, name: str, id_: str) -> bool:
-        """Whether a topic is the present one of its name, a former one, or the first of its name."""
+    def knows_topic(self, name: str, id_: str) -> bool:
+        """Return whether a topic is the present one of its name, a former one, or the first of its name."""
         return name not in self.topics or self.topics[name].is_same(id_) or id_ in self.former
 
-    def under(self, name: str, id_: str) -> Mapping[int, int]:
-        """The next offsets of a topic by partition; none, if it is new."""
-        now = self.topics.get(name)
-        if now is not None and now.is_same(id_):
-            return now.offsets
+    def offsets_of(self, name: str, id_: str) -> Mapping[int, int]:
+        """Return the next offsets of a topic by partition; none for a new topic."""
+        present = self.topics.get(name)
+        if present is not None and present.is_same(id_):
+            return present.offsets
         return self.former[id_].offsets if id_ in self.former else {}
 
-    def put(self, changed: Iterable[Topic], *, present: bool = False) -> "Ledger":
-        """The ledger with other offsets of some topics. A new one takes the name; the one that had it becomes former.
+    def with_topics(self, changed: Iterable[Topic], *, present: bool = False) -> "Ledger":
+        """Return the ledger with other offsets of some topics. A new topic takes over the name from a former one.
 
         Args:
-            present: they have their names now, also those that were former ones.
+            present: whether the topics exist under their names now: a former one becomes the present one again.
         """
         topics, former = dict(self.topics), dict(self.former)
         for topic in changed:
@@ -208,46 +236,51 @@ class Ledger:
             topics[topic.name] = topic if topic.id or now is None else topic._replace(id=now.id)
         return replace(self, topics=topics, former=_newest(former))
 
-    def moved(self, offsets: Mapping[TopicPartition, int], ids: Mapping[str, str] = MappingProxyType({})) -> "Ledger":
-        """The ledger with other next offsets of some partitions.
+    def with_offsets(
+        self, offsets: Mapping[TopicPartition, int], ids: Mapping[str, str] = MappingProxyType({})
+    ) -> "Ledger":
+        """Return the ledger with other next offsets of some partitions.
 
         Args:
-            ids: of the topics that have their names now, where known.
+            ids: the ids of the topics that have their names now, where known.
         """
         names = {tp.topic: None for tp in offsets} | dict.fromkeys(ids)
-        topics = {name: Topic(name, ids.get(name, ""), dict(self.under(name, ids.get(name, "")))) for name in names}
+        topics = {
+            name: Topic(name, ids.get(name, ""), dict(self.offsets_of(name, ids.get(name, "")))) for name in names
+        }
         for tp, n in offsets.items():
             topics[tp.topic].offsets[tp.partition] = n
-        return self.put(topics.values(), present=True)
+        return self.with_topics(topics.values(), present=True)
 
     def after_reset(
         self,
-        epoch: int,
+        reset_number: int,
         offsets: Mapping[TopicPartition, int],
         ids: Mapping[str, str] = MappingProxyType({}),
         deleted: Iterable[str] = (),
     ) -> "Ledger":
-        """The ledger as an operator's reset leaves it.
+        """Return the ledger as ``spark-group reset`` sets it.
 
         Args:
-            epoch: the number of the reset: what was planned before is void.
-            deleted: topics that do not exist any more; they become former. Of one that has no id nobody could tell a
-                new one of that name: it stays.
+            reset_number: the number of the reset: batches that were planned before it are void.
+            offsets, ids: as in :meth:`with_offsets`.
+            deleted: topics that no longer exist; they become former ones. One without an id stays, because it could
+                not be told from a new topic of that name.
         """
-        moved = self.moved(offsets, ids)
+        moved = self.with_offsets(offsets, ids)
         topics, former = dict(moved.topics), dict(moved.former)
         for name in deleted:
             if name in topics and (id_ := topics[name].id):
                 former[id_] = topics.pop(name)
-        return replace(moved, topics=topics, former=_newest(former), epoch=epoch, void=frozenset())
+        return replace(moved, topics=topics, former=_newest(former), reset_number=reset_number, void=frozenset())
 
 
 def _newest(former: Mapping[str, Topic]) -> dict[str, Topic]:
     return dict(list(former.items())[-FORMER_MAX:])
 
 
-def _topic(name: str, id_: str, one: Mapping[str, Any]) -> Topic:
-    return Topic(name, id_, {int(p): _number(n) for p, n in one["offsets"].items()})
+def _topic(name: str, id_: str, entry: Mapping[str, Any]) -> Topic:
+    return Topic(name, id_, {int(p): _number(n) for p, n in entry["offsets"].items()})
 
 
 def _number(value: object) -> int:

@@ -1,13 +1,13 @@
 """Writes a batch without Delta's classes: Spark's tasks write Parquet files, ``deltalake`` commits them.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: what is
-decided about a batch (:mod:`ledger`), and tables that need Delta's own write path (:func:`unfit` names the reason; such
-a batch goes by :mod:`options_writer`).
+decided about a batch (:mod:`ledger_decision`), and tables that need Delta's own write path
+(:func:`reason_not_native`); :mod:`options_writer` writes those.
 
-The files go into a visible folder of the table, one for each attempt, so that ``VACUUM`` removes what a killed attempt
-left; Spark's task commit protocol applies to them, retries and speculation included. The commit is one file of the
-table's log, put there by ``deltalake`` under the number of the group's commits: of two commits with one number that
-were decided by the same version of the table, ``deltalake`` and Delta let one through.
+The files of each attempt are in a visible folder of the table, so that ``VACUUM`` removes what a killed attempt left.
+Spark's task commit protocol applies to them, with retries and speculation. ``deltalake`` adds one commit to the table's
+log, with the group's next ``SetTransaction`` number: of two commits with one number that were decided by the same
+version of the table, ``deltalake`` and Delta let one through.
 """
 
 import contextlib
@@ -30,41 +30,40 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 FOLDER = "spark-group-source"
-"""The folder of the table that the data files go to. Its name must not begin with ``_`` or ``.``: ``VACUUM`` leaves
-such folders alone."""
+"""The table's folder for data files. Its name must not begin with ``_`` or ``.``: ``VACUUM`` ignores such folders."""
 
 STATS_COLUMNS_MAX = 32
-"""Statistics are kept of the first columns only, as Delta does by default (``delta.dataSkippingNumIndexedCols``)."""
+"""Only the first columns get statistics, as by default in Delta (``delta.dataSkippingNumIndexedCols``)."""
 
 STATS_CHARS_MAX = 32
-"""Longest text in a minimum or maximum, as in Delta."""
+"""Longest text in a minimum or maximum, in characters, as in Delta."""
 
 COMMIT_TRIES_MAX = 15
-"""How often ``deltalake`` puts one commit behind those of other writers that do not conflict with it."""
+"""How often ``deltalake`` retries one commit behind those of other writers that do not conflict with it."""
 
 FEATURES = frozenset(
     {"appendOnly", "invariants", "changeDataFeed", "deletionVectors", "timestampNtz", "vacuumProtocolCheck"}
 )
-"""Table features with which a plain append is right: they change nothing about it, or :func:`unfit` looks closer."""
+"""Table features with which a plain append is correct, or that :func:`reason_not_native` checks in detail."""
 
 LEGACY_WRITER_MAX = 6
-"""Writer versions up to this one have no list of features; :func:`unfit` looks for what they stand for."""
+"""Writer versions up to this one have no list of features; :func:`reason_not_native` checks for each feature."""
 
-_COLUMN_MARKS = (
+_COLUMN_PROPERTIES = (
     "delta.generationExpression",
     "delta.identity.",
     "delta.invariants",
     "delta.columnMapping",
     "CURRENT_DEFAULT",
 )
-"""What the metadata of a column that needs Delta's write path begins with."""
+"""Prefixes of the properties of columns that need Delta's write path."""
 
 _PARTITION_TYPES = frozenset({"string", "integer", "long", "short", "byte", "boolean", "date"})
-"""Types of partition columns that Spark writes into the names of folders as Delta writes them into its log."""
+"""Types of partition columns whose values Spark writes in folder names as Delta writes them in its log."""
 
 
-def unfit(opened: "DeltaTable") -> str | None:
-    """Why a table must be written by Delta itself, or None."""
+def reason_not_native(opened: "DeltaTable") -> str | None:
+    """Return why Delta itself must write a table; None if it can be written natively."""
     protocol, metadata, fields = opened.protocol(), opened.metadata(), _fields(opened)
     features = {*(protocol.writer_features or ()), *(protocol.reader_features or ())}
     if others := sorted(features - FEATURES):
@@ -79,8 +78,8 @@ def unfit(opened: "DeltaTable") -> str | None:
     for field in fields:
         if not field["nullable"]:
             return f"its column {field['name']} is NOT NULL"
-        if marks := [key for key in field["metadata"] if key.startswith(_COLUMN_MARKS)]:
-            return f"its column {field['name']} has {marks[0]}"
+        if found := [key for key in field["metadata"] if key.startswith(_COLUMN_PROPERTIES)]:
+            return f"its column {field['name']} has {found[0]}"
         if field["name"] in metadata.partition_columns and field["type"] not in _PARTITION_TYPES:
             return f"it is partitioned by {field['name']} of type {field['type']}"
     return None
@@ -91,35 +90,36 @@ def _fields(opened: "DeltaTable") -> list[dict[str, Any]]:
     return found
 
 
-def given_columns(opened: "DeltaTable") -> list[str]:
-    """The columns that a writer gives values for: Delta makes those of the others."""
-    made = ("delta.generationExpression", "delta.identity.")
-    return [field["name"] for field in _fields(opened) if not any(key.startswith(made) for key in field["metadata"])]
+def writable_columns(opened: "DeltaTable") -> list[str]:
+    """Return the columns whose values a writer supplies: all but those that Delta generates."""
+    generated = ("delta.generationExpression", "delta.identity.")
+    return [f["name"] for f in _fields(opened) if not any(key.startswith(generated) for key in f["metadata"])]
 
 
-def differs(opened: "DeltaTable", rows: "DataFrame") -> bool:
-    """Whether the rows have other columns or types than the table, so that Delta has to cast, add or refuse them."""
-    here = {field["name"]: field["type"] for field in json.loads(rows.schema.json())["fields"]}
-    there = {field["name"]: field["type"] for field in _fields(opened)}
-    return bool(_bare(here) != _bare(there))
+def has_other_columns(opened: "DeltaTable", rows: "DataFrame") -> bool:
+    """Return whether the rows have other columns or types than the table, so that Delta casts, adds or refuses them."""
+    of_rows = {field["name"]: field["type"] for field in json.loads(rows.schema.json())["fields"]}
+    of_table = {field["name"]: field["type"] for field in _fields(opened)}
+    return bool(_value_types(of_rows) != _value_types(of_table))
 
 
-def _bare(types: Any) -> Any:
-    """A type without what says nothing of its values: nullability and comments."""
+def _value_types(types: Any) -> Any:
+    """Return a type without nullability and metadata."""
     if isinstance(types, list):
-        return [_bare(value) for value in types]
+        return [_value_types(value) for value in types]
     if not isinstance(types, dict):
         return types
     ignored = ("nullable", "containsNull", "valueContainsNull", "metadata")
-    return {key: _bare(value) for key, value in types.items() if key not in ignored}
+    return {key: _value_types(value) for key, value in types.items() if key not in ignored}
 
 
 class NativeWriter:
-    """Commits to one table; made for one batch, so that the files of an attempt that lost are committed by the next."""
+    """Commits to one table during one batch. After a lost race the next attempt commits the files that are written."""
 
     def __init__(self, spark: "SparkSession", log: LogFiles) -> None:
         self._spark, self._log = spark, log
-        self._written: tuple[DataFrame, str, list[Any]] | None = None  # the rows, the table's columns, their files
+        self._written: tuple[DataFrame, str, list[Any]] | None = None
+        """The rows that were written, the table's schema then, and the actions that add their files."""
 
     def commit(
         self,
@@ -129,13 +129,16 @@ class NativeWriter:
         *,
         needed: bool,
     ) -> bool:
-        """Commit the rows with the numbers of applications and a note; False if there was nothing to commit.
+        """Commit rows, ``SetTransaction`` numbers and a note.
 
         Args:
-            rows: None for a commit without rows. Files that were written of the very same rows are committed again.
-            numbers: the version of each application's ``SetTransaction``.
+            rows: None for a commit without rows. The files of the same DataFrame are written once.
+            numbers: the ``SetTransaction`` number of each application.
             note: the commit's ``userMetadata``.
             needed: whether to commit even if there are no rows.
+
+        Returns:
+            Whether a commit was made: False without rows, unless one is needed.
 
         Raises:
             CommitRace: another writer committed one of the numbers, or changed the table's columns or protocol.
@@ -179,8 +182,10 @@ class NativeWriter:
 
 @contextlib.contextmanager
 def _timestamps_with_statistics(spark: "SparkSession") -> Iterator[None]:
-    """Parquet keeps no minimum and maximum of Spark's default type of timestamps, INT96. ``foreachBatch`` has a session
-    of its own, so no other query sees the setting."""
+    """Write timestamps as a type for which Parquet keeps minimum and maximum; Spark's default, INT96, has none.
+
+    ``foreachBatch`` has its own session, so the setting does not affect other queries.
+    """
     key = "spark.sql.parquet.outputTimestampType"
     before = spark.conf.get(key)
     spark.conf.set(key, "TIMESTAMP_MICROS")
@@ -190,16 +195,16 @@ def _timestamps_with_statistics(spark: "SparkSession") -> Iterator[None]:
         spark.conf.set(key, str(before))
 
 
-# --- from files to the log ------------------------------------------------------------------------------------------
+# --- the actions of the log ------------------------------------------------------------------------------------------
 
 
 def add_actions(files: Any, folder: str, columns: list[str], partitions: list[str]) -> Iterator[Any]:
-    """The action of Delta's log for each data file with rows below a folder.
+    """Yield the action that adds each data file with rows below a folder.
 
     Args:
         files: a pyarrow file system whose root is the table.
-        folder: relative to that.
-        columns: of the table, in their order.
+        folder: the folder, relative to the table.
+        columns: the table's columns in their order.
         partitions: the partition columns.
     """
     import pyarrow.parquet as pq
@@ -216,22 +221,25 @@ def add_actions(files: Any, folder: str, columns: list[str], partitions: list[st
             footer = pq.ParquetFile(file).metadata
         if footer.num_rows == 0:
             continue
-        steps = info.path.removeprefix(folder + "/").split("/")[:-1]
-        values = {unquote(name): _value(text) for name, _, text in (step.partition("=") for step in steps)}
+        folders = info.path.removeprefix(folder + "/").split("/")[:-1]
+        values = {unquote(name): _partition_value(text) for name, _, text in (part.partition("=") for part in folders)}
         modified_ms = int((info.mtime_ns or 0) / 1e6)
         stats = json.dumps(statistics(footer, indexed), separators=(",", ":"))
         yield AddAction(info.path, info.size, values, modified_ms, True, stats)
 
 
-def _value(text: str) -> str | None:
+def _partition_value(text: str) -> str | None:
     return None if text == "__HIVE_DEFAULT_PARTITION__" else unquote(text)
 
 
 def statistics(footer: Any, columns: list[str]) -> dict[str, Any]:
-    """What Delta keeps of a file to skip it in queries: number of rows; minimum, maximum and number of nulls of each
-    top-level column whose Parquet footer has them."""
-    low: dict[str, Any] = {}
-    high: dict[str, Any] = {}
+    """Return the statistics by which Delta skips a file in queries.
+
+    They are the number of rows, and the minimum, maximum and number of nulls of each top-level column whose Parquet
+    footer has them.
+    """
+    minimum: dict[str, Any] = {}
+    maximum: dict[str, Any] = {}
     nulls: dict[str, int] = {}
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     for index in range(footer.num_columns):
@@ -243,39 +251,43 @@ def statistics(footer: Any, columns: list[str]) -> dict[str, Any]:
         filled = [each for each in found if each.num_values > 0]
         if filled and all(each.has_min_max for each in filled):
             try:
-                least, most = _low(min(each.min for each in filled)), _high(max(each.max for each in filled))
-            except (OverflowError, ValueError):  # Python's times end in the year 9999
+                low, high = (
+                    _lower_bound(min(each.min for each in filled)),
+                    _upper_bound(max(each.max for each in filled)),
+                )
+            except (OverflowError, ValueError):  # Python's datetimes end with the year 9999
                 continue
-            if least is not None and most is not None:
-                low[name], high[name] = least, most
-    return {"numRecords": footer.num_rows, "minValues": low, "maxValues": high, "nullCount": nulls}
+            if low is not None and high is not None:
+                minimum[name], maximum[name] = low, high
+    return {"numRecords": footer.num_rows, "minValues": minimum, "maxValues": maximum, "nullCount": nulls}
 
 
-def _low(value: Any) -> Any:
-    """A lower bound as Delta writes it; None where it keeps none (bytes, NaN)."""
+def _lower_bound(value: Any) -> Any:
+    """Return a minimum as Delta writes it; None for types without one (bytes, NaN)."""
     if isinstance(value, str):
         return value[:STATS_CHARS_MAX]
     if isinstance(value, datetime):
-        return _moment(value)
-    return _plain(value)
+        return _timestamp(value)
+    return _number_or_date(value)
 
 
-def _high(value: Any) -> Any:
+def _upper_bound(value: Any) -> Any:
+    """Return a maximum as Delta writes it; None for types without one (bytes, NaN)."""
     if isinstance(value, str):
-        # Behind every text that begins with these characters stands the greatest of all characters.
+        # With the greatest character appended, it is above every text that begins with these characters.
         return value if len(value) <= STATS_CHARS_MAX else value[:STATS_CHARS_MAX] + "\U0010ffff"
     if isinstance(value, datetime):
-        return _moment(value + timedelta(microseconds=999))
-    return _plain(value)
+        return _timestamp(value + timedelta(microseconds=999))
+    return _number_or_date(value)
 
 
-def _moment(value: datetime) -> str:
+def _timestamp(value: datetime) -> str:
     utc = value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
     text = utc.strftime("%Y-%m-%dT%H:%M:%S.") + f"{utc.microsecond // 1000:03}"
     return text if value.tzinfo is None else text + "Z"
 
 
-def _plain(value: Any) -> Any:
+def _number_or_date(value: Any) -> Any:
     if isinstance(value, bool | bytes | Decimal):
         return None
     if isinstance(value, float):
@@ -286,7 +298,7 @@ def _plain(value: Any) -> Any:
 
 
 def local_path(location: str) -> str | None:
-    """The path of a table on this machine's file system, or None if it is elsewhere."""
+    """Return the path of a table on this machine's file system; None if it is elsewhere."""
     parts = urlsplit(location)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
         return None

@@ -1,12 +1,12 @@
-"""Writes a batch by Delta's documented options for idempotent writes: ``txnAppId``, ``txnVersion``, ``userMetadata``.
+"""Writes a batch with Delta's documented options for idempotent writes: ``txnAppId``, ``txnVersion``, ``userMetadata``.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: Delta's
 classes, table features, what is decided about a batch.
 
-``txnAppId`` names the group and ``txnVersion`` is the number of its commit: of two writers with one number one gets a
-ConcurrentTransactionException, or Delta skips it without an error if it comes later. So :mod:`writers` looks for every
-commit afterwards. One such commit has one number, so the sources of a query are of one group here, and the files of an
-attempt that lost are written again.
+``txnAppId`` names the group and ``txnVersion`` is the group's next ``SetTransaction`` number. Of two writers with one
+number, the second gets a ConcurrentTransactionException, or Delta skips its commit without an error. So
+:mod:`table_writer` looks for each commit in the table's history afterwards. A commit has one number here, so all
+sources of a query share one group, and the files of an attempt that lost a race are written again.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SNAPSHOT_PARTITIONS = "spark.databricks.delta.snapshotPartitions"
-"""Into how many tasks Delta splits the table's state. It computes that state in each write with ``txnVersion``; with
-the default of 50 tasks this takes several seconds on a machine with two cores."""
+"""The number of tasks by which Delta computes the table's state, which each write with ``txnVersion`` does; the default
+of 50 takes several seconds on a machine with two cores."""
 
 CREATE_ATTEMPTS_MAX = 10
-"""How often the creation of a table that another writer creates too is tried; mostly the second attempt finds it."""
+"""How often the creation of a table is attempted while another writer creates it; usually two suffice."""
 
 CREATE_WAIT_MAX_S = 1.0
-"""Longest wait between two such attempts; the other writer needs less from making the directory to its first commit."""
+"""Longest wait between two attempts, in seconds; creating a directory and the first commit in it takes less."""
 
-_NOT_EMPTY = {
+_FOLDER_EXISTS = {
     "TABLE_OR_VIEW_ALREADY_EXISTS",
     "DELTA_TABLE_ALREADY_EXISTS",
     "DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION",
     "DELTA_TABLE_NOT_FOUND",
     "DELTA_MISSING_DELTA_TABLE",
 }
-"""The folder is there: with a table, or with that of another writer that is just creating it, or with other files."""
+"""Error conditions for a folder that has a table, a table that another writer is creating, or other files."""
 
 
 class OptionsWriter:
@@ -53,10 +53,10 @@ class OptionsWriter:
         self._partition_by, self._merge_schema = partition_by, merge_schema
 
     def create(self, rows: "DataFrame", exists: Callable[[], bool]) -> None:
-        """Create the table with the columns of these rows, unless it is there; safe against others who do the same.
+        """Create the table with the columns of these rows, unless it exists. Other writers may do so at the same time.
 
         Args:
-            exists: whether it is there: Spark takes any folder with files for a table that exists.
+            exists: returns whether the table exists: Spark reports any folder with files as an existing table.
 
         Raises:
             OptionError: the folder has other files.
@@ -70,17 +70,17 @@ class OptionsWriter:
             try:
                 writer.create()
                 return
-            except Exception as exc:  # py4j's own, where PySpark does not know the class
+            except Exception as exc:  # raised by py4j where PySpark does not translate the class
                 condition = exc.getCondition() if isinstance(exc, PySparkException) else None
-                if condition in _NOT_EMPTY and exists():
+                if condition in _FOLDER_EXISTS and exists():
                     return
-                if condition in _NOT_EMPTY and attempt == CREATE_ATTEMPTS_MAX:
+                if condition in _FOLDER_EXISTS and attempt == CREATE_ATTEMPTS_MAX:
                     raise OptionError(
-                        f"table {self._table} cannot be created: its folder is not empty and has no Delta table. Name "
-                        "another folder, or remove what is there",
+                        f"table {self._table} cannot be created: its folder is not empty and has no Delta table. Use "
+                        "another folder, or remove the files from it",
                         table=self._table,
                     ) from exc
-                if attempt == CREATE_ATTEMPTS_MAX or not (commit_race.is_race(exc) or condition in _NOT_EMPTY):
+                if attempt == CREATE_ATTEMPTS_MAX or not (commit_race.is_race(exc) or condition in _FOLDER_EXISTS):
                     raise
                 threading.Event().wait(random.uniform(0, CREATE_WAIT_MAX_S))
 
@@ -93,23 +93,23 @@ class OptionsWriter:
         needed: bool,
         columns: Sequence[str] | None = None,
     ) -> bool:
-        """As :meth:`NativeWriter.commit`, but Delta may have skipped a commit whose number is taken.
+        """Commit like :meth:`NativeWriter.commit`; but Delta skips a commit whose number is used, without an error.
 
         Args:
-            columns: those that a writer may give values for; None: all of the table.
+            columns: the columns whose values a writer supplies; None: all columns of the table.
 
         Raises:
             OptionError: the batch has several groups.
-            CommitRace: another writer was first.
+            CommitRace: another writer committed first.
         """
         if not needed:
-            return False  # whatever has records moves a position
+            return False  # a batch with records always moves a position
         if len(numbers) > 1:
             groups = sorted(name.rpartition(".")[2] for name in numbers)
             raise OptionError(
-                f"the sources of this query are of the groups {', '.join(groups)}, and one commit of Delta's writer "
-                f"has one number, so table {self._table} takes one group a query. Nothing was written. Give each group "
-                "a query of its own, or read all topics as one group",
+                f"the sources of this query have the groups {', '.join(groups)}, and a commit of Delta's writer has "
+                f"one SetTransaction number, so a query can write only one group to table {self._table}. Nothing was "
+                "written. Use one query for each group, or read all topics with one group",
                 groups=groups,
             )
         ((app_id, number),) = numbers.items()
@@ -128,7 +128,7 @@ class OptionsWriter:
                 writer.save(self._table)
             else:
                 writer.saveAsTable(self._table)
-        except Exception as exc:  # py4j's own, where PySpark does not know the class
+        except Exception as exc:  # raised by py4j where PySpark does not translate the class
             if commit_race.is_race(exc):
                 raise commit_race.CommitRace(str(exc)) from exc
             raise
@@ -141,15 +141,15 @@ class OptionsWriter:
 
 @contextlib.contextmanager
 def _few_snapshot_tasks(spark: "SparkSession") -> Iterator[None]:
-    """Set SNAPSHOT_PARTITIONS for one write, unless the user has, or the platform does not allow it."""
+    """Set SNAPSHOT_PARTITIONS for one write, unless the user has set it or the platform forbids it."""
     try:
-        mine = spark.conf.get(SNAPSHOT_PARTITIONS, None) is None
-        if mine:
+        is_unset = spark.conf.get(SNAPSHOT_PARTITIONS, None) is None
+        if is_unset:
             spark.conf.set(SNAPSHOT_PARTITIONS, "2")
     except PySparkException:
-        mine = False
+        is_unset = False
     try:
         yield
     finally:
-        if mine:
+        if is_unset:
             spark.conf.unset(SNAPSHOT_PARTITIONS)

@@ -1,13 +1,22 @@
-"""DeltaSink: the rows of a batch and the offsets they came from, in one Delta commit.
+"""DeltaSink: writes the rows of a batch and the offsets they came from in one Delta commit.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: Kafka,
-members, the source: what a batch holds comes from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
-its log (:mod:`kept`), and what follows from the two from :func:`ledger_decision.decide`.
+members, the source. What a batch holds is read from Spark's checkpoint (:mod:`checkpoint`), what the table holds from
+its log (:mod:`table_history`), and :func:`ledger_decision.decide` decides what is written.
 
-Every commit holds the rows, the number of the group's commits as a ``SetTransaction``, and the offset JSON with the
-ledger of the group in its ``userMetadata``. A batch is compared with the ledger before it; of two commits with one
-number one wins, and the other batch is judged anew. A killed driver, a replay, a zombie, a deleted checkpoint and a
-second query of the group all end with each record in the table once. Which writer makes the commit: :mod:`access`.
+A batch goes through these steps, in this order:
+
+1. read what was planned from the checkpoint, and open the table (:meth:`DeltaSink.__call__`);
+2. read the ledger of each group, and refuse the batch if a ``RESTORE`` removed rows that it counts
+   (:meth:`_BatchCommit._read_ledger`, :mod:`restored_table`);
+3. decide what is written (:func:`ledger_decision.decide`);
+4. commit the rows, the group's next ``SetTransaction`` number and the note with the ledger
+   (:meth:`_BatchCommit._commit`, :mod:`table_writer`). Of two commits with one number Delta lets one through; the
+   other sink starts again at step 2;
+5. report the batch as durable to the run on this host (:meth:`DeltaSink._report`).
+
+A killed driver, a replay, a fenced driver, a deleted checkpoint and a second query of the group all end with each
+record in the table once.
 """
 
 import json
@@ -21,15 +30,16 @@ from spark_group_source.delta import (
     checkpoint_status,
     commit_race,
     ledger_decision,
-    ledger_store,
+    operator_commands,
+    restored_table,
     table_names,
     table_writer,
     write_guard,
 )
 from spark_group_source.delta.checkpoint import ONLY_RUN, PlannedBatch, read_planned
-from spark_group_source.delta.ledger_decision import Write
+from spark_group_source.delta.ledger_decision import AlreadyWritten, WriteBatch, format_ranges
 from spark_group_source.delta.ledger_format import APP_PREFIX, Ledger
-from spark_group_source.delta.table_history import Aged, LogFiles, TableHistory, note_of
+from spark_group_source.delta.table_history import LedgerExpired, LogFiles, TableHistory, note_of
 from spark_group_source.delta.table_writer import TableWriter, Writer
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.host import run_files
@@ -41,48 +51,46 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROW_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
-"""The columns that tell which record a row is."""
-
 
 class DeltaSink:
     """Writes each batch to a Delta table exactly once: ``stream.writeStream.foreachBatch(DeltaSink("/lake/orders"))``.
 
-    The table is created at the first batch, with the columns of that batch, if it does not exist.
+    The first batch creates the table with its columns, if it does not exist.
 
     A batch without rows is committed only if it moves a position, so an idle group does not make the table's log grow.
-    The ledger knows what was written, not what is there: after ``REPLACE`` or ``DELETE``, rows come back only if Kafka
-    and the ledger are moved back together, by ``spark-group reset`` with ``--table``. After a ``RESTORE`` that took
-    rows of the group away, the next batch is refused until that is done.
+    The ledger knows what was written, not which rows exist: rows removed by ``REPLACE``, an overwrite or ``DELETE`` are
+    not noticed, and are written again only if ``spark-group reset`` with ``--table`` moves Kafka's offsets and the
+    ledger back together. After a ``RESTORE`` that removed rows of the group, the next batch is refused until that is
+    done.
 
-    A batch of a query goes into a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
+    A batch of a query is written to a table once: a second sink, or a second call, in one ``foreachBatch`` is refused.
     Several queries may write one table, and share a sink that has no ``checkpoint``.
 
-    What the run does is also said in ``_spark_group`` of the query's checkpoint, for ``spark-group`` on other hosts.
+    The run's statistics are also in ``_spark_group`` of the query's checkpoint, for ``spark-group`` on other hosts.
 
     Args:
-        table: a path (it has a slash in it) or a table name, looked up in the session's catalog.
-        transform: makes the rows to write from the rows of the batch. Give the projection here, not before
-            ``writeStream``: the sink needs the columns topic, partition and offset where it has to leave rows out.
-            Rows must not be read more than once in it (no ``count()``): each action reads the batch again.
+        table: a path (it contains a slash) or a table name, looked up in the session's catalog.
+        transform: returns the rows to write for the rows of the batch. Do projections here, not before ``writeStream``:
+            the sink needs the columns topic, partition and offset where it leaves rows out. Do not read the rows more
+            than once in it (no ``count()``): each action reads the batch again.
         partition_by: the partition columns, used when the table is created, and compared when it exists.
-        merge_schema: whether new columns are added to the table; otherwise they are an error of Delta's.
+        merge_schema: whether new columns are added to the table; otherwise Delta refuses them.
         writer: "native": Spark's tasks write Parquet files and ``deltalake`` commits them. "options": Delta's own
-            writer, by its documented options for idempotent writes; the sources of the query are of one group then.
-            "auto" decides for each batch: natively, but for tables that are not on a local file system, whose commits
-            a catalog manages, or with constraints, NOT NULL, generated or identity columns, column mapping or other
-            features that need Delta's write path, and for batches with other columns or types than the table. The log
-            has the reason, once.
-        storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table is
-            written natively that is not on a local file system.
+            writer, by its documented options for idempotent writes; all sources of the query then share one group.
+            "auto" decides for each batch: natively, except for tables that are not on a local file system, whose
+            commits a catalog manages, or with constraints, NOT NULL, generated or identity columns, column mapping or
+            other features that need Delta's write path, and for batches whose columns or types differ from the table.
+            The reason is logged once.
+        storage_options: credentials of the table's storage for ``deltalake``, by its names. With them a table that is
+            not on a local file system is written natively.
         checkpoint: the query's ``checkpointLocation``. Needed on Spark Connect only.
 
     Raises (when a batch is written):
-        LedgerConflict: the table and the batch contradict each other. Nothing was written; the message says what
-            settles it. Do not retry before that.
+        LedgerConflict: the table and the batch contradict each other. Nothing was written; the message has the commands
+            that settle it. Do not retry before that.
         CheckpointMismatch: the query has no kafka-group source, or its offset cannot be read.
         OptionError: an argument cannot work in this session.
-        SetupError: the session's Java or Delta Lake does not fit.
+        SetupError: the session's Java or Delta Lake version is not supported.
         Delta's own errors (schema, constraints, storage), unchanged. Nothing was written.
     """
 
@@ -105,12 +113,15 @@ class DeltaSink:
         self.writer: Writer = writer
         self.storage_options = None if storage_options is None else dict(storage_options)
         self.checkpoint = checkpoint.rstrip("/") if checkpoint else None
-        self._table_id = ""  # once the table is there
-        self._known: dict[str, Ledger] = {}  # of each group, with the version up to which the table's commits are known
-        self._logs: list[LogFiles] = []  # opened by batches that are written
+        self._table_id = ""
+        """The table's id; empty until the first batch."""
+        self._ledgers: dict[str, Ledger] = {}
+        """The newest ledger of each group, with the version of the table up to which it is known."""
+        self._idle_logs: list[LogFiles] = []
+        """Opened logs of the table that no batch uses now; several queries may write at the same time."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_logs": []}
+        return {**self.__dict__, "_idle_logs": []}
 
     def __repr__(self) -> str:
         return f"DeltaSink({self.table!r}, writer={self.writer!r})"
@@ -119,208 +130,268 @@ class DeltaSink:
         """Write one batch; ``foreachBatch`` calls this."""
         spark = df.sparkSession
         planned = read_planned(spark, batch_id, self.checkpoint)
+        table = self._open_table(df, planned)
+        with write_guard.guarded_write(self._table_id, self.table, planned) as write:
+            batch = _BatchCommit(self, table, df, planned, write)
+            durable = commit_race.retry_races(batch.attempt, what=f"batch {planned.batch_id} to table {self.table}")
+        if table.log is not None:
+            self._idle_logs.append(table.log)
+        self._report(spark, planned, durable)
+
+    def _open_table(self, df: "DataFrame", planned: PlannedBatch) -> TableWriter:
+        """Open the table; the first batch creates it if it does not exist."""
         table = TableWriter(
-            spark,
+            df.sparkSession,
             self.table,
             writer=self.writer,
             partition_by=self.partition_by,
             merge_schema=self.merge_schema,
             storage_options=self.storage_options,
-            log=self._logs.pop() if self._logs else None,
+            log=self._idle_logs.pop() if self._idle_logs else None,
         )
         if not self._table_id:
-            table_names.require_apart(self.table, planned.root)
-            compatibility.check_session(spark)
-            self._prepare(table, df)
-        elif table.log is not None:
-            self._refuse_retention(table)  # the properties are at hand
-        with write_guard.turn(self._table_id, self.table, planned) as turn:
-            attempt = _Attempt(self, table, df, planned, turn)
-            written = commit_race.retry_races(attempt, what=f"batch {planned.batch_id} to table {self.table}")
-        if table.log is not None:
-            self._logs.append(table.log)
-        safe = write_guard.everywhere(planned)
-        for offset in written:
-            if safe:
-                run_files.mark_durable(offset.stream, offset.seq)
-            _notify(spark, planned, offset)
+            table_names.require_separate_folders(self.table, planned.root)
+            compatibility.check_session(df.sparkSession)
+            if not table.exists():
+                table.create(self._transformed(df))
+            self._refuse_transaction_retention(table)
+            self._table_id = table.identity()
+            log.info("table %s: written %s", self.table, table.described_writer())
+        elif table.log is not None:  # the properties are read already
+            self._refuse_transaction_retention(table)
+        return table
 
-    def _prepare(self, table: TableWriter, df: "DataFrame") -> None:
-        """Make sure that the table is there and remembers the numbers of commits."""
-        if not table.exists():
-            table.create(self._transformed(df))
-        self._refuse_retention(table)
-        self._table_id = table.identity()
-        log.info("table %s is written %s", self.table, table.described_writer())
-
-    def _refuse_retention(self, table: TableWriter) -> None:
-        retention = table.retention()
+    def _refuse_transaction_retention(self, table: TableWriter) -> None:
+        retention = table.transaction_retention()
         if retention is not None:
+            name = table_names.sql_name(table.table)
+            unset = f"ALTER TABLE {name} UNSET TBLPROPERTIES ('{table_names.RETENTION}')"
             raise OptionError(
-                f"table {self.table} sets {table_names.RETENTION} = {retention!r}: Delta would forget the "
-                "numbers of the group's commits, which tell a replay from a new batch. Unset it: ALTER TABLE "
-                f"{table_names.sql_name(self.table)} UNSET TBLPROPERTIES ('{table_names.RETENTION}')",
+                f"table {self.table} sets {table_names.RETENTION} = {retention!r}: Delta would delete the numbers of "
+                "the group's commits, by which a replay is told from a new batch. Unset it:"
+                + operator_commands.sequence([unset]),
                 table=self.table,
             )
 
     def _transformed(self, df: "DataFrame") -> "DataFrame":
         return df if self.transform is None else self.transform(df)
 
+    def _report(self, spark: "SparkSession", planned: PlannedBatch, durable: Sequence[StreamOffset]) -> None:
+        """Mark the batch as durable for the run on this host, and keep the run's statistics in its checkpoint."""
+        in_all_tables = write_guard.all_tables_written(planned)
+        for offset in durable:
+            if in_all_tables:
+                run_files.mark_durable(offset.stream, offset.seq)
+            if planned.run_id not in (None, ONLY_RUN):
+                checkpoint_status.start_reporting(
+                    checkpoint_status.run_name(str(planned.run_id)),
+                    offset.group,
+                    offset.stream,
+                    lambda: checkpoint_status.status_files(spark, planned.root),
+                )
 
-class _Attempt:
-    """The attempts to commit one batch."""
+
+class _BatchCommit:
+    """The commit of one batch, attempted until no other writer is faster."""
 
     def __init__(
-        self, sink: DeltaSink, table: TableWriter, df: "DataFrame", planned: PlannedBatch, turn: write_guard.Turn
+        self,
+        sink: DeltaSink,
+        table: TableWriter,
+        df: "DataFrame",
+        planned: PlannedBatch,
+        write: write_guard.TableWrite,
     ) -> None:
-        self.sink, self.table, self.df, self.planned, self.turn = sink, table, df, planned, turn
+        self.sink, self.table, self.df, self.planned, self.write = sink, table, df, planned, write
         self._rows: dict[tuple[OffsetRange, ...], DataFrame] = {}
+        """The rows to write by the ranges that are left out: the same DataFrame again after a lost race."""
+        self._known: dict[str, Ledger] = {}
+        """The sink's ledgers when this attempt started; other queries may use the sink at the same time."""
 
-    def __call__(self) -> tuple[StreamOffset, ...]:
-        """One attempt; returns the offsets whose rows the table has now.
+    def attempt(self) -> tuple[StreamOffset, ...]:
+        """Decide about the batch and commit it once.
 
-        Raises CommitRace if another writer was first; the next one decides anew.
+        Returns:
+            The offsets whose rows the table has now.
+
+        Raises:
+            CommitRace: another writer committed first; the next attempt decides again.
+            LedgerConflict: nothing may be written.
         """
-        sink, planned, known = self.sink, self.planned, dict(self.sink._known)  # other queries may use the sink, too
-        history = self.table.history()
-        newest_known = max((found.table_version for found in known.values()), default=0)
-        if history.version < newest_known or self.table.identity() != sink._table_id:
-            raise LedgerConflict(
-                f"table {sink.table} was deleted while the query runs, with what it knew of the query. Nothing was "
-                "written. Start the query again to create the table anew; it goes on at the group's position in Kafka",
-                table=sink.table,
-            )
-        if not planned.offsets:  # rows of other sources only: the query itself counts as the application
-            number = history.source.number(planned.query_id)  # None: Delta itself skips a number that is taken
-            if number is not None and number >= planned.batch_id:
-                return ()
-        ledgers = {
-            offset.group: self._ledger(history, offset.group, known.get(offset.group)) for offset in planned.offsets
-        }
-        others = planned.other_sources > 0
+        planned = self.planned
+        self._known = dict(self.sink._ledgers)
+        history = self._read_history()
+        if not planned.offsets and self._is_recorded_without_ledger(history):
+            return ()
+        groups = dict.fromkeys(offset.group for offset in planned.offsets)
         decision = ledger_decision.decide(
-            planned.offsets, ledgers, table=sink.table, batch_id=planned.batch_id, others=others
+            planned.offsets,
+            {group: self._read_ledger(history, group) for group in groups},
+            table=self.table.table,
+            batch_id=planned.batch_id,
+            other_sources=planned.other_sources > 0,
         )
-        if isinstance(decision, Write):
-            self._write(history, decision)
+        if isinstance(decision, AlreadyWritten):
+            log.info("table %s: already has batch %d of query %s", self.sink.table, planned.batch_id, planned.query_id)
         else:
-            log.info("batch %d of query %s is in table %s already", planned.batch_id, planned.query_id, sink.table)
+            self._commit(history, decision)
         return decision.durable
 
-    def _ledger(self, history: TableHistory, group: str, known: Ledger | None) -> Ledger | None:
-        """The ledger of a group, if the rows that it stands for are still there."""
-        try:
-            found = history.ledger(group, known)
-        except Aged as aged:
-            return self._begun_anew(history, group, aged)
-        if found is not None:
-            ledger_store.refuse_restored(history, found, after=-1 if known is None else known.table_version)
-            self.sink._known[group] = found.at(history.version)
-        return found
+    # --- read -------------------------------------------------------------------------------------------------------
 
-    def _begun_anew(self, history: TableHistory, group: str, aged: Aged) -> Ledger:
-        """A ledger in the place of one that the table's log does not go back to. Positions of the query's checkpoint,
-        or committed at Kafka by a stream of the group, are where the table stands; others are not known to be."""
-        counted = self.table.number_of(history, group) if aged.number is None else aged.number
-        if isinstance(counted, Ledger):
-            return counted
+    def _read_history(self) -> TableHistory:
+        """Read the newest version of the table. Raises LedgerConflict if the table was deleted meanwhile."""
+        history = self.table.history()
+        newest_known = max((ledger.table_version for ledger in self._known.values()), default=0)
+        if history.version < newest_known or self.table.identity() != self.sink._table_id:
+            raise LedgerConflict(
+                f"table {self.sink.table} was deleted while the query runs, and the group's ledger with it. Nothing "
+                "was written. Start the query again: it creates the table and continues at the group's committed "
+                "offsets in Kafka",
+                table=self.sink.table,
+            )
+        return history
+
+    def _is_recorded_without_ledger(self, history: TableHistory) -> bool:
+        """Return whether a batch with rows of other sources only is in the table: the query's id is its application."""
+        number = history.source.number(self.planned.query_id)  # None: Delta itself skips a number that is taken
+        return number is not None and number >= self.planned.batch_id
+
+    def _read_ledger(self, history: TableHistory, group: str) -> Ledger | None:
+        """Read the ledger of a group; None if the group never wrote to the table.
+
+        Raises:
+            LedgerConflict: a RESTORE removed rows that the ledger counts, or the ledger cannot be determined.
+        """
+        known = self._known.get(group)
+        try:
+            ledger = history.ledger(group, known)
+        except LedgerExpired as expired:
+            return self._new_ledger(history, group, expired)
+        if ledger is not None:
+            restored_table.refuse_restored_table(
+                history,
+                ledger,
+                after=-1 if known is None else known.table_version,
+                checkpoint=self.planned.root,
+                batch_id=self.planned.batch_id,
+            )
+            self.sink._ledgers[group] = ledger.at_version(history.version)
+        return ledger
+
+    def _new_ledger(self, history: TableHistory, group: str, expired: LedgerExpired) -> Ledger:
+        """Start a ledger in place of one that expired with the table's log.
+
+        Positions from the query's checkpoint, or committed in Kafka by a stream of the group, match the table; other
+        positions do not have to.
+
+        Raises:
+            LedgerConflict: the batch starts at another position, or the table was restored.
+        """
+        number = self.table.last_number(history, group) if expired.number is None else expired.number
+        if isinstance(number, Ledger):
+            return number
+        batch_id, table = self.planned.batch_id, self.table.table
         mine = [offset for offset in self.planned.offsets if offset.group == group]
         unknown = sorted({tp for offset in mine for tp in offset.followed | offset.began})
-        why = f"batch {self.planned.batch_id} begins {unknown[0]} at an offset no query committed" if unknown else ""
+        why = (
+            f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed" if unknown else ""
+        )
         if any(commit.restore is not None for commit in history.commits()):
-            why = "the table was restored since"
+            why = "the table was restored since then"
         if why:
-            table, reset = self.sink.table, f"`spark-group reset --group {group} --table {self.sink.table}`"
+            here = ("--to-checkpoint", self.planned.root, "--batch", str(batch_id))
             raise LedgerConflict(
-                f"group {group!r} wrote to table {table}, but its last commit is older than the table's log, and "
-                f"{why}. Which records the table has is not known, so nothing was written. Stop the query, set where "
-                f"it goes on: {reset} with the position you want, and start it again with the same checkpoint",
+                f"the last commit of group {group!r} in table {table} is older than the table's log "
+                f"(delta.logRetentionDuration), and {why}. Which records the table holds is unknown, so nothing was "
+                "written. Stop the query, run this command (or the same with another position of reset), and start "
+                "the query with the same checkpoint:"
+                + operator_commands.alternatives(
+                    {f"continue where batch {batch_id} starts": operator_commands.reset(group, table, *here)}
+                ),
                 table=table,
                 group=group,
             )
         log.warning(
-            "group %s: its last commit is older than the log of table %s; a new ledger begins where the query stands",
+            "group %s: its last commit is older than the log of table %s; a new ledger starts at the query's positions",
             group,
             self.sink.table,
         )
-        return Ledger(group=group, number=counted, table_version=history.version)
+        return Ledger(group=group, number=number, table_version=history.version)
 
-    def _write(self, history: TableHistory, decision: Write) -> None:
+    # --- write ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, history: TableHistory, decision: WriteBatch) -> None:
         sink, planned = self.sink, self.planned
-        after = {group: found.written() for group, found in decision.ledgers.items()}
-        numbers = {APP_PREFIX + group: found.number for group, found in after.items()}
+        ledgers = {group: ledger.with_next_number() for group, ledger in decision.ledgers.items()}
+        numbers = {APP_PREFIX + group: ledger.number for group, ledger in ledgers.items()}
         version = self.table.commit(
             history,
-            self._rows_without(decision.drop) if decision.rows else None,
+            self._rows_without(decision.drop) if decision.reads_rows else None,
             numbers or {planned.query_id: planned.batch_id},
-            note_of(planned.offsets, after.values(), read=history.version),
-            needed=bool(decision.drop) or decision.changed or (not after and planned.other_sources > 0),
+            note_of(planned.offsets, ledgers.values(), read=history.version),
+            needed=bool(decision.drop) or decision.changes_ledger or (not ledgers and planned.other_sources > 0),
         )
         if version is None:
-            log.debug("batch %d of query %s: no rows, no new position", planned.batch_id, planned.query_id)
+            log.debug("table %s: batch %d of query %s has no rows and no new position; nothing is committed",
+                      sink.table, planned.batch_id, planned.query_id)  # fmt: skip
             return
-        self.turn.version = version
-        if version == history.version + 1:  # nobody came in between
-            sink._known |= {group: found.at(version) for group, found in after.items()}
-        self._tell(decision)
-        log.debug("batch %d of query %s is version %d of %s", planned.batch_id, planned.query_id, version, sink.table)
+        self.write.version = version
+        if version == history.version + 1:  # no other commit came in between
+            sink._ledgers |= {group: ledger.at_version(version) for group, ledger in ledgers.items()}
+        self._log_decision(decision)
+        log.debug(
+            "table %s: batch %d of query %s is version %d", sink.table, planned.batch_id, planned.query_id, version
+        )
 
     def _rows_without(self, drop: tuple[OffsetRange, ...]) -> "DataFrame":
         if drop not in self._rows:
-            self._rows[drop] = self.sink._transformed(without(self.df, drop, self.sink.table))
+            self._rows[drop] = self.sink._transformed(without_ranges(self.df, drop, self.sink.table))
         return self._rows[drop]
 
-    def _tell(self, decision: Write) -> None:
-        """What someone may want to know of a batch that was written."""
-        for offset, verdict in zip(self.planned.offsets, decision.verdicts, strict=True):
-            where = f"batch {self.planned.batch_id}, group {offset.group}, table {self.sink.table}"
-            if verdict.void:
+    def _log_decision(self, decision: WriteBatch) -> None:
+        """Log the rows that were left out, and the ranges that another consumer read."""
+        for offset, comparison in zip(self.planned.offsets, decision.comparisons, strict=True):
+            where = f"group {offset.group}: batch {self.planned.batch_id}, table {self.sink.table}"
+            if comparison.void:
                 log.warning(
-                    "%s: planned before reset %d of the group, so nothing of it is written: %s",
+                    "%s: planned before reset #%d, so none of it is written: %s",
                     where,
-                    verdict.ledger.epoch,
-                    ledger_decision.shown(verdict.drop),
+                    comparison.ledger.reset_number,
+                    format_ranges(comparison.drop),
                 )
-            elif verdict.drop:
+            elif comparison.drop:
                 log.warning(
-                    "%s: %d offsets are in the table already and are left out: %s",
+                    "%s: %d offsets are already in the table and are left out: %s",
                     where,
-                    sum(r.size for r in verdict.drop),
-                    ledger_decision.shown(verdict.drop),
+                    sum(r.size for r in comparison.drop),
+                    format_ranges(comparison.drop),
                 )
-            if verdict.recreated:
-                topics = ", ".join(verdict.recreated)
-                log.warning("%s: topic %s was deleted and created again; its offsets start afresh", where, topics)
-            if verdict.skipped:
-                log.info("%s: others had %s", where, ledger_decision.shown(verdict.skipped))
+            if comparison.recreated:
+                topics = ", ".join(comparison.recreated)
+                log.warning("%s: topic %s was deleted and recreated; its offsets start again", where, topics)
+            if comparison.skipped:
+                log.info("%s: another consumer of the group read %s", where, format_ranges(comparison.skipped))
 
 
-def _notify(spark: "SparkSession", planned: PlannedBatch, offset: StreamOffset) -> None:
-    """Have the run's notices kept in its checkpoint, where one is known and can be written."""
-    if planned.run_id not in (None, ONLY_RUN):
-        run = checkpoint_status.run_name(str(planned.run_id))
-        checkpoint_status.keep(
-            run, offset.group, offset.stream, lambda: checkpoint_status.place_of(spark, planned.root)
-        )
-
-
-def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
-    """The rows of a batch but those in the given ranges, found by the columns topic, partition and offset.
+def without_ranges(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFrame":
+    """Return the rows of a batch without the given ranges, found by the columns topic, partition and offset.
 
     Raises:
-        LedgerConflict: the rows do not have these columns (any more).
+        LedgerConflict: the rows do not have these columns with their types.
     """
     if not drop:
         return df
     from pyspark.sql import functions as F
 
     types = [(field.name, field.dataType.simpleString()) for field in df.schema.fields]
-    if any(types.count(column) != 1 for column in ROW_COLUMNS.items()):
+    columns = table_names.RECORD_COLUMNS
+    if any(types.count(column) != 1 for column in columns.items()):
         raise LedgerConflict(
-            f"table {table} must not get {ledger_decision.shown(drop)} (again), and the sink cannot leave these rows "
-            f"out: it needs the columns {', '.join(ROW_COLUMNS)} as the source gives them, and the batch has "
-            f"{dict(types)}. Nothing was written. Select and rename columns in DeltaSink(..., transform=...), not "
-            "before writeStream",
+            f"rows of {format_ranges(drop)} must be left out of table {table} (they are there already, or were planned "
+            f"before a reset), and the sink cannot find them: it needs the columns {', '.join(columns)} with the "
+            f"source's types, and the batch has {dict(types)}. Nothing was written. Select and rename columns in "
+            "DeltaSink(..., transform=...), not before writeStream",
             table=table,
         )
     # A join, not a chain of conditions: there may be thousands of ranges. Rows with a null topic stay.
@@ -329,10 +400,10 @@ def without(df: "DataFrame", drop: Sequence[OffsetRange], table: str) -> "DataFr
     ranges = (
         df.sparkSession.range(1).select(each.alias("r")).select(*(F.col(f"r.{c}").alias(f"_drop_{c}") for c in "tpab"))
     )
-    held = (
+    is_dropped = (
         (F.col("topic") == F.col("_drop_t"))
         & (F.col("partition") == F.col("_drop_p"))
         & (F.col("offset") >= F.col("_drop_a"))
         & (F.col("offset") < F.col("_drop_b"))
     )
-    return df.join(F.broadcast(ranges), held, "left_anti")
+    return df.join(F.broadcast(ranges), is_dropped, "left_anti")

@@ -1,24 +1,24 @@
-"""The commits of a Delta table, and what ours has in them beside rows.
+"""The commits of a Delta table, and what this package stores in them beside the rows.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line, tests.
-Deliberately absent: rows, and what follows from the commits (:mod:`kept`, :mod:`sink`).
+Deliberately absent: rows, and what follows from the commits (:mod:`restored_table`, :mod:`sink`).
 
 Commits are read from the files of the table's log (:class:`LogFiles`). ``deltalake`` opens the table; each commit is
 then read by its version, because ``deltalake``'s own ``history()`` numbers the newest commits from the version that it
 loaded, which is wrong when another writer commits meanwhile. Where the log cannot be read that way (a catalog manages
-the commits, no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, one Spark job a
-look (:class:`DescribedHistory`).
+the commits, there are no credentials, ``deltalake`` is not installed), ``DESCRIBE HISTORY`` has the same facts, for one
+Spark job per query (:class:`DescribedHistory`).
 
-What ours has is the ``userMetadata`` of the commit: the offsets of the batch, then the ledger of each of its groups as
-it is after that commit. ``read`` is the version of the table that the writer decided by::
+The *note* is the ``userMetadata`` of a commit: the offsets of the batch, then the ledger of each of its groups as it is
+after that commit. ``read`` is the version of the table by which the writer decided::
 
     [{"group":"etl","seq":17,"stream":"9f2c","topics":{...},"v":1},
      {"group":"etl","ledger":{...},"read":41,"v":1}]
 
-An operator's is one such ledger, with the ``reason``.
+The note of ``spark-group reset`` is one such ledger with a ``reason``.
 
-``RESTORE`` takes rows away and leaves the numbers of applications as they are, so the newest ledger still says what was
-once written; :mod:`kept` compares the two.
+``RESTORE`` removes rows and leaves ``SetTransaction`` numbers as they are, so the newest ledger still counts the
+removed rows; :mod:`restored_table` compares the two.
 """
 
 import json
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
 
-LOOK_COMMITS = (2, 20, 1000)
-"""How many of the newest commits ``DESCRIBE HISTORY`` is asked for, one after the other; after that for all of them."""
+HISTORY_LIMITS = (2, 20, 1000)
+"""The ``LIMIT`` of one ``DESCRIBE HISTORY`` after the other; after the last one the whole history is read."""
 
 NOT_A_TABLE = {
     "TABLE_OR_VIEW_NOT_FOUND",
@@ -46,11 +46,16 @@ NOT_A_TABLE = {
     "DELTA_TABLE_ONLY_OPERATION",
     "DELTA_PATH_DOES_NOT_EXIST",
 }
-"""The conditions under which Delta says that there is no table."""
+"""The error conditions by which Delta reports that there is no table."""
 
 
 def note_of(offsets: Sequence[StreamOffset], ledgers: Iterable[Ledger], *, read: int, reason: str | None = None) -> str:
-    """The note of a commit."""
+    """Return the note of a commit: the offsets of its batch and the ledgers after it.
+
+    Args:
+        read: the version of the table by which the commit was decided.
+        reason: of an operator's commit: what set the ledger.
+    """
     texts = [offset.to_json() for offset in offsets]
     for ledger in ledgers:
         more = "" if reason is None else f',"reason":{json.dumps(reason)}'
@@ -59,64 +64,68 @@ def note_of(offsets: Sequence[StreamOffset], ledgers: Iterable[Ledger], *, read:
     return texts[0] if len(texts) == 1 else "[" + ",".join(texts) + "]"
 
 
-def _docs(note: str | None) -> tuple[dict[str, Any], ...]:
-    """The parts of a note; none, if it is somebody else's."""
+def _note_entries(note: str | None) -> tuple[dict[str, Any], ...]:
+    """Return the entries of a note; none for the ``userMetadata`` of another writer."""
     try:
         found = json.loads(note or "[]")
     except ValueError:
         return ()
     return tuple(
-        doc for doc in (found if isinstance(found, list) else [found]) if isinstance(doc, dict) and "group" in doc
+        entry
+        for entry in (found if isinstance(found, list) else [found])
+        if isinstance(entry, dict) and "group" in entry
     )
 
 
 class Commit(NamedTuple):
-    """One commit of a table.
-
-    ``read`` is the version that its writer knew, ``note`` its ``userMetadata``. ``restore`` has the parameters of a
-    ``RESTORE``, and is None for every other operation.
-    """
+    """One commit of a table."""
 
     version: int
+    """The version of the table that the commit made."""
     read: int
+    """The newest version of the table that the writer knew when it decided about this commit."""
     note: str | None = None
-    docs: tuple[dict[str, Any], ...] = ()
+    """The commit's ``userMetadata``."""
+    entries: tuple[dict[str, Any], ...] = ()
+    """The offsets and ledgers in the note; empty for a commit of another writer."""
     restore: Mapping[str, Any] | None = None
+    """The parameters of a ``RESTORE``; None for every other operation."""
     operation: str = ""
+    """The operation as Delta names it, such as ``WRITE``."""
 
     @classmethod
     def of(cls, version: int, info: Mapping[str, Any]) -> "Commit":
-        """From the commit's ``commitInfo``, or the row of ``DESCRIBE HISTORY``."""
+        """Build it from the commit's ``commitInfo`` or a row of ``DESCRIBE HISTORY``."""
         operation, note, read = str(info.get("operation") or ""), info.get("userMetadata"), info.get("readVersion")
-        docs = _docs(note)
-        known = [version - 1 if read is None else read, *(d["read"] for d in docs if isinstance(d.get("read"), int))]
+        entries = _note_entries(note)
+        known = [version - 1 if read is None else read, *(e["read"] for e in entries if isinstance(e.get("read"), int))]
         restore = dict(info.get("operationParameters") or {}) if operation == "RESTORE" else None
-        return cls(version, min(known), note, docs, restore, operation)
+        return cls(version, min(known), note, entries, restore, operation)
 
     def has_ledger(self, group: str) -> bool:
-        """Whether it wrote the ledger of a group."""
-        return any(doc["group"] == group and "ledger" in doc for doc in self.docs)
+        """Return whether the commit set the ledger of a group."""
+        return any(entry["group"] == group and "ledger" in entry for entry in self.entries)
 
-    def ledger(self, group: str) -> Ledger | None:
-        """The ledger in its note.
+    def ledger(self, group: str, table: str) -> Ledger | None:
+        """Return the ledger of a group in the note, or None.
 
         Raises:
-            LedgerConflict: it is damaged or of a newer release.
+            LedgerConflict: it is damaged, or a newer release wrote it.
         """
-        for doc in self.docs:
-            if doc["group"] == group and "ledger" in doc:
-                return Ledger.from_json(group, json.dumps(doc["ledger"]), table_version=self.version)
+        for entry in self.entries:
+            if entry["group"] == group and "ledger" in entry:
+                return Ledger.from_json(group, json.dumps(entry["ledger"]), table=table, table_version=self.version)
         return None
 
-    def batch(self, group: str) -> list[StreamOffset]:
-        """What a batch had of a group."""
-        return [parse(doc) for doc in self.docs if doc["group"] == group and "ledger" not in doc]
+    def batches(self, group: str) -> list[StreamOffset]:
+        """Return the batches of a group that the commit wrote, one for each source."""
+        return [parse(entry) for entry in self.entries if entry["group"] == group and "ledger" not in entry]
 
 
-class Aged(Exception):
-    """A group wrote to the table, and the table's log does not go back to its last commit.
+class LedgerExpired(Exception):
+    """The group wrote to the table, and the table's log does not reach back to the group's last commit.
 
-    ``number`` is the number of that commit, or None where only Delta knows it.
+    ``number`` is the ``SetTransaction`` number of that commit; None where the commit source cannot report it.
     """
 
     def __init__(self, group: str, number: int | None) -> None:
@@ -125,25 +134,33 @@ class Aged(Exception):
 
 
 class CommitSource(Protocol):
-    """Where the commits of one table are read."""
+    """Reads the commits of one table."""
 
     table: str
 
     def newest(self) -> int:
-        """The newest version; -1 if there is no table."""
+        """Return the newest version; -1 if there is no table."""
 
     def commits(self, newest: int, after: int) -> Iterator[Commit]:
-        """The commits from version ``newest`` down to ``after + 1``, as far as the log has them."""
+        """Yield the commits from version ``newest`` down to ``after + 1``, as far as the log reaches back."""
 
     def number(self, app_id: str) -> int | None:
-        """The newest ``SetTransaction`` of an application; -1 if there is none, None where this source cannot tell."""
+        """Return an application's newest ``SetTransaction``; -1 if there is none, None where it cannot be read."""
 
     def restored_to(self, restore: Commit) -> int:
-        """The version that a ``RESTORE`` went back to. Raises LedgerConflict if that cannot be found out."""
+        """Return the version whose rows a ``RESTORE`` brought back.
+
+        Raises:
+            LedgerConflict: it cannot be determined.
+        """
 
 
 class TableHistory:
-    """A version of a table and the commits up to it."""
+    """One version of a table and the commits up to it.
+
+    Args:
+        version: the version; None reads the newest one.
+    """
 
     def __init__(self, source: CommitSource, version: int | None = None) -> None:
         self.source = source
@@ -154,47 +171,48 @@ class TableHistory:
         return self.source.table
 
     def at(self, version: int) -> "TableHistory":
-        """An earlier version of the same table."""
+        """Return an earlier version of the same table."""
         return TableHistory(self.source, version)
 
     def commits(self, *, after: int = -1) -> Iterator[Commit]:
-        """The commits newer than version ``after``, newest first, as far as the log has them."""
+        """Yield the commits newer than version ``after``, newest first, as far as the log reaches back."""
         return self.source.commits(self.version, after)
 
     def groups(self) -> list[str]:
-        """The groups that have a ledger in the log, sorted."""
-        return sorted({str(doc["group"]) for commit in self.commits() for doc in commit.docs if "ledger" in doc})
+        """Return the groups that have a ledger in the log, sorted."""
+        return sorted({str(entry["group"]) for c in self.commits() for entry in c.entries if "ledger" in entry})
 
     def ledger(self, group: str, known: Ledger | None = None) -> Ledger | None:
-        """The newest ledger of a group, whatever was restored since; None if the group never wrote to the table.
+        """Return the newest ledger of a group, also after a ``RESTORE``; None if the group never wrote to the table.
 
         Args:
-            known: a ledger from an earlier version, so that only newer commits are read.
+            known: the group's ledger at an earlier version: only newer commits are read.
 
         Raises:
-            Aged: the group wrote, and the log does not go back to its last commit.
-            LedgerConflict: the ledger is damaged or of a newer release.
+            LedgerExpired: the group wrote, and the log does not reach back to its last commit.
+            LedgerConflict: the ledger is damaged, or a newer release wrote it.
         """
         number = self.source.number(APP_PREFIX + group)
         if number == -1:
             return None
         after = -1 if known is None else known.table_version
-        least = self.version + 1
+        oldest_read = self.version + 1
         for commit in self.commits(after=after):
-            least = commit.version
-            if (found := commit.ledger(group)) is not None:
+            oldest_read = commit.version
+            if (found := commit.ledger(group, self.table)) is not None:
                 return found
-        if known is not None and least == after + 1:
+        if known is not None and oldest_read == after + 1:
             return known
-        if least == 0:
+        if oldest_read == 0:
             return None
-        raise Aged(group, number)
+        raise LedgerExpired(group, number)
 
 
 class LogFiles:
     """The commits of a table whose log ``deltalake`` can open.
 
-    ``opened`` is the state by which ``deltalake`` judges whether a commit lost a race, so one batch at a time uses it.
+    ``opened`` is the state against which ``deltalake`` checks commits for conflicts, so only one batch at a time uses
+    it.
     """
 
     def __init__(
@@ -204,8 +222,8 @@ class LogFiles:
         from pyarrow.fs import PyFileSystem
 
         self.table, self.location, self.opened = table, location, opened
-        self._options = dict(storage_options or {})
-        self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._options))
+        self._storage_options = dict(storage_options or {})
+        self.files: Any = PyFileSystem(DeltaStorageHandler(opened.table_uri, self._storage_options))
 
     def newest(self) -> int:
         self.opened.update_incremental()
@@ -221,7 +239,7 @@ class LogFiles:
             yield Commit.of(version, _commit_info(text))
 
     def actions(self, version: int) -> bytes | None:
-        """The commit file of a version, one action a line; None if the log does not have it any more."""
+        """Return the commit file of a version, one action per line; None if it was deleted from the log."""
         try:
             with self.files.open_input_file(f"_delta_log/{version:020}.json") as file:
                 return bytes(file.readall())
@@ -233,24 +251,25 @@ class LogFiles:
         return -1 if found is None else int(found)
 
     def restored_to(self, restore: Commit) -> int:
-        if (given := _number(restore)) is not None:
-            return given
-        # A time was given: Delta records the local time of the session that ran RESTORE, without its zone. The version
-        # it chose has the files that the table has after the RESTORE, and so does each other version with these files.
-        wanted = self._content(restore.version)
+        if (version := _version_parameter(restore)) is not None:
+            return version
+        # RESTORE by timestamp: Delta records the local time of the session that ran it, without a time zone. The
+        # version that it chose has the same files as the restored one, and so has every other version with these files.
+        restored_files = self._files_at(restore.version)
         try:
             for earlier in range(restore.version - 1, -1, -1):
-                if self._content(earlier) == wanted:
+                if self._files_at(earlier) == restored_files:
                     return earlier
         except Exception as exc:
             raise _unknown_restore(self.table, restore.version) from exc
         raise _unknown_restore(self.table, restore.version)
 
-    def _content(self, version: int) -> set[tuple[object, ...]]:
+    def _files_at(self, version: int) -> set[tuple[object, ...]]:
+        """Return the data files of a version, with their deletion vectors."""
         import pyarrow as pa
         from deltalake import DeltaTable
 
-        table = DeltaTable(self.opened.table_uri, version=version, storage_options=self._options or None)
+        table = DeltaTable(self.opened.table_uri, version=version, storage_options=self._storage_options or None)
 
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
         return {
@@ -260,32 +279,32 @@ class LogFiles:
 
 
 class DescribedHistory:
-    """The commits of a table as ``DESCRIBE HISTORY`` shows them, in any session that has Delta."""
+    """The commits of a table as ``DESCRIBE HISTORY`` shows them, in any session that has Delta Lake."""
 
     def __init__(self, spark: "SparkSession", table: str) -> None:
         self._spark, self.table = spark, table
-        self._seen: list[Commit] = []
+        self._loaded: list[Commit] = []
 
     def newest(self) -> int:
         try:
-            self._seen = self._load(LOOK_COMMITS[0])
+            self._loaded = self._load(HISTORY_LIMITS[0])
         except PySparkException as exc:
             if exc.getCondition() in NOT_A_TABLE:
                 return -1
             raise
-        return self._seen[0].version
+        return self._loaded[0].version
 
     def commits(self, newest: int, after: int) -> Iterator[Commit]:
-        least = newest + 1
-        limits: list[int | None] = [len(self._seen), *LOOK_COMMITS, None]
+        oldest_yielded = newest + 1
+        limits: list[int | None] = [len(self._loaded), *HISTORY_LIMITS, None]
         for limit in limits:
-            if limit is None or limit > len(self._seen):
-                self._seen = self._load(limit)
-            for commit in self._seen:
-                if after < commit.version < least:
+            if limit is None or limit > len(self._loaded):
+                self._loaded = self._load(limit)
+            for commit in self._loaded:
+                if after < commit.version < oldest_yielded:
                     yield commit
-                    least = commit.version
-            if least <= after + 1 or (limit is not None and len(self._seen) < limit):
+                    oldest_yielded = commit.version
+            if oldest_yielded <= after + 1 or (limit is not None and len(self._loaded) < limit):
                 return
 
     def number(self, app_id: str) -> int | None:
@@ -293,18 +312,17 @@ class DescribedHistory:
         return None
 
     def restored_to(self, restore: Commit) -> int:
-        if (given := _number(restore)) is None:
+        if (version := _version_parameter(restore)) is None:
             raise _unknown_restore(self.table, restore.version)
-        return given
+        return version
 
     def _load(self, limit: int | None) -> list[Commit]:
         last = "" if limit is None else f" LIMIT {limit}"
         history: DataFrame = self._spark.sql(f"DESCRIBE HISTORY {table_names.sql_name(self.table)}{last}")
-        wanted = ("version", "operation", "operationParameters", "readVersion")
+        columns = ("version", "operation", "operationParameters", "readVersion")
         note = "CASE WHEN contains(userMetadata, '\"group\"') THEN userMetadata END AS userMetadata"
-        rows = history.selectExpr(*wanted, note).collect()
-        found = [row.asDict() for row in rows]
-        return [Commit.of(row["version"], row) for row in sorted(found, key=lambda row: -row["version"])]
+        rows = [row.asDict() for row in history.selectExpr(*columns, note).collect()]
+        return [Commit.of(row["version"], row) for row in sorted(rows, key=lambda row: -row["version"])]
 
 
 def _commit_info(text: bytes) -> dict[str, Any]:
@@ -315,16 +333,19 @@ def _commit_info(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _number(restore: Commit) -> int | None:
+def _version_parameter(restore: Commit) -> int | None:
+    """Return the version that a ``RESTORE ... TO VERSION AS OF`` names; None for a ``RESTORE`` by timestamp."""
     text = str((restore.restore or {}).get("version")).strip('"')
     return int(text) if text.isdecimal() else None
 
 
 def _unknown_restore(table: str, version: int) -> LedgerConflict:
+    name = table_names.sql_name(table)
     return LedgerConflict(
-        f"version {version} of table {table} is a RESTORE to a time, and which version that is cannot be found out. "
-        "Nothing was written. Run the RESTORE again with the version: `RESTORE TABLE "
-        f"{table_names.sql_name(table)} TO VERSION AS OF` the version that you mean (DESCRIBE HISTORY lists them)",
+        f"version {version} of table {table} is a RESTORE to a timestamp, and the version that it chose cannot be "
+        "determined, so the rows of the table cannot be compared with the ledger. Nothing was written. Find the "
+        "version, then restore the table to it by number, in place of VERSION:"
+        f"\n    DESCRIBE HISTORY {name}\n    RESTORE TABLE {name} TO VERSION AS OF VERSION",
         table=table,
         restored=version,
     )

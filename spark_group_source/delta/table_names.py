@@ -1,7 +1,7 @@
-"""How a table is named, here and in SQL.
+"""The names of a table (as users write it, qualified, and in SQL) and of its columns.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
-Deliberately absent: whether it is there.
+Deliberately absent: whether the table exists.
 """
 
 import os
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 RETENTION = "delta.setTransactionRetentionDuration"
-"""The property by which a table forgets the numbers of applications."""
+"""The table property after whose time Delta deletes ``SetTransaction`` numbers."""
+
+RECORD_COLUMNS = {"topic": "string", "partition": "int", "offset": "bigint"}
+"""The columns that identify the Kafka record of a row, with their types."""
 
 
 def canonical(table: str | os.PathLike[str]) -> str:
-    """A table as this package names it: a path, or a name in the catalog. SQL's form delta.`/path` is a path too.
+    """Return a table as a path or a name in the catalog. SQL's form delta.`/path` becomes a path.
 
     Raises:
-        OptionError: there is nothing left to name.
+        OptionError: the text is empty.
     """
     text = os.fspath(table)
     quoted = re.fullmatch(r"delta\.`(.+)`", text, flags=re.IGNORECASE)
@@ -29,43 +32,43 @@ def canonical(table: str | os.PathLike[str]) -> str:
     if isinstance(table, os.PathLike) and "/" not in text:
         text = "./" + text
     if not text.strip():
-        raise OptionError("the table is empty: give a path (it has a slash in it) or a table name")
+        raise OptionError("the table is empty: pass a path (it contains a slash) or a table name")
     return text
 
 
 def is_path(table: str) -> bool:
-    """A table is named by its path if there is a slash in it; everything else is a name in the catalog."""
+    """Return whether a table is named by its path: whether it contains a slash."""
     return "/" in table
 
 
-def require_apart(table: str, checkpoint: str) -> None:
-    """A table and a query's checkpoint need a folder each: Delta takes one with files of others for no table.
+def require_separate_folders(table: str, checkpoint: str) -> None:
+    """Require that a table and a query's checkpoint have different folders: Delta finds no table among other files.
 
     Raises:
         OptionError: they are one folder.
     """
-    if is_path(table) and _place(table) == _place(checkpoint):
+    if is_path(table) and _absolute(table) == _absolute(checkpoint):
         raise OptionError(
-            f"the table and the query's checkpoint are one folder, {table}: give the query a checkpointLocation of its "
-            "own, and remove what the query left in that folder if the table was never there",
+            f"the table and the query's checkpoint are one folder, {table}, in which Delta cannot create a table. Set "
+            "another checkpointLocation, and remove the query's files from that folder if it never had the table",
             checkpoint=checkpoint,
         )
 
 
-def _place(path: str) -> str:
+def _absolute(path: str) -> str:
     local = re.sub("^file:/*", "/", path)
     return local.rstrip("/") if re.match(r"[a-zA-Z][\w+.-]*:", local) else os.path.abspath(local)
 
 
 def qualified(spark: "SparkSession", table: str) -> str:
-    """A relative path as Hadoop completes it, on a local file system with the driver's working directory: SQL takes
-    absolute ones only. Everything else, and on Spark Connect all, as it is."""
-    absolute = table.startswith("/") or re.match(r"[a-zA-Z][\w+.-]*:", table) is not None
-    return table if not is_path(table) or absolute else location(spark, table) or table
+    """Return a relative path as Hadoop completes it (on a local file system, with the driver's working directory),
+    because SQL takes only absolute paths. Other tables, and all tables on Spark Connect, are returned unchanged."""
+    is_absolute = table.startswith("/") or re.match(r"[a-zA-Z][\w+.-]*:", table) is not None
+    return table if not is_path(table) or is_absolute else location(spark, table) or table
 
 
 def location(spark: "SparkSession", table: str) -> str | None:
-    """Where a path leads, with its file system; None on Spark Connect, where Hadoop's settings cannot be reached."""
+    """Return the URI of a path; None on Spark Connect, where Hadoop's settings cannot be reached."""
     if not hasattr(spark, "_jsparkSession"):
         return None
     jvm: Any = spark._jvm
@@ -75,23 +78,23 @@ def location(spark: "SparkSession", table: str) -> str | None:
 
 
 def sql_name(table: str) -> str:
-    """The table as SQL writes it."""
+    """Return the table as it is written in SQL."""
     return "delta.`" + table.replace("`", "``") + "`" if is_path(table) else table
 
 
 def quoted(column: str) -> str:
-    """The name of a column as SQL writes it."""
+    """Return the name of a column as it is written in SQL."""
     return "`" + column.replace("`", "``") + "`"
 
 
 def read(spark: "SparkSession", table: str) -> "DataFrame":
-    """The rows of the table."""
+    """Return the rows of the table."""
     return spark.read.format("delta").load(table) if is_path(table) else spark.table(table)
 
 
 def no_table(spark: "SparkSession", table: str) -> str:
-    """That there is no such table."""
+    """Return the message that there is no such table."""
     return (
-        f"there is no Delta table {table!r}. A path has a slash in it; a name is looked up in the catalog, now "
+        f"there is no Delta table {table!r}. A path contains a slash; a name is looked up in "
         f"{spark.catalog.currentCatalog()}.{spark.catalog.currentDatabase()}"
     )

@@ -1,10 +1,10 @@
-"""One Delta table, for one batch or one operator: its history, and the writer that commits to it.
+"""One Delta table as one batch or one command uses it: its history, and the writer that commits to it.
 
 Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``), the command line.
-Deliberately absent: what is decided about a batch (:mod:`ledger`, :mod:`sink`).
+Deliberately absent: what is decided about a batch (:mod:`ledger_decision`, :mod:`sink`).
 
-Whichever writer is used, a commit holds the rows, the number of the group's commits and the note with the ledger after
-it, and of two commits with one number one wins. So both writers may be used of one table, also by turns.
+With either writer, a commit holds the rows, the group's next ``SetTransaction`` number and the note with the ledger
+after it, and of two commits with one number one wins. So both writers may be used for one table, also in turns.
 """
 
 import json
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 Writer = Literal["auto", "native", "options"]
 
 CATALOG_FEATURES = frozenset({"catalogManaged", "catalogOwned-preview", "coordinatedCommits-preview"})
-"""With these the newest commits are not in the log's files: only Spark can read and write such a table."""
+"""Table features with which the newest commits are not in the log's files: only Spark reads and writes such a table."""
 
 
 class TableWriter:
-    """A table as one attempt, or several of one batch, see it. Nothing is opened until it is used.
+    """One table during the attempts of one batch. Nothing is opened until it is used.
 
     Args:
         table: a path or a name in the session's catalog.
         writer: "native" and "options" name a writer; "auto" takes the native one where it works.
         partition_by, merge_schema: as in :class:`spark_group_source.DeltaSink`.
-        storage_options: for ``deltalake``; None: the table's files are opened natively on a local file system only.
-        log: the opened log of a former access that nobody else uses now; opening one reads the names of all files.
+        storage_options: for ``deltalake``; None opens the table's files natively on a local file system only.
+        log: the log that an earlier writer opened and no longer uses; opening a log reads the names of all files.
     """
 
     def __init__(
@@ -72,35 +72,38 @@ class TableWriter:
 
     @property
     def log(self) -> LogFiles | None:
-        """The opened log, for a later access."""
+        """The opened log, for a later writer; None where the log cannot be opened."""
         return self._source if isinstance(self._source, LogFiles) else None
 
     def exists(self) -> bool:
-        """Whether there is a Delta table."""
+        """Return whether the Delta table exists."""
         return self._open() is not None
 
     def create(self, rows: "DataFrame") -> None:
-        """Create the table with the columns of these rows, unless it is there."""
+        """Create the table with the columns of these rows, unless it exists."""
         if has_delta(self.spark):
             self._options.create(rows, self.exists)
             return
         from deltalake import DeltaTable, Schema
 
         if not table_names.is_path(self.table):
-            raise OptionError(f"there is no table {self.table}, and this Spark has no Delta Lake to create it by name")
-        document = json.loads(rows.schema.json())
-        for field in document["fields"]:
+            raise OptionError(
+                f"table {self.table} does not exist, and this Spark session has no Delta Lake, which is needed to "
+                "create a table by name. Add Delta Lake to the session, or pass a path"
+            )
+        schema = json.loads(rows.schema.json())
+        for field in schema["fields"]:
             field["nullable"] = True  # as Delta's own writer creates tables
-        columns = Schema.from_json(json.dumps(document))
+        columns = Schema.from_json(json.dumps(schema))
         DeltaTable.create(_uri(self.table), columns, "ignore", partition_by=list(self.partition_by) or None)
 
     def identity(self) -> str:
-        """What names the table for good: its id where the log can be read, else its name."""
+        """Return what identifies this very table: its id where the log can be read, else its name."""
         source = self._opened()
         return str(source.opened.metadata().id) if isinstance(source, LogFiles) else self.table
 
-    def retention(self) -> str | None:
-        """After what time Delta forgets numbers of applications, if the table says so."""
+    def transaction_retention(self) -> str | None:
+        """Return the time after which Delta deletes ``SetTransaction`` numbers; None if the table sets none."""
         source = self._opened()
         if isinstance(source, LogFiles):
             found: str | None = source.opened.metadata().configuration.get(table_names.RETENTION)
@@ -109,7 +112,7 @@ class TableWriter:
         return dict(detail["properties"]).get(table_names.RETENTION)
 
     def history(self) -> TableHistory:
-        """The newest version of the table; -1 if the table is not there any more."""
+        """Return the newest version of the table and its commits; version -1 if the table no longer exists."""
         if isinstance(self._source, LogFiles) and self._source.newest() < 0:
             self._source = None
         source = self._open()
@@ -117,15 +120,15 @@ class TableWriter:
             TableHistory(source) if source is not None else TableHistory(DescribedHistory(self.spark, self.table), -1)
         )
 
-    def unfit(self, rows: "DataFrame | None") -> str | None:
-        """Why this commit cannot be written natively, or None."""
+    def reason_not_native(self, rows: "DataFrame | None") -> str | None:
+        """Return why a commit of these rows cannot be written natively; None if it can."""
         if self.writer == "options":
             return "writer='options'"
         source = self._opened()
         if not isinstance(source, LogFiles):
             return "its log cannot be opened by deltalake: it is not on a local file system, or a catalog manages it"
-        reason = native_writer.unfit(source.opened)
-        if reason is None and rows is not None and native_writer.differs(source.opened, rows):
+        reason = native_writer.reason_not_native(source.opened)
+        if reason is None and rows is not None and native_writer.has_other_columns(source.opened, rows):
             return "the batch has other columns or types"
         partitions = tuple(source.opened.metadata().partition_columns)
         if reason is None and self.partition_by and self.partition_by != partitions:
@@ -133,40 +136,43 @@ class TableWriter:
         return reason
 
     def described_writer(self) -> str:
-        """Which writer this table has, and why, for a log line."""
-        reason = self.unfit(None)
+        """Return the writer of this table and the reason for it, for a log line."""
+        reason = self.reason_not_native(None)
         return "natively" if reason is None else f"by Delta's writer options, because {reason}"
 
     def commit(
         self, history: TableHistory, rows: "DataFrame | None", numbers: Mapping[str, int], note: str, *, needed: bool
     ) -> int | None:
-        """Commit rows, numbers of applications and a note; returns the version, or None if nothing had to be committed.
+        """Commit rows, ``SetTransaction`` numbers and a note.
 
         Args:
-            history: what this commit was decided by.
+            history: the version by which this commit was decided.
             rows: None for a commit without rows.
-            numbers: the version of each application's ``SetTransaction``.
-            note: names this commit among all: with the number in it there is no other of the same text.
-            needed: whether there is something to commit even if there are no rows.
+            numbers: the ``SetTransaction`` number of each application.
+            note: the commit's ``userMetadata``. It has the number in it, so no other commit has the same text.
+            needed: whether to commit even if there are no rows.
+
+        Returns:
+            The version that the commit made; None if nothing had to be committed.
 
         Raises:
-            CommitRace: another writer was first; look again and decide anew.
+            CommitRace: another writer committed first; read the history and decide again.
             OptionError: the commit needs a writer that does not work here.
             Delta's own errors, unchanged. Nothing was written.
         """
-        reason = self.unfit(rows)
+        reason = self.reason_not_native(rows)
         if reason is None:
             assert self.log is not None
             self._native = self._native or NativeWriter(self.spark, self.log)
             committed = self._native.commit(rows, numbers, note, needed=needed)
         elif self.writer == "native" or not has_delta(self.spark):
             raise OptionError(
-                f"table {self.table} cannot be written natively: {reason}. Nothing was written. Leave "
-                "`writer` at 'auto' in a Spark session that has Delta Lake",
+                f"table {self.table} cannot be written natively: {reason}. Nothing was written. Use a Spark session "
+                "that has Delta Lake, with writer='auto'",
                 table=self.table,
             )
         else:
-            columns = None if self.log is None else native_writer.given_columns(self.log.opened)
+            columns = None if self.log is None else native_writer.writable_columns(self.log.opened)
             committed = self._options.commit(rows, numbers, note, needed=needed, columns=columns)
         if not committed:
             return None
@@ -175,25 +181,26 @@ class TableWriter:
                 return commit.version
         raise CommitRace(f"another commit has the number {dict(numbers)}")
 
-    def restate(self, history: TableHistory, ledger: Ledger, reason: str) -> Ledger:
-        """Commit a ledger and nothing else; returns it with its version. Raises CommitRace."""
+    def commit_ledger(self, history: TableHistory, ledger: Ledger, reason: str) -> Ledger:
+        """Commit a ledger without rows, and return it with the version of the table. Raises CommitRace."""
         note = note_of((), [ledger], read=history.version, reason=reason)
         version = self.commit(history, None, {APP_PREFIX + ledger.group: ledger.number}, note, needed=True)
         assert version is not None
-        return ledger.at(version)
+        return ledger.at_version(version)
 
-    def number_of(self, history: TableHistory, group: str) -> Ledger | int:
-        """Whether a group ever wrote to a table, where only Delta knows: it skips a number that is taken.
+    def last_number(self, history: TableHistory, group: str) -> Ledger | int:
+        """Find a group's last number where it cannot be read, by a commit: Delta skips a commit whose number is used.
 
         Returns:
-            A new group's ledger, which is in the table now; or a number that no commit of the group is beyond.
+            A ledger with number 1, which was committed, if the group never wrote to the table; else a number that is
+            not below any number of the group.
         """
         try:
-            return self.restate(history, Ledger(group=group).written(), "the group's first commit")
+            return self.commit_ledger(history, Ledger(group=group).with_next_number(), "the group's first commit")
         except CommitRace:
             return int(time.time() * 1000)  # no group commits a thousand times a second
 
-    # --- which way --------------------------------------------------------------------------------------------------
+    # --- the table's commits ----------------------------------------------------------------------------------------
 
     def _opened(self) -> CommitSource:
         source = self._open()
@@ -202,17 +209,17 @@ class TableWriter:
         return source
 
     def _open(self) -> CommitSource | None:
-        """The table's commits; None if there is no table."""
+        """Return the table's commits; None if there is no table."""
         if self._source is None:
-            place = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
-            place = place or self._described()
-            self._source = None if place is None else open_log(self.table, place, self.storage_options)
-            if self._source is None and place is not None and self._described() is not None:
+            location = table_names.location(self.spark, self.table) if table_names.is_path(self.table) else None
+            location = location or self._described_location()
+            self._source = None if location is None else open_log(self.table, location, self.storage_options)
+            if self._source is None and location is not None and self._described_location() is not None:
                 self._source = DescribedHistory(self.spark, self.table)
         return self._source
 
-    def _described(self) -> str | None:
-        """The location that Delta knows; None if there is no table."""
+    def _described_location(self) -> str | None:
+        """Return the table's location as Delta reports it; None if there is no table."""
         if not has_delta(self.spark):
             return None
         try:
@@ -225,19 +232,19 @@ class TableWriter:
 
 
 def check_writer(writer: str) -> None:
-    """Raises OptionError for a writer that does not exist."""
+    """Raise OptionError for a writer that does not exist."""
     if writer not in get_args(Writer):
-        raise OptionError(f"writer {writer!r}: must be one of {', '.join(get_args(Writer))}", writer=writer)
+        raise OptionError(f"writer is {writer!r}; it must be one of {', '.join(get_args(Writer))}", writer=writer)
 
 
 def has_delta(spark: "SparkSession") -> bool:
-    """Whether the session has Delta Lake; on Spark Connect it is taken for granted."""
+    """Return whether the session has Delta Lake; on Spark Connect, where it cannot be checked, True."""
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     return jvm is None or type(jvm.io.delta.tables.DeltaTable).__name__ == "JavaClass"
 
 
 def open_log(table: str, location: str, storage_options: Mapping[str, str] | None) -> LogFiles | None:
-    """The log of a table through ``deltalake``, or None where it must not or cannot be read that way."""
+    """Open the log of a table with ``deltalake``; None where that is not possible or would miss commits."""
     if native_writer.local_path(location) is None and storage_options is None:
         return None
     try:
@@ -259,13 +266,13 @@ def _uri(location: str) -> str:
     return native_writer.local_path(location) or location
 
 
-def existing(spark: "SparkSession", table: str) -> TableWriter:
-    """The access to a table that is there, for an operator.
+def open_existing(spark: "SparkSession", table: str) -> TableWriter:
+    """Open a table that must exist.
 
     Raises:
         OptionError: there is no such Delta table.
     """
-    access = TableWriter(spark, table_names.canonical(table))
-    if not access.exists():
-        raise OptionError(table_names.no_table(spark, access.table), table=access.table)
-    return access
+    writer = TableWriter(spark, table_names.canonical(table))
+    if not writer.exists():
+        raise OptionError(table_names.no_table(spark, writer.table), table=writer.table)
+    return writer

@@ -1,12 +1,13 @@
-"""Within one run of a query a batch goes into a table once: who comes second is refused.
+"""The write guard: within one run of a query, a batch is written to a table once, and a second write is refused.
 
-Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: what
-the table has; a batch that a former run wrote is recognised there.
+Runs in: the user's driver (on Spark Connect: in the server's worker for ``foreachBatch``). Deliberately absent: which
+batches the table has; a batch that an earlier run wrote is recognised by the ledger.
 
-A batch that goes into several tables is safe when all of them have it: the slowest decides what Kafka is told.
+A table identifies a batch by its stream and its number. So a second write of one batch to one table cannot be told from
+a replay of the first: it would be skipped, and its rows lost.
 
-A table knows a batch by its query and its number, and that is all that a replay can go by. So two writes of one batch
-into one table cannot be told from a write and its replay: the second one would be skipped, and its rows lost.
+A batch that is written to several tables is durable when all of them have it: the slowest table decides when the
+offsets are committed.
 """
 
 import threading
@@ -14,92 +15,100 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from spark_group_source.delta import operator_commands
 from spark_group_source.delta.checkpoint import PlannedBatch
-from spark_group_source.delta.table_names import sql_name
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 
 
 @dataclass
-class Turn:
-    """A batch on its way into a table, or there; ``version`` is that of its commit, where there was one. ``done``: the
-    table has it."""
+class TableWrite:
+    """The newest batch that a run writes, or wrote, to one table."""
 
     batch_id: int
     version: int | None = None
-    done: bool = False
+    """The version of the table that its commit made; None before that, and if nothing had to be committed."""
+    is_done: bool = False
+    """Whether the table has the batch."""
 
 
 _lock = threading.Lock()
-_last: dict[str, tuple[str, dict[str, Turn]]] = {}
-"""The last run of each query, and the last batch that it had for each table."""
+_runs: dict[str, tuple[str, dict[str, TableWrite]]] = {}
+"""By query id: the id of the newest run, and its newest write to each table, by table id."""
 
 
 @contextmanager
-def turn(table_id: str, table: str, planned: PlannedBatch) -> Iterator[Turn]:
-    """Have a batch's only turn at a table; a write that fails may be tried again.
+def guarded_write(table_id: str, table: str, planned: PlannedBatch) -> Iterator[TableWrite]:
+    """Guard one write of a batch to a table. After a failed write the batch may be written again.
 
     Raises:
-        OptionError: the batch had its turn in this run.
+        OptionError: this run has written the batch to the table already, or is writing it.
     """
-    mine = Turn(planned.batch_id)
+    write = TableWrite(planned.batch_id)
     with _lock:
-        tables = _of_run(planned)
-        former = tables.get(table_id)
-        again = former is not None and former.batch_id == mine.batch_id
-        if again or (former is None and any(other.batch_id == mine.batch_id for other in tables.values())):
-            _take_back(planned)
-        if former is not None and again:
-            raise _second(table, planned, former)
-        tables[table_id] = mine
+        writes = _writes_of_run(planned)
+        former = writes.get(table_id)
+        is_second = former is not None and former.batch_id == write.batch_id
+        is_new_table = former is None and any(other.batch_id == write.batch_id for other in writes.values())
+        if is_second or is_new_table:
+            _withdraw_durable_marks(planned)
+        if former is not None and is_second:
+            raise _second_write(table, planned, former)
+        writes[table_id] = write
     try:
-        yield mine
-        mine.done = True
+        yield write
+        write.is_done = True
     except BaseException:
         with _lock:
-            del tables[table_id]
+            del writes[table_id]
         raise
 
 
-def everywhere(planned: PlannedBatch) -> bool:
-    """Whether every table that this run of the query writes has the batch. In the first batch of a run nobody knows of
-    the tables that come later."""
+def all_tables_written(planned: PlannedBatch) -> bool:
+    """Return whether every table that this run of the query writes has the batch.
+
+    In the first batch of a run, tables that are written later are not known yet.
+    """
     with _lock:
-        return all(turn.done and turn.batch_id == planned.batch_id for turn in _of_run(planned).values())
+        return all(write.is_done and write.batch_id == planned.batch_id for write in _writes_of_run(planned).values())
 
 
-def _of_run(planned: PlannedBatch) -> dict[str, Turn]:
-    """The last batch for each table; nobody can tell where no query runs on this thread."""
+def _writes_of_run(planned: PlannedBatch) -> dict[str, TableWrite]:
+    """Return the run's newest write to each table; a new dict where no query runs on this thread."""
     if planned.run_id is None:
         return {}
-    run_id, tables = _last.get(planned.query_id, ("", {}))
+    run_id, writes = _runs.get(planned.query_id, ("", {}))
     if run_id != planned.run_id:
-        tables = {}
-        _last[planned.query_id] = planned.run_id, tables
-    return tables
+        writes = {}
+        _runs[planned.query_id] = planned.run_id, writes
+    return writes
 
 
-def _take_back(planned: PlannedBatch) -> None:
-    """Who came first may have said that all of the batch is safe."""
+def _withdraw_durable_marks(planned: PlannedBatch) -> None:
+    """Withdraw the mark that the first write may have left, because the batch is not in all tables yet."""
     for offset in planned.offsets:
         run_files.mark_durable(offset.stream, offset.seq - 1)
 
 
-def _second(table: str, planned: PlannedBatch, former: Turn) -> OptionError:
-    names = sorted({offset.group for offset in planned.offsets})
-    resets = "; ".join(f"`spark-group reset --group {name} --to-ledger --table {table}`" for name in names)
-    again = (
-        f"Version {former.version} of the table has this batch without what came second. To write all of it anew: "
-        f"stop the query; `RESTORE TABLE {sql_name(table)} TO VERSION AS OF {former.version - 1}`; {resets}; start the "
-        "mended query with the same checkpoint"
-        if former.version is not None
-        else "What came second is in no version of the table"
-    )
+def _second_write(table: str, planned: PlannedBatch, former: TableWrite) -> OptionError:
+    if former.version is None:
+        remedy = "The table has no rows of the second write in any version"
+    else:
+        groups = sorted({offset.group for offset in planned.offsets})
+        remedy = (
+            f"Version {former.version} of the table has the batch without the second write. To write the whole batch: "
+            "stop the query, run these commands, and start the corrected query with the same checkpoint:"
+        ) + operator_commands.sequence(
+            (
+                operator_commands.restore(table, former.version - 1),
+                *(operator_commands.reset(group, table, "--to-ledger") for group in groups),
+            )
+        )
     return OptionError(
-        f"batch {planned.batch_id} was handed to table {table} for the second time in one run of its query: by two "
-        "DeltaSinks in one foreachBatch, or by two calls of one. A batch is one commit of a table, because a replay "
-        "could not tell two of them apart, so nothing of the second was written. Use one DeltaSink, whose transform "
-        f"returns all rows: lambda df: a(df).unionByName(b(df)). {again}",
+        f"batch {planned.batch_id} was written to table {table} a second time in one run of its query, by two "
+        "DeltaSinks in one foreachBatch or by two calls of one. A batch is one commit of a table, because a replay "
+        "could not be told from a second write, so nothing of the second write was committed. Use one DeltaSink whose "
+        f"transform returns all rows: lambda df: a(df).unionByName(b(df)). {remedy}",
         table=table,
         query_id=planned.query_id,
         batch_id=planned.batch_id,

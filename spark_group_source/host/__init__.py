@@ -1,5 +1,5 @@
-"""What the runs of one host tell others there, and what they are asked to: small files in a directory of the user's.
+"""What runs, sinks and the command line share on one host: run files, and ``GroupListener``, which reads them.
 
-Runs in: the stream reader (writes), the user's driver and the command line (read). Deliberately absent: counting
-(``group``), Kafka.
+Runs in: the stream reader and the user's driver (both write), the command line (reads). Deliberately absent: counting
+(:mod:`spark_group_source.protocol.statistics`), Kafka.
 """

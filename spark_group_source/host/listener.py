@@ -1,7 +1,7 @@
-"""GroupListener: what a query's members did, next to Spark's own progress of the query.
+"""GroupListener: passes a query's group statistics to a function, together with Spark's progress of the query.
 
-Runs in: the user's driver, on Spark's listener thread. Deliberately absent: counting (``group``), publishing
-(``runs``), Kafka.
+Runs in: the user's driver, on Spark's listener thread. Deliberately absent: counting
+(:mod:`spark_group_source.protocol.statistics`), publishing (:mod:`run_files`), Kafka.
 """
 
 import json
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class GroupListener(StreamingQueryListener):
-    """Hands a query's group statistics to a function after each of its batches.
+    """Passes a query's group statistics to a function after each of its batches.
 
     ``spark.streams.addListener(GroupListener(lambda batch, group: print(batch.batchId, group.assigned, group.holds)))``
 
-    Spark has no place for the metrics of a Python source. The statistics come from the file that every run keeps on its
-    driver's host, so the listener must run there: on Spark Connect, in the server. What a moment's snapshot says may be
-    newer than the batch of the progress, or older by one.
+    Spark's progress has no metrics of Python sources. The statistics come from the file that each run writes on its
+    driver's host, so the listener must run there: on Spark Connect, in the server. They may be newer than the batch of
+    the progress, or one batch older.
 
     Args:
-        receive: called with Spark's progress and the :class:`Statistics` of each kafka-group stream of the query; for
-            queries without one, and for runs on another host, not at all. It is called on Spark's listener thread,
-            which every query shares, so it must be quick; what it raises ends up in Spark's log.
+        receive: called with Spark's progress and the :class:`Statistics` of each kafka-group stream of the query; not
+            called for other queries, and for runs on another host. All queries share Spark's listener thread, on which
+            it is called, so it must be fast; Spark logs what it raises.
     """
 
     def __init__(self, receive: "Callable[[StreamingQueryProgress, Statistics], None]") -> None:
         self._receive = receive
 
     def onQueryStarted(self, event: "QueryStartedEvent") -> None:
-        """Nothing: no member has joined yet."""
+        """Do nothing: no member has joined yet."""
 
     def onQueryProgress(self, event: "QueryProgressEvent") -> None:
-        """A batch is done."""
+        """Call ``receive`` for each kafka-group stream of the query."""
         for source in event.progress.sources:
             name = _stream_of(source.endOffset)
             found = run_files.snapshot(*name) if name else None
@@ -52,11 +52,11 @@ class GroupListener(StreamingQueryListener):
                 self._receive(event.progress, found)
 
     def onQueryTerminated(self, event: "QueryTerminatedEvent") -> None:
-        """Nothing: the statistics ended with the run."""
+        """Do nothing: the run's statistics are removed with the run."""
 
 
 def _stream_of(offset: str | None) -> tuple[str, str] | None:
-    """Group and stream id of an offset of ours; None for anyone else's."""
+    """Return group and stream id in an offset of ``kafka-group``; None for other offsets."""
     try:
         doc = json.loads(offset or "null")
     except ValueError:

@@ -1,17 +1,19 @@
-"""What a run did, where others can see it: one log line a change, and small files on the driver's host.
+"""Run files: small files on the driver's host by which runs, sinks and the command line exchange state.
 
-Runs in: the stream reader and the user's driver (both write), the CLI (reads). Deliberately absent: counting
-(``group``). All files are in one directory of the user's, which only a run makes. In its place may be a directory or a
-link of somebody else's, because everybody can write to the temporary folder: then nothing is written, removed or
-believed there, and the log says so. The files:
+Runs in: the stream reader and the user's driver (both write), the command line (reads). Deliberately absent: counting
+(:mod:`spark_group_source.protocol.statistics`), Kafka. The files are in one directory of the user, which only a run
+creates:
 
-- ``<pid>.json``: the numbers of :class:`spark_group_source.protocol.statistics.Statistics` of the run in that process;
-- ``<pid>.drain``: somebody asks that run to drain;
+- ``<pid>.json``: the run in that process: its :class:`~spark_group_source.protocol.statistics.Statistics`, its
+  bootstrap servers, and whether it is drained;
+- ``<pid>.drain``: a request that this run drains;
 - ``<load>.load``: locked by the stream of that ``load()``;
-- ``<stream>.durable``: the last batch of a stream that a sink says it has. Spark tells a source of a batch only when it
-  asks for the next one, so of the last batch of a run nobody else tells it.
+- ``<stream>.durable``: the durable mark: the number of the newest batch that the sink has. Spark reports a batch as
+  durable only when it requests the next one, so without this mark the last batch of a run would stay uncommitted.
 
-A run removes all of its files when it ends in order.
+A run removes its files when it stops normally. The temporary folder is writable for every user, so another user may
+have created a directory or a link of that name: then no file in it is written, removed or trusted, and a warning is
+logged.
 """
 
 import contextlib
@@ -37,42 +39,45 @@ log = logging.getLogger(__name__)
 DRAIN = ".drain"
 DURABLE = ".durable"
 READ_FILES_MAX = 1_000
-"""Runs of one host that :func:`read` looks at."""
+"""How many runs of one host :func:`read` reads."""
 DRAIN_S = 60.0
-"""How long :func:`drain` waits unless told otherwise: a batch and its commit."""
-LOOK_S = 0.1
-_WITHOUT = (
-    "No statistics are written or read there, queries cannot be drained, and one that is stopped cannot tell what its "
-    "sink has. Remove it, or set TMPDIR to a folder of this user's for the driver and for spark-group"
+"""How long :func:`drain` waits by default: enough for a batch and its commit."""
+POLL_S = 0.1
+_CONSEQUENCE = (
+    "No statistics are written or read there, queries cannot be drained, and the last batch of a query that is stopped "
+    "is committed at its next start only. Remove it, or set TMPDIR to a folder of this user for the driver and for "
+    "spark-group"
 )
 PID_DIGITS_MAX = 20
 
 
 def mark_durable(stream: str, seq: int) -> None:
-    """Say that a sink has a stream's batch, for the run to read when it ends. Nothing is said where no run of this user
-    publishes; never raises, because the batch is safe either way."""
+    """Write the durable mark of a stream: the sink has its batch ``seq``.
+
+    Does nothing where no run of this user publishes, and never raises: the batch is in the table either way.
+    """
     if not stream.isalnum():  # it becomes a file's name
         return
     with contextlib.suppress(OSError):
-        if _usable():
-            write(directory() / f"{stream}{DURABLE}", str(seq))
+        if _is_usable():
+            write_atomically(directory() / f"{stream}{DURABLE}", str(seq))
 
 
 def durable_seq(stream: str) -> int:
-    """Number of the last batch of a stream that a sink says it has; -1: nothing was said.
+    """Return the number in a stream's durable mark; -1 if there is none.
 
-    It may be what a run before this one was told: compare it with the batch that is in flight.
+    An earlier run may have left it: compare it with the batch that is in flight.
     """
     with contextlib.suppress(OSError, ValueError):
-        if stream.isalnum() and _usable():
+        if stream.isalnum() and _is_usable():
             return int((directory() / f"{stream}{DURABLE}").read_text())
     return -1
 
 
-class Load:
-    """The stream of one ``load()``: two that run at the same time would share the group's partitions without a word.
+class LoadLock:
+    """Locks one ``load()`` for one stream: two streams at the same time would share the group's partitions silently.
 
-    Held by a lock on a small file, which the system lets go when the process ends, however that happens.
+    A lock on a small file, which the operating system releases when the process ends.
 
     Args:
         load: the name of the ``load()``.
@@ -81,39 +86,40 @@ class Load:
     def __init__(self, load: str) -> None:
         self._path = directory() / f"{load}.load"
         self._file: IO[str] | None = None
+        """The locked file; None: not locked by this object."""
 
-    def hold(self, *, wait_s: float) -> None:
-        """Wait until no other process holds it. Where this host's files cannot be used, nothing is held.
+    def acquire(self, *, wait_s: float) -> None:
+        """Wait until no other process has the lock, and take it. Without usable run files it locks nothing.
 
         Raises:
-            OptionError: another stream of the same ``load()`` still runs after ``wait_s``.
+            OptionError: another stream of the same ``load()`` still runs after ``wait_s`` seconds.
         """
         deadline_s, pause = time.monotonic() + wait_s, threading.Event()
-        while (other := self._holder()) is not None:
+        while (other := self._try_lock()) is not None:
             if time.monotonic() > deadline_s:
                 raise OptionError(
                     f"another stream of the same load() runs in process {other}, as in a self-join or in two queries "
-                    "of one DataFrame: each would have a part of the group's records. Each stream needs its own "
-                    "load(), and a kafka.group.id of its own if it is to read all records"
+                    "of one DataFrame: each would read only a part of the group's records. Call load() for each "
+                    "stream, with different kafka.group.id values if each is to read all records"
                 )
-            pause.wait(LOOK_S)
+            pause.wait(POLL_S)
 
     def release(self) -> None:
-        """Let another stream have it."""
+        """Release the lock."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
 
-    def _holder(self) -> str | None:
-        """The process that holds it; None: this one does, or nobody can."""
+    def _try_lock(self) -> str | None:
+        """Take the lock. Return the process that has it; None: this one has it, or run files cannot be used."""
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            if not _usable():
+            if not _is_usable():
                 return None
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
         except OSError as exc:
-            log.warning("whether another stream of the same load() runs cannot be seen: %s", exc)
+            log.warning("cannot check whether another stream of the same load() runs: %s", exc)
             return None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +128,7 @@ class Load:
                 file.flush()
                 self._file = file
                 return None
-            other = "unknown"  # its holder has just removed the file
+            other = "unknown"  # the other process has just removed the file
         except FileNotFoundError:
             other = "unknown"
         except OSError:
@@ -132,29 +138,35 @@ class Load:
 
 
 class Publisher:
-    """Writes a run's statistics whenever they change. Failing to write is no reason to stop: it is said when it begins
-    and when it ends."""
+    """Writes a run's statistics whenever they change. A run continues if they cannot be written.
 
-    def __init__(self, group: str) -> None:
-        self._group = group
+    Args:
+        group: the consumer group.
+        servers: its bootstrap servers, for the commands that errors print.
+    """
+
+    def __init__(self, group: str, servers: str = "") -> None:
+        self._group, self._servers = group, servers
         self.last: Statistics | None = None
-        """What was published last."""
+        """The newest statistics, written or not."""
         self.metrics_port = 0
-        """Where the run serves Prometheus; 0: it does not."""
+        """The port on which the run serves Prometheus metrics; 0: none."""
         self._path = directory() / f"{os.getpid()}.json"
-        self._asked = self._path.with_suffix(DRAIN)
+        self._drain_request = self._path.with_suffix(DRAIN)
         self._written: tuple[Statistics, bool] | None = None
-        self._closed = self._failing = False
-        self._remove()  # what a process of the same number left
+        """The statistics that were written last, and whether the run was drained then."""
+        self._is_closed = self._is_failing = False
+        self._remove()  # the files of an earlier process with the same pid
 
     @property
-    def drain_asked(self) -> bool:
-        """Whether somebody wants this run to plan no other batch."""
-        return _usable() and self._asked.exists()
+    def is_drain_requested(self) -> bool:
+        """Whether a command has requested that this run plans no further batch."""
+        return _is_usable() and self._drain_request.exists()
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:
+        """Write the statistics if they changed, and log a rebalance."""
         statistics = replace(statistics, metrics_port=self.metrics_port)
-        if self._closed or (statistics, drained) == self._written:
+        if self._is_closed or (statistics, drained) == self._written:
             return
         if self.last is None or statistics.rebalances != self.last.rebalances:
             log.info(
@@ -168,153 +180,169 @@ class Publisher:
                 statistics.lost,
             )
         self.last = statistics
-        doc = {"pid": os.getpid(), "driver": os.getppid(), "drained": drained, **statistics.as_dict()}
+        run = {"pid": os.getpid(), "driver": os.getppid(), "servers": self._servers, "drained": drained}
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            if _usable():
-                write(self._path, json.dumps(doc))
+            if _is_usable():
+                write_atomically(self._path, json.dumps({**run, **statistics.as_dict()}))
         except OSError as exc:
-            if not self._failing:
-                log.warning("statistics cannot be written to %s, and are tried again: %s", self._path, exc)
-            self._failing = True
+            if not self._is_failing:
+                log.warning(
+                    "group %s: statistics cannot be written to %s: %s; trying again", self._group, self._path, exc
+                )
+            self._is_failing = True
             return
-        if self._failing:
-            log.warning("statistics are written to %s again", self._path)
-        self._failing, self._written = False, (statistics, drained)
+        if self._is_failing:
+            log.warning("group %s: statistics are written to %s again", self._group, self._path)
+        self._is_failing, self._written = False, (statistics, drained)
 
     def durable_seq(self, stream: str) -> int:
-        """What :func:`durable_seq` says."""
+        """Return the number in a stream's durable mark; -1 if there is none."""
         return durable_seq(stream)
 
     def close(self) -> None:
-        """Remove what this run left; nothing is written after that."""
-        self._closed = True
+        """Remove the files of this run; later statistics are not written."""
+        self._is_closed = True
         self._remove()
 
     def _remove(self) -> None:
-        if not _usable():
+        if not _is_usable():
             return
         stream = self.last.stream if self.last is not None else ""
-        for path in (self._path, self._asked, *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else [])):
+        for path in (
+            self._path,
+            self._drain_request,
+            *([directory() / f"{stream}{DURABLE}"] if stream.isalnum() else []),
+        ):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def read(group: str) -> list[dict[str, Any]]:
-    """The statistics of this host's living runs of one group."""
+    """Return what the live runs of one group on this host publish: statistics, ``pid``, ``driver``, ``servers``,
+    ``drained``."""
     found = []
-    paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _usable() else []
+    paths = sorted(directory().glob("*.json"))[:READ_FILES_MAX] if _is_usable() else []
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             doc = json.loads(path.read_text())
-            if doc.get("group") == group and _alive(int(doc["pid"])):
+            if doc.get("group") == group and _is_alive(int(doc["pid"])):
                 found.append(doc)
     return found
 
 
+def bootstrap_servers(group: str) -> str | None:
+    """Return the bootstrap servers of a live run of the group on this host; None if there is no such run."""
+    return next((doc["servers"] for doc in read(group) if doc.get("servers")), None)
+
+
 def snapshot(group: str, stream: str) -> Statistics | None:
-    """The statistics of one stream, if it runs on this host; of several runs of it, the one that got furthest."""
+    """Return the statistics of one stream, if it runs on this host; of several runs, those with the newest batch."""
     found = [Statistics.from_dict(doc) for doc in read(group) if doc["stream"] == stream]
     return max(found, key=lambda statistics: statistics.seq, default=None)
 
 
-def ask_to_drain(pid: int) -> None:
-    """Ask the run in that process of this host to finish its batch and begin no other."""
+def request_drain(pid: int) -> None:
+    """Request that the run in a process of this host finishes its batch and starts no other."""
     (directory() / f"{pid}{DRAIN}").touch()
 
 
-class Place(NamedTuple):
-    """Where runs of a group publish, and are asked to drain."""
+class DrainTarget(NamedTuple):
+    """The runs that a drain waits for: those of this host, or that of one checkpoint."""
 
     runs: Callable[[], dict[str, dict[str, Any]]]
-    """What the runs published last, by the run's name."""
-    ask: Callable[[str], None]
-    """Ask the run of that name to finish its batch and begin no other."""
-    look_s: float
-    """From one look to the next."""
+    """Returns what the runs published last, by the run's name."""
+    request_drain: Callable[[str], None]
+    """Requests that the run of that name finishes its batch and starts no other."""
+    poll_s: float
+    """The time between two calls of ``runs``, in seconds."""
 
 
-def drain_at(place: Place, group: str, *, timeout_s: float) -> int:
-    """Ask the runs of a place to finish their batch and begin no other, and wait until they have.
+def drain_runs(target: DrainTarget, group: str, *, timeout_s: float) -> int:
+    """Request that runs finish their batch and start no other, and wait until they have.
 
     Returns:
-        How many runs were drained.
+        The number of runs that were drained.
 
     Raises:
-        GroupError: a run did not say in time that it is drained, or another one was started meanwhile.
+        GroupError: a run did not drain in time, or another one was started meanwhile.
     """
-    asked = place.runs()
-    for name in asked:
-        place.ask(name)
+    requested = target.runs()
+    for name in requested:
+        target.request_drain(name)
     deadline_s, pause = time.monotonic() + timeout_s, threading.Event()
     while True:
-        found = place.runs()
-        if found.keys() - asked.keys():
-            raise GroupError(f"a query of group {group!r} was started again meanwhile: ask again", group=group)
-        late = [doc for doc in found.values() if not doc["drained"]]
-        if not late:
-            return len(asked)
-        if time.monotonic() > deadline_s:
-            at = f"in process {late[0]['pid']}"
-            if "written_ms" in late[0]:  # else it is a process of this host, which lives
-                age_s = time.time() - late[0]["written_ms"] / 1000
-                at += f" on host {late[0]['host']}, whose last notice is {age_s:.0f} s old,"
+        found = target.runs()
+        if found.keys() - requested.keys():
             raise GroupError(
-                f"the query of group {group!r} {at} did not end its batch within {timeout_s:.0f} s. If it runs, it "
-                "drains when the batch ends: ask again, with more time",
+                f"a query of group {group!r} was started during the drain, so it is not drained. Run the command again",
                 group=group,
             )
-        pause.wait(place.look_s)
+        late = [doc for doc in found.values() if not doc["drained"]]
+        if not late:
+            return len(requested)
+        if time.monotonic() > deadline_s:
+            at = f"in process {late[0]['pid']}"
+            if "written_ms" in late[0]:  # else it is a live process of this host
+                age_s = time.time() - late[0]["written_ms"] / 1000
+                at += f" on host {late[0]['host']}, whose last status is {age_s:.0f} s old,"
+            raise GroupError(
+                f"the query of group {group!r} {at} did not finish its batch within {timeout_s:.0f} s. If it is "
+                "running, it drains when the batch ends: run the command again with a larger --timeout-s",
+                group=group,
+            )
+        pause.wait(target.poll_s)
 
 
 def drain(group: str, *, driver: int | None = None, timeout_s: float = DRAIN_S) -> int:
-    """Let this host's queries of a group finish the batch in hand and begin no other, and wait until they have.
+    """Let this host's queries of a group finish their batch and start no other, and wait until they have.
 
-    What they have read is then in the sink and its offsets are at Kafka, so whoever reads on begins exactly there: stop
-    the queries now. A query that is stopped without this may have a batch in the sink that Kafka learns of only at its
-    next start. A drained query is still in the group and reads nothing until it is stopped and started again.
+    Their rows are then in the sink and their offsets committed, so the next consumer starts exactly there: stop the
+    queries now. Without a drain, a stopped query may have a batch in the sink whose offsets are committed only at its
+    next start. A drained query stays in the group and reads nothing until it is stopped and started again.
 
     Args:
         group: the consumer group.
-        driver: only the queries of the driver JVM with this process id.
-        timeout_s: the longest wait.
+        driver: only the queries of the driver JVM with this process id; None: all queries.
+        timeout_s: the longest wait, in seconds.
 
     Returns:
-        How many queries were drained.
+        The number of queries that were drained.
 
     Raises:
-        GroupError: this host has no such query, or one did not end its batch in time; it drains when it does. Or
-            queries cannot be asked here, because somebody else has the place of the files.
+        GroupError: this host has no such query, or one did not finish its batch in time (it drains when it does), or
+            another user owns the directory of the run files.
     """
-    if found := trouble(directory()):
-        raise GroupError(f"{found}. {_WITHOUT}", group=group)
+    if reason := unusable_reason(directory()):
+        raise GroupError(f"{reason}. {_CONSEQUENCE}", group=group)
 
-    def here() -> dict[str, dict[str, Any]]:
+    def runs() -> dict[str, dict[str, Any]]:
         return {str(doc["pid"]): doc for doc in read(group) if driver in (None, doc["driver"])}
 
-    if not here():
+    if not runs():
         raise GroupError(
-            f"no query of group {group!r} runs on this host. Drain it on the host of its driver, or with --checkpoint; "
-            "spark-group describe says where its members are",
+            f"no query of group {group!r} runs on this host. Run `spark-group drain --group {group}` on the host of "
+            "its driver, or here with --checkpoint and the query's checkpointLocation. `spark-group describe --group "
+            f"{group} --bootstrap-servers HOST:PORT` shows the hosts of its members",
             group=group,
         )
-    return drain_at(Place(here, lambda pid: ask_to_drain(int(pid)), LOOK_S), group, timeout_s=timeout_s)
+    return drain_runs(DrainTarget(runs, lambda pid: request_drain(int(pid)), POLL_S), group, timeout_s=timeout_s)
 
 
-def _usable() -> bool:
-    """Whether the directory is there and this user's alone; once for each reason the log says why it is not."""
-    if found := trouble(directory()):
-        _say_once(f"{found}. {_WITHOUT}")
+def _is_usable() -> bool:
+    """Return whether the directory exists and belongs to this user only; each reason against it is logged once."""
+    if reason := unusable_reason(directory()):
+        _warn_once(f"{reason}. {_CONSEQUENCE}")
         return False
     return directory().exists()
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -328,32 +356,31 @@ def _alive(pid: int) -> bool:
 
 
 def directory() -> Path:
-    """Where the processes of this host and user publish."""
+    """Return the directory of this user's run files on this host."""
     return Path(tempfile.gettempdir()) / f"spark-group-source-{os.getuid()}"
 
 
-def trouble(folder: Path) -> str:
-    """Why this directory must not be used: /tmp is everybody's. Empty if nothing speaks against it, or nothing is
-    there."""
+def unusable_reason(folder: Path) -> str:
+    """Return why a directory must not be used; empty if it may, or does not exist. Every user can write to /tmp."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
         return ""
     except OSError as exc:
-        return f"{folder} cannot be looked at ({exc})"
+        return f"{folder} cannot be checked ({exc})"
     if not stat.S_ISDIR(status.st_mode):
-        found = "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a directory"
+        reason = "it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a directory"
     elif status.st_uid != os.getuid():
-        found = f"it belongs to user {status.st_uid}"
+        reason = f"it belongs to user {status.st_uid}"
     elif status.st_mode & 0o022:
-        found = f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})"
+        reason = f"other users can write to it (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         return ""
-    return f"{folder} is not this user's alone: {found}"
+    return f"{folder} does not belong to this user only: {reason}"
 
 
-def write(path: Path, text: str) -> None:
-    """Write a small file so that nobody reads half of it."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file; readers see the old text or the new one."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text)

@@ -93,7 +93,7 @@ class Coordinator:
             handle=self._handle,
         )
         """Where agents and their channels meet this run."""
-        self._publisher = publisher or run_files.Publisher(options.group_id)
+        self._publisher = publisher or run_files.Publisher(options.group_id, options.bootstrap_servers)
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Coordinator:
         Raises:
             SourceError: the run cannot go on.
         """
-        drain = self._publisher.drain_asked
+        drain = self._publisher.is_drain_requested
         end = self._call(
             ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._environment.new_id())
         )

@@ -9,7 +9,7 @@ import pytest
 from spark_group_source.cli import migrate
 from spark_group_source.cli.migrate import Progress
 from spark_group_source.cli.shared import local_path
-from spark_group_source.delta.checkpoint import on_this_machine
+from spark_group_source.delta.checkpoint import local_files
 from spark_group_source.errors import CheckpointMismatch, OptionError, SourceError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import OPTIONS, REFUSED
@@ -33,7 +33,7 @@ def checkpoint(folder: Path, offsets: Mapping[int, Sequence[str]], commits: Sequ
 
 
 def progress(folder: Path, sources: Sequence[str] = ()) -> Progress:
-    return migrate.progress(on_this_machine(), str(folder), sources)
+    return migrate.progress(local_files(), str(folder), sources)
 
 
 @pytest.mark.parametrize(("version", "prefix"), [("v1", ""), ("v2", "0:")])

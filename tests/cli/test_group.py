@@ -22,7 +22,7 @@ from streams import Job, Outsider, forget, numbered, planned, readers_below
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import ledger_store
-from spark_group_source.delta.checkpoint import by_spark, positions
+from spark_group_source.delta.checkpoint import positions, spark_files
 from spark_group_source.delta.ledger_store import read_ledger
 from spark_group_source.errors import OptionError
 from spark_group_source.kafka import GroupAdmin, ListedGroup
@@ -342,7 +342,7 @@ def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goe
     )
     ledger = read_ledger(scene.spark, str(table), scene.group)
     assert ledger is not None
-    assert (ledger.epoch, set(ledger.offsets.values())) == (2, {12})
+    assert (ledger.reset_number, set(ledger.offsets.values())) == (2, {12})
     found = notes(scene)
     assert {(note.stream, note.epoch) for note in found.values()} == {(pending.stream, 2)}, "the number is carried on"
 
@@ -409,7 +409,7 @@ def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_
     assert scene.committed() == {p0: 6, p1: 4}
     assert len(one.run()) == 10, "what came after batch 0, once more"
 
-    files = by_spark(scene.spark)
+    files = spark_files(scene.spark)
     with pytest.raises(OptionError, match=r"does not have batch 77; it has 0 to \d+"):
         positions(files, checkpoint, scene.group, 77)
     with pytest.raises(OptionError, match=r"batch 0 in .* has no partition of group 'other'"):

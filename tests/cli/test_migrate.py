@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from spark_group_source.cli import migrate
 from spark_group_source.cli.app import app
-from spark_group_source.delta.checkpoint import by_spark, on_this_machine
+from spark_group_source.delta.checkpoint import local_files, spark_files
 from spark_group_source.local.jars import spark_kafka_jars
 from spark_group_source.model import TopicPartition
 
@@ -113,8 +113,8 @@ def test_the_guide_there_and_back_has_every_number_once(scene: Scene) -> None:
         assert refused.exit_code == 1
         assert "batch 0 was planned and is not finished" in refused.output
         guide.finish_old()
-        here, far = f"{scene.folder}/_chk/old", by_spark(scene.spark)
-        assert migrate.progress(far, f"file:{here}") == migrate.progress(on_this_machine(), here)
+        here, far = f"{scene.folder}/_chk/old", spark_files(scene.spark)
+        assert migrate.progress(far, f"file:{here}") == migrate.progress(local_files(), here)
         scene.produce(topic, numbered(20, 29, PARTITIONS))
 
         looked, moved = guide.commands()

@@ -21,8 +21,8 @@ def committed(entries: Mapping[TopicPartition, tuple[int, str]]) -> dict[TopicPa
     return {tp: CommittedOffset(*entry) for tp, entry in entries.items()}
 
 
-def ledger(offsets: dict[TopicPartition, int], *, epoch: int = 0, topic_id: str = "id-1") -> Ledger:
-    return Ledger(group="etl", epoch=epoch).moved(offsets, {"orders": topic_id})
+def ledger(offsets: dict[TopicPartition, int], *, reset_number: int = 0, topic_id: str = "id-1") -> Ledger:
+    return Ledger(group="etl", reset_number=reset_number).with_offsets(offsets, {"orders": topic_id})
 
 
 def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_offset() -> None:
@@ -35,8 +35,8 @@ def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_o
 def test_a_reset_counts_on_from_the_newest_that_kafka_or_the_table_knows() -> None:
     before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
     assert plan({P0: 5}, before, None, TOPICS).epoch == 4
-    assert plan({P0: 5}, before, ledger({}, epoch=2), TOPICS).epoch == 4
-    assert plan({P0: 5}, before, ledger({}, epoch=6), TOPICS).epoch == 7
+    assert plan({P0: 5}, before, ledger({}, reset_number=2), TOPICS).epoch == 4
+    assert plan({P0: 5}, before, ledger({}, reset_number=6), TOPICS).epoch == 7
     assert plan({P0: 5}, {}, None, TOPICS).epoch == 1
 
 
@@ -62,13 +62,13 @@ def test_a_table_that_has_not_heard_of_a_reset_does_not_take_it_back() -> None:
     """The group went back to another table's ledger. Before, the next reset of this one skipped what that lacks."""
     before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
     assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
-    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}, epoch=1), TOPICS).offsets == {P0: 5, P1: 10, P2: 10}
+    assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {P0: 5, P1: 10, P2: 10}
 
 
 def test_what_a_stream_committed_of_a_batch_that_the_table_left_out_does_not_count() -> None:
     """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
-    table = replace(ledger({P1: 2, P2: 2}, epoch=1), void=frozenset({"s1"}))
+    table = replace(ledger({P1: 2, P2: 2}, reset_number=1), void=frozenset({"s1"}))
     assert plan({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the sink's tests: a query without Kafka, a table, somebody who commits in between."""
+"""Fixtures of the sink's tests: a query without Kafka, a table, a concurrent writer."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def writer() -> Writer:
-    """Of the queries' sinks."""
+    """The writer of the queries' sinks."""
     return "auto"
 
 
@@ -37,7 +37,7 @@ def query(new_query: NewQuery) -> Query:
 
 @pytest.fixture
 def new_table(tmp_path: Path) -> Path:
-    """Where no table is yet."""
+    """The path of a table that does not exist yet."""
     return tmp_path / "table"
 
 
@@ -50,13 +50,13 @@ def created(spark: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def table(created: Path, new_table: Path) -> Path:
-    """A table as the sink creates it. A copy, because a creation takes longer than most batches."""
+    """A table as the sink creates it: a copy, because a creation takes longer than most batches."""
     return Path(shutil.copytree(created, new_table))
 
 
 @pytest.fixture
 def few_tasks(spark: "SparkSession") -> Iterator[None]:
-    """Delta's own commands on tables of a few rows: without the tasks that are for large ones."""
+    """Run Delta's commands with one task, because the tables have few rows."""
     names = ("shuffle.partitions", "sources.parallelPartitionDiscovery.parallelism")
     settings = dict.fromkeys((*(f"spark.sql.{n}" for n in names), "spark.databricks.delta.snapshotPartitions"), "1")
     former = {key: spark.conf.get(key, None) for key in settings}
@@ -86,7 +86,7 @@ def intruder(monkeypatch: pytest.MonkeyPatch) -> Intruder:
 
 @pytest.fixture
 def scripted(spark: "SparkSession") -> Iterator["SparkSession"]:
-    # By value: the Python workers of Spark do not have the tests on their path.
+    # By value: Spark's Python workers cannot import the tests.
     cloudpickle.register_pickle_by_value(sink_source)
     spark.dataSource.register(ScriptSource)
     yield spark

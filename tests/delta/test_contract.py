@@ -1,5 +1,5 @@
-"""DeltaSink on a real Spark with Delta, with either writer. What a table holds is read back from its log files and by a
-plain read. Deliberately absent: the decisions about a batch (``test_sink.py`` has them all, without a JVM)."""
+"""DeltaSink on a real Spark with Delta, with either writer. The content of a table is read from its log files and by a
+plain read. Deliberately absent: the decisions about a batch (``decisions/test_sink.py``, without a JVM)."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def test_with_writer_options_a_commit_has_rows_number_offsets_and_ledger_and_nee
     sink, batch = query.sink(new_table, writer="options"), offset(0, one(0, 5))
     query.spark.conf.unset(options_writer.SNAPSHOT_PARTITIONS)
     query.run(sink, 0, batch)
-    assert query.spark.conf.get(options_writer.SNAPSHOT_PARTITIONS, None) is None, "it is set for the write alone"
+    assert query.spark.conf.get(options_writer.SNAPSHOT_PARTITIONS, None) is None, "it is set during the write only"
     commit = commits(new_table)[-1]
     assert {kind for action in commit for kind in action} == {"commitInfo", "add", "txn"}
     (txn,) = actions(commit, "txn")
@@ -65,7 +65,7 @@ def test_with_writer_options_a_commit_has_rows_number_offsets_and_ledger_and_nee
     assert "domainMetadata" not in protocol.get("writerFeatures", [])
 
 
-def test_rows_are_left_out_before_the_transform_and_need_the_kafka_columns_then(
+def test_rows_are_left_out_before_the_transform_which_needs_the_kafka_columns(
     new_query: NewQuery, new_table: Path
 ) -> None:
     a, b = new_query("a"), new_query("b")
@@ -108,7 +108,7 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
     def work(n: int) -> None:
         sink = queries[n].sink(new_table, writer=writers[n])
         for b in range(1, 3):
-            # Each has a partition of its own, and all of them write one that they share, again and again.
+            # Each query has its own partition, and all of them write one shared partition.
             spans = {("orders", n): (b, b + 1), ("shared", 0): (0, b * 2)}
             queries[n].run(sink, b, offset(b, spans, stream=f"s{n}"))
 
@@ -119,13 +119,15 @@ def test_concurrent_queries_of_one_group_create_the_table_and_write_every_record
     assert rows(new_table) == sorted(expected)
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [("options", "options"), ("native", "options"), ("options", "native")])
-def test_of_two_queries_that_race_one_is_judged_anew(
-    query: Query, new_query: NewQuery, table: Path, intruder: Intruder, mine: Writer, theirs: Writer
+@pytest.mark.parametrize(
+    ("mine", "other_writer"), [("options", "options"), ("native", "options"), ("options", "native")]
+)
+def test_of_two_queries_that_race_one_decides_again(
+    query: Query, new_query: NewQuery, table: Path, intruder: Intruder, mine: Writer, other_writer: Writer
 ) -> None:
     other = new_query("other")
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
-    intruder(lambda: other.run(other.sink(table, writer=theirs), 0, offset(0, one(2, 5), stream="s2")))
+    intruder(lambda: other.run(other.sink(table, writer=other_writer), 0, offset(0, one(2, 5), stream="s2")))
     query.run(query.sink(table, writer=mine), 1, offset(1, one(2, 9)))
     assert rows(table) == records(0, 9)
     assert next_offsets(table) == {("orders", 0): 9}
@@ -142,7 +144,7 @@ def test_with_writer_options_a_lost_race_against_the_same_query_ends_in_a_skip(
 
 
 @pytest.mark.parametrize("writer", ["auto", "options"])
-def test_a_table_that_is_altered_meanwhile_gets_each_batch_once_and_stays_altered(
+def test_a_table_altered_during_a_batch_gets_each_batch_once_and_stays_altered(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
     changes = (
@@ -158,7 +160,9 @@ def test_a_table_that_is_altered_meanwhile_gets_each_batch_once_and_stays_altere
     assert all(f"more{n}" in last for n in (1, 2, 3))
 
 
-def test_a_table_that_another_writer_is_creating_is_waited_for(query: Query, new_table: Path, created: Path) -> None:
+def test_the_sink_waits_for_a_table_that_another_writer_is_creating(
+    query: Query, new_table: Path, created: Path
+) -> None:
     (new_table / "_delta_log").mkdir(parents=True)
     finish = threading.Timer(1.5, shutil.copytree, (created, new_table), {"dirs_exist_ok": True})
     finish.start()
@@ -168,7 +172,7 @@ def test_a_table_that_another_writer_is_creating_is_waited_for(query: Query, new
     assert len(commits(new_table)) == 2, "this writer did not create it"
 
 
-def test_a_directory_of_something_else_is_never_made_a_table(
+def test_a_directory_with_other_files_is_not_made_a_table(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_table.mkdir()
@@ -179,7 +183,7 @@ def test_a_directory_of_something_else_is_never_made_a_table(
     assert [f.name for f in new_table.iterdir()] == ["part-0.parquet"]
 
 
-def test_a_table_by_name_is_created_in_the_catalog_and_written_by_either_writer(query: Query) -> None:
+def test_a_table_by_name_is_created_in_the_catalog_and_written_by_both_writers(query: Query) -> None:
     spark = query.spark
     spark.sql("CREATE DATABASE IF NOT EXISTS sink_test")
     try:
@@ -211,7 +215,7 @@ def test_partition_columns_are_created_and_compared(query: Query, new_table: Pat
     assert len(commits(new_table)) == 3
 
 
-def test_new_columns_are_an_error_unless_they_are_merged_and_wrong_types_always(query: Query, table: Path) -> None:
+def test_new_columns_are_refused_unless_merged_and_wrong_types_always(query: Query, table: Path) -> None:
     from pyspark.errors import AnalysisException
 
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
@@ -259,13 +263,13 @@ def test_identity_values_stay_unique_after_a_lost_race(query: Query, new_table: 
     )
     sink, other = query.sink(new_table), TopicPartition("other", 0)
     query.run(sink, 0, offset(0, one(0, 2)))
-    intruder(lambda: set_ledger(query.spark, str(new_table), "etl", {other: 1}, reason="no rows", epoch=0))
+    intruder(lambda: set_ledger(query.spark, str(new_table), "etl", {other: 1}, reason="no rows", reset_number=0))
     for n in (1, 2):
         query.run(sink, n, offset(n, one(n * 2, n * 2 + 2)))
     assert len({r[4] for r in rows(new_table)}) == len(rows(new_table)) == 6
 
 
-def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Query, table: Path) -> None:
+def test_writer_options_skip_a_replay_also_after_foreign_commits(query: Query, table: Path) -> None:
     query.run(query.sink(table, writer="options"), 0, offset(0, one(0, 5)))
     for _ in range(3):
         query.spark.createDataFrame(records(0, 1, topic="x"), SCHEMA).write.format("delta").mode("append").save(
@@ -275,7 +279,7 @@ def test_writer_options_skip_a_replay_also_when_others_committed_since(query: Qu
     assert sum(r[0] == "orders" for r in rows(table)) == 5
 
 
-def test_auto_falls_back_to_writer_options_and_says_so_once(
+def test_auto_falls_back_to_writer_options_and_logs_the_reason_once(
     query: Query, new_table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(table_writer, "open_log", lambda *args: None)
@@ -289,14 +293,14 @@ def test_auto_falls_back_to_writer_options_and_says_so_once(
         query.run(query.sink(new_table, writer="native"), 2, offset(2, one(2, 3)))
 
 
-def test_either_writer_takes_over_where_the_other_one_stopped(query: Query, table: Path) -> None:
+def test_each_writer_continues_where_the_other_one_stopped(query: Query, table: Path) -> None:
     for n in range(4):
         mine, other = ("native", "options")[:: 1 if n % 2 else -1]
         query.run(query.sink(table, writer=mine), n, offset(n, one(n * 2, n * 2 + 2)))
         query.run(query.sink(table, writer=other), n, offset(n, one(n * 2, n * 2 + 2)))
     assert rows(table) == records(0, 8)
     assert next_offsets(table) == {("orders", 0): 8}
-    with pytest.raises(LedgerConflict, match="was moved back by someone else"):
+    with pytest.raises(LedgerConflict, match="a foreign commit moved group 'etl' back"):
         query.run(query.sink(table, writer="native"), 4, offset(4, one(5, 9), followed=[("orders", 0)]))
 
 
@@ -304,14 +308,16 @@ def test_the_checkpoint_is_readable_without_java(query: Query, monkeypatch: pyte
     query.plan(0, offset(0, one(0, 5)))
     direct = read_planned(query.spark, 0, str(query.root))
     monkeypatch.setattr("spark_group_source.delta.checkpoint._is_classic", lambda spark: False)
-    assert read_planned(query.spark, 0, str(query.root)) == replace(direct, run_id=ONLY_RUN), "a worker has one run"
+    assert read_planned(query.spark, 0, str(query.root)) == replace(direct, run_id=ONLY_RUN), (
+        "on Spark Connect a worker serves one run"
+    )
     with pytest.raises(OptionError, match="which Spark writes before it runs batch 1"):
         read_planned(query.spark, 1, str(query.root))
-    with pytest.raises(OptionError, match="on Spark Connect pass it the query's checkpointLocation"):
+    with pytest.raises(OptionError, match="on Spark Connect, pass the query's checkpointLocation"):
         read_planned(query.spark, 0, None)
 
 
-def test_a_relative_path_is_completed_because_sql_takes_absolute_ones_only(spark: "SparkSession") -> None:
+def test_a_relative_path_is_made_absolute_for_sql(spark: "SparkSession") -> None:
     whole = table_names.qualified(spark, "lake/orders")
     assert whole.startswith("file:/") and whole.endswith("/lake/orders")
     for table in ("/lake/orders", "s3a://bucket/orders", "file:/lake/orders", "db.orders", whole):
@@ -326,7 +332,7 @@ def test_a_query_reads_each_batch_once_and_writes_it(scripted: "SparkSession", t
     assert next_offsets(new_table) == {("orders", 0): 30, ("orders", 1): 2}
 
 
-def test_B45_replay_after_missing_commit_file_is_skipped(scripted: "SparkSession", tmp_path: Path, table: Path) -> None:
+def test_a_replay_after_a_missing_commit_file_is_skipped(scripted: "SparkSession", tmp_path: Path, table: Path) -> None:
     df, checkpoint = stream(scripted, tmp_path, [offset(n, one(n * 10, n * 10 + 10)) for n in range(3)]), tmp_path / "c"
     run(df, DeltaSink(table), checkpoint)
     for file in ("2", ".2.crc"):
@@ -337,7 +343,7 @@ def test_B45_replay_after_missing_commit_file_is_skipped(scripted: "SparkSession
     assert rows(table) == records(0, 30)
 
 
-def test_one_stream_used_twice_is_recorded_once_also_in_the_second_format_of_offsets(
+def test_a_stream_used_twice_is_recorded_once_also_in_the_second_format_of_offsets(
     scripted: "SparkSession", tmp_path: Path, table: Path
 ) -> None:
     key = "spark.sql.streaming.offsetLog.formatVersion"
@@ -352,10 +358,10 @@ def test_one_stream_used_twice_is_recorded_once_also_in_the_second_format_of_off
     assert next_offsets(table) == {("orders", 0): 4}
 
 
-def test_a_batch_that_was_refused_because_two_sinks_wrote_it_is_written_whole_by_what_the_message_says(
+def test_a_batch_refused_because_two_sinks_wrote_it_is_written_whole_after_the_printed_commands(
     scripted: "SparkSession", tmp_path: Path, table: Path
 ) -> None:
-    """RESTORE, then a reset to the ledger, and the mended query with the same checkpoint."""
+    """RESTORE, a reset to the ledger, then the corrected query with the same checkpoint."""
     odd, even = "offset % 2 = 1", "offset % 2 = 0"
 
     def write(df: "DataFrame", batch_id: int) -> None:
@@ -363,21 +369,23 @@ def test_a_batch_that_was_refused_because_two_sinks_wrote_it_is_written_whole_by
         DeltaSink(table, transform=lambda df: df.where(even))(df, batch_id)
 
     script = [offset(0, one(100, 110))]
-    with pytest.raises(Exception, match=r"Version 1 of .* TO VERSION AS OF 0`; `spark-group reset --group etl"):
+    with pytest.raises(
+        Exception, match=r"(?s)Version 1 of .* TO VERSION AS OF 0\n +spark-group reset .*--group etl --to-ledger"
+    ):
         run(stream(scripted, tmp_path, script), write, tmp_path / "c")
     assert [r[2] for r in rows(table)] == [101, 103, 105, 107, 109]
     scripted.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
     there = read_ledger(scripted, str(table), "etl")
-    assert there is not None and there.offsets == {TopicPartition("orders", 0): 100}, "where the batch began"
-    set_ledger(scripted, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
-    mended = DeltaSink(table, transform=lambda df: df.where(odd).unionByName(df.where(even)))
+    assert there is not None and there.offsets == {TopicPartition("orders", 0): 100}, "where the batch started"
+    set_ledger(scripted, str(table), "etl", there.offsets, reason="--to-ledger", reset_number=1)
+    corrected = DeltaSink(table, transform=lambda df: df.where(odd).unionByName(df.where(even)))
     script.append(offset(1, one(100, 120), followed=[("orders", 0)], epoch=1))
-    run(stream(scripted, tmp_path, script), mended, tmp_path / "c")
+    run(stream(scripted, tmp_path, script), corrected, tmp_path / "c")
     assert rows(table) == records(100, 120)
 
 
-def test_the_property_that_names_a_run_is_the_run_s_id(scripted: "SparkSession", tmp_path: Path) -> None:
-    """Not one of Spark's documented names: without it a second write could not be told from a replay."""
+def test_the_local_property_of_a_run_is_its_run_id(scripted: "SparkSession", tmp_path: Path) -> None:
+    """Spark does not document the property: without it a second write could not be told from a replay."""
     found: list[str | None] = []
 
     def write(df: "DataFrame", batch_id: int) -> None:
@@ -390,8 +398,8 @@ def test_the_property_that_names_a_run_is_the_run_s_id(scripted: "SparkSession",
     assert found == [str(query.runId)] * 2
 
 
-def test_a_table_that_is_not_there_is_named_in_the_error(spark: "SparkSession", tmp_path: Path) -> None:
+def test_a_missing_table_is_named_in_the_error(spark: "SparkSession", tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no Delta table"):
         read_ledger(spark, str(tmp_path / "nowhere"), "etl")
     with pytest.raises(OptionError, match="no Delta table 'nowhere'"):
-        set_ledger(spark, "nowhere", "etl", {}, reason="r", epoch=1)
+        set_ledger(spark, "nowhere", "etl", {}, reason="r", reset_number=1)

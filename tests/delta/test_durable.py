@@ -1,4 +1,4 @@
-"""What the sink has reaches Kafka also for the last batch of a run, of which Spark tells the source nothing."""
+"""The offsets of a run's last batch are committed too, although Spark does not report it to the source as durable."""
 
 import pytest
 from conftest import await_until
@@ -13,20 +13,20 @@ from spark_group_source.model import TopicPartition
 pytestmark = pytest.mark.spark
 
 
-def test_the_only_batch_of_trigger_once_is_at_kafka_when_the_run_has_ended(scene: Scene) -> None:
+def test_the_offsets_of_a_trigger_once_batch_are_committed_when_the_run_has_stopped(scene: Scene) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 2))
     one = scene.job(subscribe=name)
     one.run_into(DeltaSink(table), once=True)
     assert len(living_rows(table, ["offset"])) == 10
     ends = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
-    await_until(lambda: scene.committed() == ends, what="the last offsets at Kafka")
+    await_until(lambda: scene.committed() == ends, what="the last offsets in Kafka")
     stream = planned(one.checkpoint)[0].stream
-    await_until(lambda: run_files.durable_seq(stream) == -1, what="the run that takes its mark with it")
+    await_until(lambda: run_files.durable_seq(stream) == -1, what="the removal of the durable mark")
 
 
-def test_a_query_that_is_stopped_leaves_with_what_its_sink_has(scene: Scene) -> None:
-    """It has no batch after the one that it is stopped in, so Spark never says that this one is durable."""
+def test_a_stopped_query_commits_the_offsets_of_its_last_batch(scene: Scene) -> None:
+    """No batch follows the one in which it is stopped, so Spark does not report that one as durable."""
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 2))
     one = scene.job(subscribe=name)
@@ -37,4 +37,4 @@ def test_a_query_that_is_stopped_leaves_with_what_its_sink_has(scene: Scene) -> 
         query.stop()
     assert len(living_rows(table, ["offset"])) == 10
     ends = {TopicPartition(name, 0): 5, TopicPartition(name, 1): 5}
-    await_until(lambda: scene.committed() == ends, what="the last offsets at Kafka")
+    await_until(lambda: scene.committed() == ends, what="the last offsets in Kafka")

@@ -2,7 +2,8 @@
 
 Runs in: tests. Deliberately absent: SQL, queries, Delta. A table is a real one: ``deltalake`` makes its log, and a
 frame writes real Parquet files where Spark's tasks would. ``tests/delta/test_contract.py`` runs the same cases on
-Spark. :func:`without` stands for :func:`spark_group_source.delta.sink.without`, whose functions need a JVM.
+Spark. :func:`without_ranges` replaces the function of that name in :mod:`spark_group_source.delta.sink`, which needs a
+JVM.
 """
 
 import json
@@ -138,7 +139,7 @@ class _HadoopPath:
         pass
 
 
-def without(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
+def without_ranges(df: Frame, drop: Sequence[OffsetRange], table: str) -> Frame:
     """The rows of a batch but those in the given ranges."""
     keep = [
         not any(

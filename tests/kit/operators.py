@@ -122,7 +122,7 @@ class Operator:
                 self._truth.half_done(plan.offsets)
             elif table is not None:
                 ids = {tp.topic: topics[tp.topic].id for tp in plan.offsets}
-                table.set_ledger(plan.offsets, topic_ids=ids, epoch=plan.epoch)
+                table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.epoch)
 
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
         """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose.

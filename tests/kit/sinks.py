@@ -1,8 +1,8 @@
-"""Where the rows of a simulated query go: a table with a ledger, a sink that knows its batches, one that knows nothing.
+"""The sinks of a simulated query: a table with a ledger, a sink that is idempotent by batch id, and a plain one.
 
-Runs in: tests. What a table with a ledger does with a batch is decided by what ships (``delta.ledger.decide``); here
-are the table, its one commit at a time, and the operator's hand on the ledger. Deliberately absent: files, rows other
-than their offsets.
+Runs in: tests. The product decides what a table with a ledger does with a batch (``delta.ledger_decision.decide``); the
+table, its commits and an operator's resets are modelled here. Deliberately absent: files, and rows other than their
+offsets.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from kit.invariants import Invariants
 from kit.spark import Read, SparkRun
 from kit.world import World
 from spark_group_source.delta import ledger_decision
-from spark_group_source.delta.ledger_decision import Write
+from spark_group_source.delta.ledger_decision import WriteBatch
 from spark_group_source.delta.ledger_format import Ledger
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import OffsetRange, TopicPartition
@@ -74,33 +74,37 @@ class Table:
             except LedgerConflict:
                 self.conflicts += 1
                 raise
-            if not isinstance(decision, Write) or self._commit(run, offset, read, seen, decision):
+            if not isinstance(decision, WriteBatch) or self._commit(run, offset, read, seen, decision):
                 break
         for done in decision.durable:
             run.query.durable[done.stream] = done.seq
 
-    def _commit(self, run: SparkRun, offset: StreamOffset, read: Read, seen: Ledger | None, decision: Write) -> bool:
-        rows = read(_without(offset.batch(), decision.drop)) if decision.rows else {}
+    def _commit(
+        self, run: SparkRun, offset: StreamOffset, read: Read, seen: Ledger | None, decision: WriteBatch
+    ) -> bool:
+        rows = read(_without(offset.batch(), decision.drop)) if decision.reads_rows else {}
         run.pause(*WRITE_MS)
-        if not (rows or decision.drop or decision.changed):
+        if not (rows or decision.drop or decision.changes_ledger):
             return True
         if self.ledger is not seen:
             return False
-        if any(verdict.void for verdict in decision.verdicts):
+        if any(comparison.void for comparison in decision.comparisons):
             self.voids += 1
             self._truth.left_out(offset.ranges)
         self._world.note(lambda: f"table {self.name}: batch {offset.seq} of {offset.stream}, without {decision.drop}")
-        self.ledger = decision.ledgers[self._group].written()
+        self.ledger = decision.ledgers[self._group].with_next_number()
         self._truth.processed_by(run.reader, rows, table=self.name)
         self._truth.has_already({r.tp: (r.start, r.end) for r in decision.drop}, table=self.name)
         return True
 
-    def set_ledger(self, offsets: Mapping[TopicPartition, int], *, topic_ids: Mapping[str, str], epoch: int) -> None:
-        """As ``spark-group reset`` with this table does (``delta.kept.set_ledger``)."""
+    def set_ledger(
+        self, offsets: Mapping[TopicPartition, int], *, topic_ids: Mapping[str, str], reset_number: int
+    ) -> None:
+        """As ``spark-group reset`` with this table does (``delta.ledger_store.set_ledger``)."""
         old = self.ledger or Ledger(group=self._group)
         self._truth.ledger_moved(self.name, offsets)
-        self._world.note(lambda: f"table {self.name}: the ledger is set by reset {epoch}")
-        self.ledger = old.after_reset(epoch, offsets, topic_ids).written()
+        self._world.note(lambda: f"table {self.name}: the ledger is set by reset #{reset_number}")
+        self.ledger = old.after_reset(reset_number, offsets, topic_ids).with_next_number()
 
 
 def _without(ranges: list[OffsetRange], drop: tuple[OffsetRange, ...]) -> list[OffsetRange]:

@@ -112,7 +112,7 @@ class Publisher(run_files.Publisher):
         self.drain = self.drained = False
 
     @property
-    def drain_asked(self) -> bool:
+    def is_drain_requested(self) -> bool:
         return self.drain
 
     def publish(self, statistics: Statistics, *, drained: bool = False) -> None:

@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_group_source.delta.checkpoint import is_ours
+from spark_group_source.delta.checkpoint import is_kafka_group
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 
@@ -62,10 +62,10 @@ def test_an_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOff
 
 @given(stream_offsets())
 def test_the_sink_tells_every_offset_of_this_source_from_another_sources(offset: StreamOffset) -> None:
-    assert is_ours(offset.to_json())
-    assert is_ours(json.dumps(offset.to_json_dict()))
+    assert is_kafka_group(offset.to_json())
+    assert is_kafka_group(json.dumps(offset.to_json_dict()))
 
 
 def test_an_offset_of_kafkas_own_connector_is_not_ours_whatever_its_topics_are_called() -> None:
     for topics in (["group"], ["cut", "group"], ["began", "cut", "group"], ["epoch", "group"], ["orders"]):
-        assert not is_ours(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))
+        assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))

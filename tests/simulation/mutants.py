@@ -354,9 +354,9 @@ MUTANTS = [
     Mutant(
         "writes-void-plans",
         "delta/ledger_decision.py",
-        "    void = batch.epoch < known.epoch",
+        "    void = batch.epoch < known.reset_number",
         "    void = False",
-        "a plan of before a reset writes nothing",
+        "a plan made before a reset writes nothing",
     ),
     # --- lending
     Mutant(

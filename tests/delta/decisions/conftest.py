@@ -1,4 +1,4 @@
-"""The sink without a JVM: real tables, made by ``deltalake``."""
+"""Fixtures for the sink without a JVM: real tables, created by ``deltalake``."""
 
 import pytest
 from kit import frames
@@ -14,9 +14,9 @@ def spark() -> Session:
 
 @pytest.fixture(autouse=True)
 def without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sink.without
+    real = sink.without_ranges
     monkeypatch.setattr(
         sink,
-        "without",
-        lambda df, drop, table: frames.without(df, drop, table) if drop else real(df, drop, table),
+        "without_ranges",
+        lambda df, drop, table: frames.without_ranges(df, drop, table) if drop else real(df, drop, table),
     )

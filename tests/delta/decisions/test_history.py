@@ -1,4 +1,4 @@
-"""The history of a table: notes, RESTORE, logs that were cleaned up, and what a batch makes of them."""
+"""The history of a table: notes, RESTORE, expired logs, and how the next batch is decided."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from sink_words import Intruder, NewQuery, Query, actions, commits, next_offsets
 
 from spark_group_source.delta import table_writer
 from spark_group_source.delta.ledger_format import Ledger
-from spark_group_source.delta.ledger_store import Restored, read_ledger, restored, set_ledger
+from spark_group_source.delta.ledger_store import read_ledger, set_ledger
+from spark_group_source.delta.restored_table import Restore, find_restore
 from spark_group_source.delta.table_history import Commit, TableHistory, note_of
 from spark_group_source.errors import LedgerConflict
 from spark_group_source.model import TopicPartition
@@ -22,7 +23,7 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
 class Listed:
-    """Commits that are written down here."""
+    """Commits from a list."""
 
     table = "t"
 
@@ -52,30 +53,30 @@ def restore(version: int, to: int) -> Commit:
     return Commit.of(version, {"operation": "RESTORE", "operationParameters": {"version": to}})
 
 
-# What a history says
+# The history
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
     batches = [offset(3, one(0, 5)), offset(0, one(7, 9, partition=1), stream="s2")]
-    ledger = Ledger(group='e"tl', number=3, epoch=1).moved({P0: 5})
+    ledger = Ledger(group='e"tl', number=3, reset_number=1).with_offsets({P0: 5})
     text = note_of(batches, [ledger], read=8)
     found = Commit.of(12, {"readVersion": 11, "operation": "WRITE", "userMetadata": text})
-    assert (found.batch("etl"), found.read) == (batches, 8)
-    assert found.ledger('e"tl') == ledger.at(12)
+    assert (found.batches("etl"), found.read) == (batches, 8)
+    assert found.ledger('e"tl', "t") == ledger.at_version(12)
     assert not found.has_ledger("etl")
-    assert Commit.of(1, {"userMetadata": "somebody's note"}).docs == ()
+    assert Commit.of(1, {"userMetadata": "somebody's note"}).entries == ()
 
 
-def test_a_restore_that_came_after_the_look_is_seen_though_the_batch_was_written_behind_it() -> None:
-    assert restored(TableHistory(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
-    assert restored(TableHistory(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restored(2, 0, 3)
-    assert restored(TableHistory(Listed(batch(1), restore(2, 0))), "etl") == Restored(2, 0)
+def test_a_restore_between_decision_and_commit_is_found_behind_the_batch() -> None:
+    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0), batch(3))), "etl") is None
+    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0), batch(3, read=1))), "etl") == Restore(2, 0, 3)
+    assert find_restore(TableHistory(Listed(batch(1), restore(2, 0))), "etl") == Restore(2, 0)
 
 
 # RESTORE
 
 
-def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_record_is_there_once(
+def test_a_restore_is_refused_and_after_a_reset_to_the_ledger_every_record_is_in_the_table_once(
     query: Query, table: Path
 ) -> None:
     sink = query.sink(table)
@@ -84,13 +85,13 @@ def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_r
     DeltaTable(table).restore(1)
     for again in (sink, query.sink(table)):
         with pytest.raises(
-            LedgerConflict, match=r"restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
+            LedgerConflict, match=r"(?s)restored to version 1 .* orders-0\[10,30\), orders-1\[7,9\).*--to-led"
         ):
             query.run(again, 3, offset(3, one(30, 40)))
     assert rows(table) == records(0, 10)
     there = read_ledger(query.spark, str(table), "etl")
-    assert there is not None and there.offsets == {P0: 10, P1: 7}, "what `reset --to-ledger` moves Kafka to"
-    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", epoch=1)
+    assert there is not None and there.offsets == {P0: 10, P1: 7}, "the position of `reset --to-ledger`"
+    set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", reset_number=1)
     query.run(query.sink(table), 3, offset(3, one(30, 40)))
     followed = [("orders", 0), ("orders", 1)]
     last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, epoch=1)
@@ -98,9 +99,7 @@ def test_after_a_restore_the_query_stops_and_after_a_reset_to_the_ledger_every_r
     assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
 
 
-def test_a_restore_while_a_batch_is_on_its_way_refuses_that_batch(
-    query: Query, table: Path, intruder: Intruder
-) -> None:
+def test_a_restore_during_a_batch_refuses_that_batch(query: Query, table: Path, intruder: Intruder) -> None:
     sink = query.sink(table)
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
@@ -110,7 +109,7 @@ def test_a_restore_while_a_batch_is_on_its_way_refuses_that_batch(
     assert rows(table) == records(0, 10)
 
 
-def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(query: Query, table: Path) -> None:
+def test_a_restore_that_removes_no_rows_of_the_group_is_ignored(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     DeltaTable(table).delete("offset < 5")
@@ -121,21 +120,21 @@ def test_a_restore_that_takes_nothing_of_the_group_away_is_no_reason_to_stop(que
     assert rows(table) == records(0, 40)
 
 
-def test_a_restore_to_before_another_one_is_followed_to_where_the_rows_are(query: Query, table: Path) -> None:
+def test_a_second_restore_to_an_older_version_is_followed(query: Query, table: Path) -> None:
     spark, sink = query.spark, query.sink(table)
     for n in range(2):
         query.run(sink, n, offset(n, one(100 + n * 10, 110 + n * 10)))
     for version, position in ((1, 110), (0, 100)):
         DeltaTable(table).restore(version)
         there = read_ledger(spark, str(table), "etl")
-        assert there is not None and there.offsets == {P0: position}, "without rows: where the first batch began"
+        assert there is not None and there.offsets == {P0: position}, "without rows: where the first batch started"
     DeltaTable(table).restore(2)
     query.run(sink, 2, offset(2, one(120, 130)))
     assert rows(table) == records(100, 130)
 
 
-def test_a_restore_by_time_is_placed_by_the_files_that_the_table_has_after_it(query: Query, table: Path) -> None:
-    """Delta writes the local time of the session that ran it, without its zone: any other zone reads another time."""
+def test_the_version_of_a_restore_by_timestamp_is_found_by_its_files(query: Query, table: Path) -> None:
+    """Delta records the local time of the session that ran it, without the time zone."""
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     DeltaTable(table).restore(2)
@@ -151,11 +150,11 @@ def test_a_restore_by_time_is_placed_by_the_files_that_the_table_has_after_it(qu
         query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
-# Logs that were cleaned up
+# Expired logs
 
 
 def forget_history(table: Path) -> None:
-    """As Delta does with what is older than ``delta.logRetentionDuration``, once there is a checkpoint."""
+    """Delete the log files that Delta deletes after ``delta.logRetentionDuration``, once there is a checkpoint."""
     DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
     DeltaTable(table).create_checkpoint()
     newest = max((table / "_delta_log").glob("*.checkpoint*.parquet")).name.split(".")[0]
@@ -166,11 +165,11 @@ def forget_history(table: Path) -> None:
 
 
 def offsets_in(table: Path) -> list[int]:
-    """By a plain read: the files of the log do not tell any more."""
+    """Read the table itself: the log has no files that list its rows any more."""
     return sorted(DeltaTable(table).to_pyarrow_table()["offset"].to_pylist())
 
 
-def test_where_the_log_was_cleaned_up_the_query_goes_on_where_its_checkpoint_stands(
+def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for n in range(3):
@@ -179,42 +178,44 @@ def test_where_the_log_was_cleaned_up_the_query_goes_on_where_its_checkpoint_sta
     sink = query.sink(table)
     query.run(sink, 3, offset(3, one(30, 40)))
     query.run(sink, 4, offset(4, one(35, 45)))
-    assert "a new ledger begins where the query stands" in caplog.text
+    assert "a new ledger starts at the query's positions" in caplog.text
     assert offsets_in(table) == list(range(45))
     assert next_offsets(table) == {("orders", 0): 45}
     numbers = [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")]
-    assert numbers == [4, 5], "the numbers go on, so that an older writer loses"
+    assert numbers == [4, 5], "the numbers continue, so that an older writer loses"
 
 
-def test_where_the_log_was_cleaned_up_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
+def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     forget_history(table)
-    with pytest.raises(LedgerConflict, match=r"older than the table's log.*spark-group reset --group etl --table"):
+    with pytest.raises(LedgerConflict, match=r"(?s)older than the table's log.*--group etl --to-checkpoint"):
         query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))
     with pytest.raises(LedgerConflict, match="its ledger cannot be read"):
         read_ledger(query.spark, str(table), "etl")
-    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", epoch=1)
+    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
     query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))  # planned before the reset
     query.run(query.sink(table), 2, offset(2, one(10, 20), epoch=1))
     assert offsets_in(table) == list(range(20))
 
 
-def test_a_restore_of_a_table_whose_log_was_cleaned_up_is_seen(query: Query, table: Path) -> None:
+def test_a_restore_of_a_table_with_an_expired_log_is_refused(query: Query, table: Path) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     forget_history(table)
     DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
     DeltaTable(table).restore(DeltaTable(table).version() - 1)
-    with pytest.raises(LedgerConflict, match=r"the table was restored since.*spark-group reset --group etl --table"):
+    with pytest.raises(LedgerConflict, match=r"(?s)the table was restored since.*--group etl --to-checkpoint"):
         query.run(query.sink(table), 2, offset(2, one(20, 30)))
-    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", epoch=1)
+    set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
     query.run(query.sink(table), 2, offset(2, one(20, 30)))  # planned before the reset
     query.run(query.sink(table), 3, offset(3, one(20, 30), epoch=1))
     assert offsets_in(table) == list(range(30))
 
 
-def test_a_group_that_is_new_to_an_old_table_begins_where_kafka_says(query: Query, table: Path) -> None:
-    """Though rows of that topic are there: whoever wrote them, this group did not."""
+def test_a_group_that_is_new_to_a_table_with_an_expired_log_starts_at_its_offsets_in_kafka(
+    query: Query, table: Path
+) -> None:
+    """The table has rows of that topic, but another group wrote them."""
     query.run(query.sink(table), 0, offset(0, one(0, 10), group="another", stream="s0"))
     forget_history(table)
     query.run(query.sink(table), 1, offset(0, one(5, 8), followed=[("orders", 0)]))
@@ -238,7 +239,7 @@ def test_a_thousand_foreign_commits_between_two_of_the_group_do_not_hide_the_led
 # Other writers
 
 
-def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_the_query(
+def test_foreign_appends_before_between_and_during_batches_do_not_affect_the_query(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
     def foreign(start: int, end: int) -> None:
@@ -259,7 +260,7 @@ def test_a_foreign_append_before_between_and_during_batches_changes_nothing_for_
 def test_two_writers_that_race_for_every_number_write_each_record_once(
     query: Query, new_query: NewQuery, table: Path
 ) -> None:
-    """Both are given the same records: one of the two wins each number, and the other leaves them out."""
+    """Both have the same records: one of the two wins each number, and the other leaves the records out."""
     query.run(query.sink(table), 0, offset(0, one(0, 1)))
 
     def write(name: str) -> None:
@@ -274,10 +275,10 @@ def test_two_writers_that_race_for_every_number_write_each_record_once(
     assert rows(table) == records(0, 101)
     assert next_offsets(table) == {("orders", 0): 101}
     numbers = [txn["version"] for commit in commits(table) for txn in actions(commit, "txn")]
-    assert numbers == list(range(1, len(numbers) + 1)), "no number twice, and none left out"
+    assert numbers == list(range(1, len(numbers) + 1)), "each number once, without gaps"
 
 
-def test_a_table_that_is_deleted_while_the_query_runs_is_not_created_again_silently(query: Query, table: Path) -> None:
+def test_a_table_that_is_deleted_while_the_query_runs_is_not_silently_recreated(query: Query, table: Path) -> None:
     sink = query.sink(table)
     for n in range(3):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))

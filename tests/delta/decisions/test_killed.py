@@ -1,4 +1,4 @@
-"""A driver that is killed at the worst moments of a batch. ``tests/crash`` kills whole drivers at any moment."""
+"""A driver killed just before and after the commit of a batch. ``tests/crash`` kills whole drivers at any moment."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from sink_source import offset
 from sink_words import Query, actions, commits, next_offsets, one, parquet_files, records, rows
 
 CHILD_S = 120
-"""Bound of a process of its own, which needs three seconds."""
+"""Bound of the child process, in seconds; it needs three."""
 
 CHILD = """
 import sys, threading
@@ -27,7 +27,7 @@ real = getattr(NativeWriter, moment)
 
 def stop(self, *args, **kwargs):
     real(self, *args, **kwargs)
-    print("THERE", flush=True)
+    print("REACHED", flush=True)
     threading.Event().wait()
 
 setattr(NativeWriter, moment, stop)
@@ -37,7 +37,7 @@ query.run(query.sink(table), 1, offset(1, one(10, 20)))
 
 
 @pytest.mark.parametrize(("moment", "committed"), [("_files", False), ("commit", True)])
-def test_a_driver_killed_before_or_after_the_commit_loses_and_doubles_nothing(
+def test_a_driver_killed_before_or_after_the_commit_loses_and_doubles_no_record(
     query: Query, table: Path, tmp_path: Path, moment: str, committed: bool
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
@@ -48,13 +48,13 @@ def test_a_driver_killed_before_or_after_the_commit_loses_and_doubles_nothing(
         watchdog.start()
         try:
             assert child.stdout is not None
-            assert child.stdout.readline().strip() == "THERE", "the child never came to the point"
+            assert child.stdout.readline().strip() == "REACHED", "the child did not reach the commit"
         finally:
             watchdog.cancel()
             child.send_signal(signal.SIGKILL)
     assert rows(table) == records(0, 20 if committed else 10)
     listed = {action["path"] for commit in commits(table) for action in actions(commit, "add")}
-    assert (parquet_files(table) == listed) == committed, "files that nobody committed cannot be seen"
+    assert (parquet_files(table) == listed) == committed, "files that are not committed are not part of the table"
     for n in (1, 2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
     assert rows(table) == records(0, 30)

@@ -1,4 +1,4 @@
-"""The ledger: what it says, how a batch is compared with it, and how it is read and set in a real table."""
+"""The ledger: its format, how a batch is compared with it, and how it is read and set in a real table."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,9 +13,16 @@ from sink_source import SCHEMA, Ranges, offset
 from sink_words import actions, commits
 
 from spark_group_source.delta import ledger_format, table_writer
-from spark_group_source.delta.ledger_decision import Recorded, Verdict, Write, behind, decide, judge
-from spark_group_source.delta.ledger_format import Batch, Ledger, Topic
-from spark_group_source.delta.ledger_store import ledgers, read_ledger, set_ledger
+from spark_group_source.delta.ledger_decision import (
+    AlreadyWritten,
+    Comparison,
+    WriteBatch,
+    compare,
+    decide,
+    missing_from_ledger,
+)
+from spark_group_source.delta.ledger_format import LastBatch, Ledger, Topic
+from spark_group_source.delta.ledger_store import read_ledger, read_ledgers, set_ledger
 from spark_group_source.errors import LedgerConflict, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
@@ -29,9 +36,9 @@ CUT = {("orders", 0): 100}
 
 
 def ledger(
-    offsets: dict[TopicPartition, int], *, topic_id: str = "id-1", epoch: int = 0, seq: int | None = None
+    offsets: dict[TopicPartition, int], *, topic_id: str = "id-1", reset_number: int = 0, seq: int | None = None
 ) -> Ledger:
-    found = Ledger(group="etl", epoch=epoch).moved(offsets, {"orders": topic_id})
+    found = Ledger(group="etl", reset_number=reset_number).with_offsets(offsets, {"orders": topic_id})
     return found if seq is None else found.with_batch(offset(seq, {}), void=False)
 
 
@@ -41,7 +48,7 @@ def ranges(*pairs: tuple[int, int]) -> Ranges:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, what the ledger had, and what comes of it."""
+    """A batch, the ledger before it, and the expected comparison."""
 
     batch: StreamOffset
     before: dict[TopicPartition, int]
@@ -54,30 +61,30 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     {
-        "a partition that the table never saw is new": Case(
+        "a partition that the ledger does not have is new": Case(
             offset(4, ranges((100, 250), (40, 40))), {}, {P0: 250, P1: 40}
         ),
         "a batch that starts at the ledger is new": Case(offset(4, ranges((100, 250))), {P0: 100}, {P0: 250}),
-        "what another member had in between is skipped": Case(
+        "what another consumer read in between is skipped": Case(
             offset(4, ranges((120, 130))), {P0: 100}, {P0: 130}, skipped=[(P0, 100, 120)]
         ),
         "records that the table has are dropped": Case(
             offset(4, ranges((90, 130), (5, 9))), {P0: 100, P1: 5}, {P0: 130, P1: 9}, drop=[(P0, 90, 100)]
         ),
-        "a batch wholly below the ledger moves nothing": Case(
+        "a batch wholly below the ledger does not move it": Case(
             offset(4, ranges((10, 30), (7, 7))), {P0: 100, P1: 9}, {P0: 100, P1: 9}, drop=[(P0, 10, 30)]
         ),
-        "a position that was moved forward is followed": Case(
+        "a foreign commit above the ledger is followed": Case(
             offset(4, ranges((150, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}, skipped=[(P0, 100, 150)]
         ),
-        "a position that was moved to the ledger is followed": Case(
+        "a foreign commit at the ledger is followed": Case(
             offset(4, ranges((100, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}
         ),
-        "records where a log was cut are new, and the ledger goes back": Case(
+        "records of a truncated log are new, and the ledger moves back": Case(
             offset(4, ranges((60, 80)), cut=CUT), {P0: 100}, {P0: 80}
         ),
-        "behind the cut it goes on": Case(offset(5, ranges((80, 120)), cut=CUT), {P0: 80}, {P0: 120}),
-        "what another query wrote of a cut log is not written again": Case(
+        "after the truncation it continues": Case(offset(5, ranges((80, 120)), cut=CUT), {P0: 80}, {P0: 120}),
+        "records of a truncated log that another query wrote are not written again": Case(
             offset(4, ranges((60, 90)), cut=CUT), {P0: 80}, {P0: 90}, drop=[(P0, 60, 80)]
         ),
     }.items(),
@@ -85,242 +92,260 @@ class Case:
 )
 def test_a_batch_is_compared_with_the_ledger(case: tuple[str, Case]) -> None:
     _, of = case
-    verdict = judge(of.batch, ledger(of.before) if of.before else None)
-    assert verdict.drop == tuple(OffsetRange(*r) for r in of.drop)
-    assert verdict.skipped == tuple(OffsetRange(*r) for r in of.skipped)
-    assert (verdict.refused, verdict.recreated, verdict.void) == ((), (), False)
-    assert verdict.ledger.offsets == of.after
-    assert verdict.ledger.streams == {"s1": Batch.of(of.batch)}
+    comparison = compare(of.batch, ledger(of.before) if of.before else None)
+    assert comparison.drop == tuple(OffsetRange(*r) for r in of.drop)
+    assert comparison.skipped == tuple(OffsetRange(*r) for r in of.skipped)
+    assert (comparison.refused, comparison.recreated, comparison.void) == ((), (), False)
+    assert comparison.ledger.offsets == of.after
+    assert comparison.ledger.streams == {"s1": LastBatch.of(of.batch)}
 
 
 @pytest.mark.parametrize("end", [30, 10])
-def test_a_position_that_someone_moved_below_the_ledger_is_refused_before_anything_is_read_from_it(end: int) -> None:
-    verdict = judge(offset(4, ranges((10, end)), followed=FOLLOWED), ledger({P0: 100}))
-    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 10, 100)]
+def test_a_foreign_commit_below_the_ledger_is_refused_also_for_an_empty_range(end: int) -> None:
+    comparison = compare(offset(4, ranges((10, end)), followed=FOLLOWED), ledger({P0: 100}))
+    assert [(r.tp, r.start, r.recorded) for r in comparison.refused] == [(P0, 10, 100)]
 
 
-def test_G5_what_lies_between_is_refused_where_the_groups_offset_was_forgotten() -> None:
-    """A member that had it would have committed. The query begins where ``startingOffsets`` says."""
+def test_G5_a_batch_above_the_ledger_is_refused_after_the_committed_offset_was_lost() -> None:
+    """A consumer that read the records in between would have committed. ``startingOffsets`` decides where it starts."""
     begins = replace(offset(0, ranges((120, 130), (40, 50))), began=frozenset({P0, P1}))
-    verdict = judge(begins, ledger({P0: 100}))
-    assert [(r.tp, r.start, r.recorded) for r in verdict.refused] == [(P0, 120, 100)], "of the other nothing is known"
-    assert judge(replace(begins, ranges={P0: (120, 120)}), ledger({P0: 100})).refused, "before anything is read"
-    assert not judge(begins, ledger({P0: 120})).refused
-    assert judge(begins, ledger({P0: 125})).drop == (OffsetRange(P0, 120, 125),)
+    comparison = compare(begins, ledger({P0: 100}))
+    assert [(r.tp, r.start, r.recorded) for r in comparison.refused] == [(P0, 120, 100)], (
+        "the other partition is not in the ledger"
+    )
+    assert compare(replace(begins, ranges={P0: (120, 120)}), ledger({P0: 100})).refused, "before anything is read"
+    assert not compare(begins, ledger({P0: 120})).refused
+    assert compare(begins, ledger({P0: 125})).drop == (OffsetRange(P0, 120, 125),)
     with pytest.raises(LedgerConflict) as error:
         deciding(begins, before=ledger({P0: 100}))
     for part in (
-        "Kafka has no offsets of group 'etl' any more",
-        "orders-0: 120, the table holds up to 100",
-        "`spark-group reset --group etl --to-ledger --table /t`",
-        "`spark-group reset --group etl --to-latest --table /t`",
+        "Kafka has no committed offsets of group 'etl' any more",
+        "orders-0: starts at 120, the table holds up to 100",
+        "--group etl --to-ledger --table /t --execute",
+        "--group etl --to-current --table /t --execute",
     ):
         assert part in str(error.value)
 
 
-# Topics that are created anew
+# Recreated topics
 
 
-def test_a_topic_that_was_created_anew_starts_afresh_and_others_do_not() -> None:
-    old = Ledger(group="etl").moved({P0: 100, P1: 100, OTHER: 7}, {"orders": "id-0", "other": "id-7"})
-    verdict = judge(offset(4, ranges((0, 30)), followed=FOLLOWED), old)
-    assert (verdict.recreated, verdict.refused) == (("orders",), ())
-    assert verdict.ledger.offsets == {P0: 30, OTHER: 7}
-    assert {name: topic.id for name, topic in verdict.ledger.topics.items()} == {"orders": "id-1", "other": "id-7"}
+def test_a_recreated_topic_starts_again_and_other_topics_do_not() -> None:
+    old = Ledger(group="etl").with_offsets({P0: 100, P1: 100, OTHER: 7}, {"orders": "id-0", "other": "id-7"})
+    comparison = compare(offset(4, ranges((0, 30)), followed=FOLLOWED), old)
+    assert (comparison.recreated, comparison.refused) == (("orders",), ())
+    assert comparison.ledger.offsets == {P0: 30, OTHER: 7}
+    assert {name: topic.id for name, topic in comparison.ledger.topics.items()} == {"orders": "id-1", "other": "id-7"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("", "id-1"), ("id-1", "")])
 def test_an_unknown_topic_id_is_not_another_topic(old: str, new: str) -> None:
-    verdict = judge(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
-    assert verdict.recreated == ()
-    assert verdict.ledger.topics == {"orders": Topic("orders", "id-1", {0: 100})}
+    comparison = compare(offset(4, ranges((0, 30)), topic_id=new), ledger({P0: 100}, topic_id=old))
+    assert comparison.recreated == ()
+    assert comparison.ledger.topics == {"orders": Topic("orders", "id-1", {0: 100})}
 
 
-def test_what_the_table_has_of_a_topic_is_not_forgotten_when_a_batch_comes_of_its_former_id() -> None:
-    """Two streams, and a topic that is made again: one of them has not heard of it yet. Ids have no order."""
-    now = judge(offset(4, ranges((90, 100)), topic_id="id-1"), None).ledger
-    now = judge(offset(5, ranges((0, 30)), topic_id="id-2"), now).ledger
-    late = judge(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
-    assert late.drop == (OffsetRange(P0, 95, 100),), "compared with what the table has of the former topic"
+def test_offsets_of_a_topic_are_kept_when_a_batch_with_its_former_id_follows() -> None:
+    """Two streams and a recreated topic: one stream does not know the new id yet. Ids have no order."""
+    now = compare(offset(4, ranges((90, 100)), topic_id="id-1"), None).ledger
+    now = compare(offset(5, ranges((0, 30)), topic_id="id-2"), now).ledger
+    late = compare(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now)
+    assert late.drop == (OffsetRange(P0, 95, 100),), "compared with the offsets of the former topic"
     assert late.recreated == ()
     assert late.ledger.topics == {"orders": Topic("orders", "id-2", {0: 30})}
     assert late.ledger.former == {"id-1": Topic("orders", "id-1", {0: 120})}
-    again = judge(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
+    again = compare(offset(6, ranges((20, 40)), topic_id="id-2"), late.ledger)
     assert again.drop == (OffsetRange(P0, 20, 30),)
-    assert judge(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
+    assert compare(offset(8, ranges((95, 120)), topic_id="id-1", stream="s2"), again.ledger).drop == (
         OffsetRange(P0, 95, 120),
     )
 
 
-def test_the_older_of_two_ids_that_comes_second_takes_nothing_from_the_newer_one() -> None:
-    """The table saw the new topic first: to the ledger the other one looks like the newer."""
-    now = judge(offset(4, ranges((0, 30)), topic_id="id-2"), None).ledger
-    now = judge(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now).ledger
-    again = judge(offset(5, ranges((20, 40)), topic_id="id-2"), now)
+def test_a_former_id_that_the_table_reads_second_does_not_change_the_newer_topic() -> None:
+    """The table had the new topic first, so the ledger cannot tell which topic is newer."""
+    now = compare(offset(4, ranges((0, 30)), topic_id="id-2"), None).ledger
+    now = compare(offset(7, ranges((95, 120)), topic_id="id-1", stream="s2"), now).ledger
+    again = compare(offset(5, ranges((20, 40)), topic_id="id-2"), now)
     assert again.drop == (OffsetRange(P0, 20, 30),)
-    assert judge(offset(6, ranges((40, 50)), topic_id="id-2"), again.ledger).drop == ()
+    assert compare(offset(6, ranges((40, 50)), topic_id="id-2"), again.ledger).drop == ()
 
 
-def test_an_id_of_a_topic_that_the_batch_does_not_read_says_nothing() -> None:
-    """A stream keeps the ids of topics whose partitions have left it, also when they are made again."""
-    old = Ledger(group="etl").moved({P0: 30, OTHER: 7}, {"orders": "id-2"})
+def test_an_id_of_a_topic_that_the_batch_does_not_read_is_ignored() -> None:
+    """A stream keeps the ids of topics whose partitions were revoked, also after the topics are recreated."""
+    old = Ledger(group="etl").with_offsets({P0: 30, OTHER: 7}, {"orders": "id-2"})
     batch = replace(offset(4, {("other", 0): (7, 9)}), topic_ids={"orders": "id-1", "other": "id-7"})
-    verdict = judge(batch, old)
-    assert verdict.recreated == ()
-    assert verdict.ledger.offsets == {P0: 30, OTHER: 9}
-    assert {name: topic.id for name, topic in verdict.ledger.topics.items()} == {"orders": "id-2", "other": "id-7"}
+    comparison = compare(batch, old)
+    assert comparison.recreated == ()
+    assert comparison.ledger.offsets == {P0: 30, OTHER: 9}
+    assert {name: topic.id for name, topic in comparison.ledger.topics.items()} == {"orders": "id-2", "other": "id-7"}
 
 
-def test_former_topics_are_kept_through_resets_and_are_not_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_topics_are_kept_through_resets_up_to_a_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_format, "FORMER_MAX", 4)
     now = None
     for n in range(8):
-        now = judge(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", epoch=n), now).ledger
+        now = compare(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", epoch=n), now).ledger
     assert now is not None
     assert now.former == {f"id-{n}": Topic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
 
 
-def test_what_the_table_has_of_a_topic_that_a_reset_took_for_deleted_is_not_written_again() -> None:
-    old = Ledger(group="etl").moved({P0: 30, OTHER: 7}, {"orders": "id-1", "other": "id-7"})
+def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -> None:
+    old = Ledger(group="etl").with_offsets({P0: 30, OTHER: 7}, {"orders": "id-1", "other": "id-7"})
     now = old.after_reset(1, {}, deleted=["orders", "never-seen"])
     assert (now.offsets, list(now.former)) == ({OTHER: 7}, ["id-1"])
-    made_again = judge(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), now).ledger
-    assert (made_again.offsets, list(made_again.former)) == ({P0: 5, OTHER: 7}, ["id-1"])
-    there = judge(offset(9, ranges((20, 40)), epoch=1), now)
+    recreated = compare(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), now).ledger
+    assert (recreated.offsets, list(recreated.former)) == ({P0: 5, OTHER: 7}, ["id-1"])
+    there = compare(offset(9, ranges((20, 40)), epoch=1), now)
     assert there.drop == (OffsetRange(P0, 20, 30),)
     assert (there.ledger.offsets, there.ledger.former) == ({P0: 40, OTHER: 7}, {})
-    void = judge(offset(9, ranges((20, 40)), epoch=0), now)
+    void = compare(offset(9, ranges((20, 40)), epoch=0), now)
     assert (void.ledger.offsets, void.ledger.former) == (now.offsets, now.former), "planned before the reset"
-    without_id = Ledger(group="etl").moved({P0: 30}).after_reset(1, {}, deleted=["orders"])
-    assert without_id.offsets == {P0: 30}, "nobody could tell a new one of that name"
+    without_id = Ledger(group="etl").with_offsets({P0: 30}).after_reset(1, {}, deleted=["orders"])
+    assert without_id.offsets == {P0: 30}, "without an id it cannot be told from a new topic"
 
 
 # Resets
 
 
-def test_a_batch_of_before_a_reset_is_void_and_the_ledger_stays() -> None:
-    old = ledger({P0: 100, P1: 7}, epoch=2)
+def test_a_batch_planned_before_a_reset_is_void_and_does_not_move_the_ledger() -> None:
+    old = ledger({P0: 100, P1: 7}, reset_number=2)
     batch = offset(9, ranges((90, 130), (0, 5)), followed=FOLLOWED, epoch=1)
-    verdict = judge(batch, old)
-    assert verdict == Verdict(ledger=old.with_batch(batch, void=True), drop=tuple(batch.batch()), void=True)
-    assert (verdict.ledger.epoch, verdict.ledger.void) == (2, frozenset({"s1"}))
+    comparison = compare(batch, old)
+    assert comparison == Comparison(ledger=old.with_batch(batch, void=True), drop=tuple(batch.batch()), void=True)
+    assert (comparison.ledger.reset_number, comparison.ledger.void) == (2, frozenset({"s1"}))
 
 
 @pytest.mark.parametrize(("topic_id", "offsets"), [("id-1", {P0: 100, P1: 3}), ("id-2", {P0: 90, P1: 3})])
-def test_a_void_batch_writes_down_where_it_began_of_what_the_table_never_had(
+def test_a_void_batch_records_its_start_for_partitions_that_the_ledger_does_not_have(
     topic_id: str, offsets: dict[TopicPartition, int]
 ) -> None:
-    """Kafka may stand behind it by the time somebody settles that: going back to the ledger must lose nothing."""
+    """Kafka's offset may be above it by the time of the next reset: a reset to the ledger must lose nothing."""
     batch = offset(9, ranges((90, 130), (3, 5)), topic_id=topic_id, epoch=1)
-    verdict = judge(batch, ledger({P0: 100}, epoch=2))
-    assert verdict.void
-    assert verdict.ledger.offsets == offsets
-    assert verdict.ledger.under("orders", "id-1")[0] == 100, "what was known of the former one stays"
+    comparison = compare(batch, ledger({P0: 100}, reset_number=2))
+    assert comparison.void
+    assert comparison.ledger.offsets == offsets
+    assert comparison.ledger.offsets_of("orders", "id-1")[0] == 100, "the offset of the former topic stays"
 
 
-def test_the_first_batch_after_a_reset_brings_its_number_into_the_ledger() -> None:
-    before = replace(ledger({P0: 100}, epoch=1), void=frozenset({"s0"}))
-    verdict = judge(offset(4, ranges((120, 130)), followed=FOLLOWED, epoch=2), before)
-    assert not verdict.void
-    assert (verdict.ledger.epoch, verdict.ledger.void, verdict.ledger.offsets) == (2, frozenset(), {P0: 130})
-    assert judge(offset(0, ranges((0, 5)), epoch=3), None).ledger.epoch == 3
-    assert judge(offset(4, ranges((10, 30)), followed=FOLLOWED, epoch=1), ledger({P0: 100})).refused, (
-        "a reset that left the ledger out"
+def test_the_first_batch_after_a_reset_stores_the_reset_number_in_the_ledger() -> None:
+    before = replace(ledger({P0: 100}, reset_number=1), void=frozenset({"s0"}))
+    comparison = compare(offset(4, ranges((120, 130)), followed=FOLLOWED, epoch=2), before)
+    assert not comparison.void
+    assert (comparison.ledger.reset_number, comparison.ledger.void, comparison.ledger.offsets) == (
+        2,
+        frozenset(),
+        {P0: 130},
+    )
+    assert compare(offset(0, ranges((0, 5)), epoch=3), None).ledger.reset_number == 3
+    assert compare(offset(4, ranges((10, 30)), followed=FOLLOWED, epoch=1), ledger({P0: 100})).refused, (
+        "a reset without the table"
     )
 
 
-# What a sink does with a batch
+# The decision about a batch
 
 
-def deciding(*offsets: StreamOffset, before: Ledger | None = None, others: bool = False) -> Recorded | Write:
+def deciding(
+    *offsets: StreamOffset, before: Ledger | None = None, other_sources: bool = False
+) -> AlreadyWritten | WriteBatch:
     groups = {o.group for o in offsets}
     given = {g: before if g == "etl" else None for g in groups}
-    return decide(offsets, given, table="/t", batch_id=5, others=others)
+    return decide(offsets, given, table="/t", batch_id=5, other_sources=other_sources)
 
 
-def test_a_recorded_batch_is_not_written_if_it_is_that_very_batch_or_the_ledger_covers_it() -> None:
+def test_a_recorded_batch_is_not_written_if_it_is_the_same_batch_or_the_ledger_covers_it() -> None:
     batch = offset(4, ranges((90, 130)))
-    written = judge(batch, ledger({P0: 90})).ledger
-    assert deciding(batch, before=written) == Recorded(durable=(batch,))
-    back = written.moved({P0: 95})
-    assert deciding(batch, before=back) == Recorded(durable=(batch,)), "wherever the ledger was moved since"
+    written = compare(batch, ledger({P0: 90})).ledger
+    assert deciding(batch, before=written) == AlreadyWritten(durable=(batch,))
+    back = written.with_offsets({P0: 95})
+    assert deciding(batch, before=back) == AlreadyWritten(durable=(batch,)), "wherever the ledger was moved to since"
     late = offset(3, ranges((80, 90)))
-    assert deciding(late, before=written) == Recorded(durable=(late,)), "a zombie's"
-    assert deciding(batch, before=written.after_reset(1, {})) == Recorded(durable=()), "void: nobody needs to know"
+    assert deciding(late, before=written) == AlreadyWritten(durable=(late,)), "of a fenced driver"
+    assert deciding(batch, before=written.after_reset(1, {})) == AlreadyWritten(durable=()), (
+        "void: not reported as durable"
+    )
     for another, missing in ((offset(4, ranges((90, 140))), (130, 140)), (offset(3, ranges((131, 135))), (131, 135))):
         with pytest.raises(LedgerConflict, match="is the checkpoint used twice") as refused:
             deciding(another, before=written)
         assert refused.value.fields["missing"] == [("orders", 0, *missing)]
 
 
-def test_behind_says_what_of_a_batch_the_ledger_does_not_cover() -> None:
+def test_ranges_that_the_ledger_does_not_cover_are_found() -> None:
     batch = offset(4, ranges((90, 130), (0, 5), (8, 8)))
-    assert behind(batch, ledger({P0: 130, P1: 5})) == []
-    for known in (ledger({P0: 100}), ledger({P0: 100}).moved({}, {"orders": "id-2"}).moved({}, {"orders": "id-1"})):
-        assert behind(batch, known) == [OffsetRange(P0, 100, 130), OffsetRange(P1, 0, 5)]
-    assert behind(batch, ledger({P0: 500}, topic_id="id-2")) == [OffsetRange(P0, 90, 130), OffsetRange(P1, 0, 5)]
-    assert behind(batch, ledger({P0: 0}, epoch=1)) == [], "not comparable"
+    assert missing_from_ledger(batch, ledger({P0: 130, P1: 5})) == []
+    for known in (
+        ledger({P0: 100}),
+        ledger({P0: 100}).with_offsets({}, {"orders": "id-2"}).with_offsets({}, {"orders": "id-1"}),
+    ):
+        assert missing_from_ledger(batch, known) == [OffsetRange(P0, 100, 130), OffsetRange(P1, 0, 5)]
+    assert missing_from_ledger(batch, ledger({P0: 500}, topic_id="id-2")) == [
+        OffsetRange(P0, 90, 130),
+        OffsetRange(P1, 0, 5),
+    ]
+    assert missing_from_ledger(batch, ledger({P0: 0}, reset_number=1)) == [], "not comparable"
 
 
-def test_streams_are_not_endless_and_a_void_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_kept_up_to_a_maximum_and_a_void_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_format, "STREAMS_MAX", 3)
-    now = ledger({P0: 100}, epoch=1)
+    now = ledger({P0: 100}, reset_number=1)
     for n in range(6):
-        now = judge(offset(9, ranges((90, 130)), stream=f"s{n}", epoch=min(n, 1)), now).ledger
+        now = compare(offset(9, ranges((90, 130)), stream=f"s{n}", epoch=min(n, 1)), now).ledger
     assert list(now.streams) == ["s0", "s3", "s4", "s5"]
-    with pytest.raises(LedgerConflict, match="does not know of reset 1"):
+    with pytest.raises(LedgerConflict, match="knows reset #1 of group 'etl', and stream s0 does not"):
         deciding(offset(10, ranges((130, 140)), stream="s0"), before=now)
 
 
 def test_a_void_batch_is_recorded_and_none_of_its_rows_is_read() -> None:
-    found = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=1))
-    assert isinstance(found, Write)
-    assert (found.rows, found.changed, found.durable) == (False, True, ())
+    found = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, reset_number=1))
+    assert isinstance(found, WriteBatch)
+    assert (found.reads_rows, found.changes_ledger, found.durable) == (False, True, ())
     assert found.ledgers["etl"].offsets == {P0: 100}
 
 
-def test_of_several_sources_only_the_rows_of_the_void_one_are_left_out() -> None:
+def test_only_the_rows_of_the_void_source_are_left_out() -> None:
     mine, other = offset(4, ranges((90, 130))), offset(7, {("other", 0): (3, 8)}, group="b", stream="s2")
-    found = deciding(mine, other, before=ledger({P0: 100}, epoch=1))
-    assert isinstance(found, Write)
-    assert found.rows
+    found = deciding(mine, other, before=ledger({P0: 100}, reset_number=1))
+    assert isinstance(found, WriteBatch)
+    assert found.reads_rows
     assert found.drop == (OffsetRange(P0, 90, 130),)
     assert found.ledgers["b"].offsets == {OTHER: 8}
     assert found.durable == (other,)
-    with_rate = deciding(mine, before=ledger({P0: 100}, epoch=1), others=True)
-    assert isinstance(with_rate, Write)
-    assert with_rate.rows
+    with_rate = deciding(mine, before=ledger({P0: 100}, reset_number=1), other_sources=True)
+    assert isinstance(with_rate, WriteBatch)
+    assert with_rate.reads_rows
 
 
-def test_rows_to_leave_out_that_another_source_may_have_read_too_are_refused() -> None:
+def test_rows_to_leave_out_that_two_sources_may_have_read_are_refused() -> None:
     mine, other = offset(4, ranges((90, 130))), offset(7, ranges((3, 8)), group="b", stream="s2")
     with pytest.raises(LedgerConflict, match="cannot be told apart") as error:
-        deciding(mine, other, before=ledger({P0: 100}, epoch=1))
+        deciding(mine, other, before=ledger({P0: 100}, reset_number=1))
     assert error.value.fields["partitions"] == [("orders", 0)]
 
 
-def test_a_batch_that_moves_nothing_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
+def test_a_batch_that_moves_no_position_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
     idle = deciding(offset(4, ranges((100, 100))), before=ledger({P0: 100}))
-    assert isinstance(idle, Write) and not idle.changed
+    assert isinstance(idle, WriteBatch) and not idle.changes_ledger
     newer = deciding(offset(4, ranges((100, 100)), epoch=1), before=ledger({P0: 100}))
-    assert isinstance(newer, Write) and newer.changed
+    assert isinstance(newer, WriteBatch) and newer.changes_ledger
 
 
-def test_a_stream_that_still_has_not_heard_of_the_reset_after_a_void_batch_is_stopped() -> None:
-    """The notes beside Kafka's offsets may be gone: leaving out every batch would lose records without a word."""
-    first = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, epoch=2))
-    assert isinstance(first, Write)
+def test_a_stream_that_does_not_know_the_reset_after_a_void_batch_is_refused() -> None:
+    """The notes beside Kafka's offsets may be lost: leaving out each batch would lose records silently."""
+    first = deciding(offset(4, ranges((90, 130))), before=ledger({P0: 100}, reset_number=2))
+    assert isinstance(first, WriteBatch)
     after = first.ledgers["etl"]
-    assert deciding(offset(4, ranges((90, 130))), before=after) == Recorded(durable=()), "the same batch, once more"
+    assert deciding(offset(4, ranges((90, 130))), before=after) == AlreadyWritten(durable=()), (
+        "the same batch, replayed"
+    )
     with pytest.raises(LedgerConflict) as error:
         deciding(offset(5, ranges((130, 140))), before=after)
-    for part in ("batch 5", "reset 2", "`spark-group reset --group etl --to-ledger --table /t`"):
+    for part in ("batch 5", "reset #2", "--group etl --to-ledger --table /t --execute"):
         assert part in str(error.value)
     another = deciding(offset(5, ranges((90, 95)), stream="s2"), before=after)
-    assert isinstance(another, Write), "each stream may have one"
+    assert isinstance(another, WriteBatch), "each stream may have one void batch"
 
 
-def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands_and_stays_readable() -> None:
+def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_short() -> None:
     many = {("orders", p): (10, 30) for p in range(1000)}
     before = ledger({TopicPartition("orders", p): 100 for p in range(1000)})
     with pytest.raises(LedgerConflict) as error:
@@ -328,10 +353,10 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands_an
     for part in (
         "'etl'",
         "/t",
-        "orders-0: Kafka says 10, the table holds up to 100",
+        "orders-0: committed at Kafka 10, the table holds up to 100",
         "(and 995 more partitions)",
-        "`spark-group reset --group etl --to-ledger --table /t`",
-        "`spark-group reset --group etl --table /t`",
+        "--group etl --to-ledger --table /t --execute",
+        "--group etl --to-current --table /t --execute",
         "with the same checkpoint",
     ):
         assert part in str(error.value)
@@ -339,7 +364,7 @@ def test_the_refusal_names_the_table_the_group_both_numbers_and_both_commands_an
     assert error.value.fields["refused"] == [("orders", p, 10, 100) for p in range(1000)]
 
 
-# Its text
+# Its JSON
 
 
 names = st.sampled_from(["a", "b", "c'\"\\ü"])
@@ -353,21 +378,21 @@ topics = st.builds(Topic, names, ids, st.dictionaries(st.integers(0, 3), numbers
         group=st.just("g"),
         topics=st.lists(topics).map(lambda found: {topic.name: topic for topic in found}),
         former=st.lists(topics).map(lambda found: {topic.id: topic for topic in found}),
-        streams=st.dictionaries(ids, st.builds(Batch, numbers, ids)),
+        streams=st.dictionaries(ids, st.builds(LastBatch, numbers, ids)),
         void=st.frozensets(ids),
-        epoch=numbers,
+        reset_number=numbers,
         number=numbers,
         table_version=st.just(-1),
     )
 )
-def test_a_ledger_survives_its_text(before: Ledger) -> None:
+def test_a_ledger_is_read_as_it_was_written(before: Ledger) -> None:
     after = Ledger.from_json("g", before.to_json())
     assert after == before
     assert (list(after.former), list(after.streams)) == (list(before.former), list(before.streams)), "the oldest first"
 
 
 TOPICS = '{"a":{"id":"x","offsets":{"0":1}}}'
-TEXT = f'{{"epoch":0,"former":{{}},"number":1,"streams":{{"s":[1,"d"]}},"topics":{TOPICS},"v":1,"void":[]}}'
+TEXT = f'{{"former":{{}},"number":1,"reset":0,"streams":{{"s":[1,"d"]}},"topics":{TOPICS},"v":1,"void":[]}}'
 
 
 @pytest.mark.parametrize(
@@ -382,8 +407,8 @@ TEXT = f'{{"epoch":0,"former":{{}},"number":1,"streams":{{"s":[1,"d"]}},"topics"
         ('"0":1', '"0":true'),
         ('"0":1', '"zero":1'),
         (',"offsets":{"0":1}', ""),
-        ('"epoch":0', '"epoch":-1'),
-        ('"epoch":0', '"epoch":"1"'),
+        ('"reset":0', '"reset":-1'),
+        ('"reset":0', '"reset":"1"'),
         ('[1,"d"]', '[-1,"d"]'),
         ('[1,"d"]', "1"),
         ('"void":[]', '"void":7'),
@@ -395,14 +420,14 @@ def test_a_damaged_ledger_is_refused(part: str, damaged: str) -> None:
         Ledger.from_json("etl", TEXT.replace(part, damaged))
 
 
-def test_a_ledger_of_a_newer_release_is_refused_by_name() -> None:
-    with pytest.raises(LedgerConflict, match=r"version 2; this release reads version 1"):
+def test_a_ledger_of_a_newer_release_is_refused() -> None:
+    with pytest.raises(LedgerConflict, match=r"version 2, and this release reads version 1"):
         Ledger.from_json("etl", '{"v":2}')
 
 
 class Writers(RuleBasedStateMachine):
-    """Several queries of one group write one table, each from where it believes the group stands, and an operator
-    moves the group: with the table or without it, also while plans of before are pending."""
+    """Several queries of one group write one table, each from a position of its own, and an operator resets the group:
+    with the table or without it, also while earlier plans are pending."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +450,7 @@ class Writers(RuleBasedStateMachine):
     def write(
         self, batch: dict[tuple[str, int], tuple[int, int]], followed: set[tuple[str, int]], late: int, stream: str
     ) -> None:
-        """``late``: so many resets came between the plan and now."""
+        """``late``: the number of resets between the plan and its write."""
         self.seq += 1
         spans = {tp: (start, start + size) for tp, (start, size) in batch.items()}
         epoch = max(0, self.resets - late)
@@ -435,29 +460,29 @@ class Writers(RuleBasedStateMachine):
             decision = decide([planned], {"etl": self.ledger}, table="/t", batch_id=self.seq)
         except LedgerConflict:
             return
-        assert isinstance(decision, Write)
+        assert isinstance(decision, WriteBatch)
         after = decision.ledgers["etl"]
-        if epoch < before.epoch:
-            assert not decision.rows
-            assert after.epoch == before.epoch
+        if epoch < before.reset_number:
+            assert not decision.reads_rows
+            assert after.reset_number == before.reset_number
             assert before.offsets.items() <= after.offsets.items()
-        if decision.rows:
+        if decision.reads_rows:
             dropped = {(r.tp, n) for r in decision.drop for n in range(r.start, r.end)}
             for tp, (start, end) in spans.items():
                 found = [(TopicPartition(*tp), n) for n in range(start, end)]
                 self.table += [record for record in found if record not in dropped]
         for tp, n in before.offsets.items():
             assert after.offsets[tp] >= n, "the ledger moved backwards"
-        assert after.epoch >= before.epoch
+        assert after.reset_number >= before.reset_number
         self.ledger = after
         self.last[stream] = planned
 
     @rule(stream=st.sampled_from(["s1", "s2"]))
     def replay(self, stream: str) -> None:
-        """Whatever was written and moved since."""
+        """Whatever was written and reset since."""
         if stream in self.last:
             decision = decide([self.last[stream]], {"etl": self.ledger}, table="/t", batch_id=self.seq)
-            assert isinstance(decision, Recorded)
+            assert isinstance(decision, AlreadyWritten)
 
     @rule(to=st.dictionaries(st.integers(0, 2), st.integers(0, 40)), with_table=st.booleans())
     def reset(self, to: dict[int, int], with_table: bool) -> None:
@@ -466,7 +491,7 @@ class Writers(RuleBasedStateMachine):
             return
         offsets = {TopicPartition("orders", p): n for p, n in to.items()}
         self.ledger = (self.ledger or Ledger(group="etl")).after_reset(self.resets, offsets)
-        # What the operator asks for once more is told apart from what is there.
+        # Records that the operator writes again are counted apart from those in the table.
         self.table = [(tp, n) for tp, n in self.table if n < offsets.get(tp, n + 1)]
 
     @invariant()
@@ -492,38 +517,38 @@ def table(spark: "SparkSession", tmp_path: Path) -> str:
     return str(path)
 
 
-def test_setting_a_ledger_is_one_commit_without_rows_that_moves_what_is_named_and_never_to_an_older_reset(
+def test_setting_a_ledger_is_one_commit_without_rows_that_moves_the_given_partitions_and_never_to_an_older_reset(
     spark: "SparkSession", table: str
 ) -> None:
     def offsets() -> tuple[int, dict[TopicPartition, int]]:
         found = read_ledger(spark, table, "etl")
-        assert found is not None and not found.streams, "no stream wrote it: an operator did"
-        return found.epoch, found.offsets
+        assert found is not None and not found.streams, "an operator wrote it, not a stream"
+        return found.reset_number, found.offsets
 
     assert read_ledger(spark, table, "etl") is None
     ids = {"orders": "id-1"}
-    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="anna: replay", epoch=1, topic_ids=ids)
+    set_ledger(spark, table, "etl", {P0: 5, P1: 7}, reason="anna: replay", reset_number=1, topic_ids=ids)
     commit = commits(Path(table))[-1]
     (txn,) = actions(commit, "txn")
     assert (txn["appId"], txn["version"], len(commit)) == ("spark-group-source.etl", 1, 2)
     assert "anna: replay" in str(actions(commit, "commitInfo")[0]["userMetadata"])
     assert offsets() == (1, {P0: 5, P1: 7})
-    set_ledger(spark, table, "etl", {P0: 2}, reason="back", epoch=2)
-    set_ledger(spark, table, "b", {P0: 1}, reason="another group", epoch=1)
-    with pytest.raises(OptionError, match="knows of reset 2 of group 'etl' already, so reset 1 comes too late"):
-        set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
+    set_ledger(spark, table, "etl", {P0: 2}, reason="back", reset_number=2)
+    set_ledger(spark, table, "b", {P0: 1}, reason="another group", reset_number=1)
+    with pytest.raises(OptionError, match="already knows reset #2 of group 'etl', so reset #1 is too old"):
+        set_ledger(spark, table, "etl", {P0: 0}, reason="r", reset_number=1)
     assert offsets() == (2, {P0: 2, P1: 7})
-    found = ledgers(table_writer.existing(spark, table).history())
+    found = read_ledgers(table_writer.open_existing(spark, table).history())
     assert {group: one and one.offsets for group, one in found.items()} == {"b": {P0: 1}, "etl": {P0: 2, P1: 7}}
 
 
-def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_one_back(
+def test_a_reset_removes_deleted_topics_from_the_ledger_and_a_later_one_restores_them(
     spark: "SparkSession", table: str
 ) -> None:
     ids = {"orders": "id-1", "other": "id-7"}
 
-    def after(epoch: int, offsets: dict[TopicPartition, int], **given: Any) -> Ledger:
-        set_ledger(spark, table, "etl", offsets, reason="r", epoch=epoch, **given)
+    def after(reset_number: int, offsets: dict[TopicPartition, int], **given: Any) -> Ledger:
+        set_ledger(spark, table, "etl", offsets, reason="r", reset_number=reset_number, **given)
         found = read_ledger(spark, table, "etl")
         assert found is not None
         return found
@@ -535,24 +560,24 @@ def test_a_reset_takes_deleted_topics_out_of_the_ledger_and_a_later_one_brings_o
     assert (found.offsets, found.former) == ({P0: 5, P1: 7, OTHER: 4}, {})
 
 
-def test_a_damaged_ledger_is_written_anew(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "etl", {P0: 5}, reason="r", epoch=1)
+def test_a_damaged_ledger_is_replaced(spark: "SparkSession", table: str) -> None:
+    set_ledger(spark, table, "etl", {P0: 5}, reason="r", reset_number=1)
     there = table_writer.TableWriter(spark, table)
     note = '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
     there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
     with pytest.raises(LedgerConflict, match="damaged"):
         read_ledger(spark, table, "etl")
-    set_ledger(spark, table, "etl", {P1: 7}, reason="r", epoch=3)
+    set_ledger(spark, table, "etl", {P1: 7}, reason="r", reset_number=3)
     found = read_ledger(spark, table, "etl")
-    assert found is not None and (found.epoch, found.offsets) == (3, {P1: 7})
+    assert found is not None and (found.reset_number, found.offsets) == (3, {P1: 7})
 
 
 def test_ledgers_set_at_the_same_time_are_all_kept(spark: "SparkSession", table: str) -> None:
-    set_ledger(spark, table, "etl", {P0: 0}, reason="r", epoch=1)
+    set_ledger(spark, table, "etl", {P0: 0}, reason="r", reset_number=1)
 
     def move(partition: int) -> None:
         for n in range(1, 4):
-            set_ledger(spark, table, "etl", {TopicPartition("orders", partition): n}, reason="r", epoch=1)
+            set_ledger(spark, table, "etl", {TopicPartition("orders", partition): n}, reason="r", reset_number=1)
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(move, p) for p in range(3)]:

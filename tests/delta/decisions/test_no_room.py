@@ -1,4 +1,4 @@
-"""A disk that is full or read-only, under the table or the checkpoint: an error, nothing moved, and on it goes."""
+"""A full or read-only disk under the table or the checkpoint: the batch fails, and is written once after the repair."""
 
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ DISK_KIB = 2048
 
 
 class Disk:
-    """A small file system of its own."""
+    """A small file system that can be filled or made read-only."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -53,7 +53,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the sink says what is durable."""
+    """The directory of durable marks."""
     (tmp_path / "runs").mkdir(mode=0o700)
     monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
 
@@ -62,7 +62,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("trouble", "said"), [("fill", "No space left on device"), ("forbid", "Read-only file system")]
 )
 @pytest.mark.parametrize("when", ["rows", "log"])
-def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_when_it_can(
+def test_a_batch_that_cannot_be_written_is_written_once_after_the_repair(
     query: Query,
     created: Path,
     disk: Disk,
@@ -91,7 +91,7 @@ def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_whe
         for _ in range(2):
             with pytest.raises(Exception, match=said):
                 query.run(sink, 1, offset(1, one(10, 20)))
-    assert run_files.durable_seq("s1") == 0, "Kafka must not be told of it"
+    assert run_files.durable_seq("s1") == 0, "the batch must not be reported as durable"
     assert len(commits(table)) == 2 and next_offsets(table) == {("orders", 0): 10}
     disk.mend()
     query.run(sink, 1, offset(1, one(10, 20)))
@@ -101,10 +101,10 @@ def test_a_table_that_cannot_be_written_gets_nothing_and_gets_the_batch_once_whe
 
 
 @pytest.mark.parametrize("place", ["table", "log", "checkpoint"])
-def test_a_file_in_the_place_of_a_folder_is_an_error_that_names_it_and_nothing_moves(
+def test_a_file_in_place_of_a_folder_is_reported_by_name_and_changes_nothing(
     query: Query, table: Path, tmp_path: Path, place: str
 ) -> None:
-    """What a permission that is missing looks like to the sink; for root there is none that could be missing."""
+    """To the sink this looks like a missing permission; tests that run as root have every permission."""
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 10)))
     query.plan(1, offset(1, one(10, 20)))

@@ -1,5 +1,5 @@
-"""What DeltaSink does with a batch, on real tables of ``deltalake`` and without a JVM. What a table holds is read back
-from its log files. Deliberately absent: what Spark and Delta do (``test_contract.py``)."""
+"""DeltaSink without a JVM, on real tables of ``deltalake``. The content of a table is read from its log files.
+Deliberately absent: Spark and Delta (``test_contract.py``)."""
 
 import json
 import pickle
@@ -26,8 +26,8 @@ from sink_words import (
 )
 
 from spark_group_source.delta import commit_race, table_names
-from spark_group_source.delta.checkpoint import planned
-from spark_group_source.delta.ledger_format import Batch
+from spark_group_source.delta.checkpoint import parse_planned
+from spark_group_source.delta.ledger_format import LastBatch
 from spark_group_source.delta.ledger_store import set_ledger
 from spark_group_source.delta.native_writer import NativeWriter
 from spark_group_source.delta.options_writer import OptionsWriter
@@ -39,7 +39,7 @@ from spark_group_source.protocol.offsets import StreamOffset
 
 
 def no_rows(df: Any) -> Any:
-    raise AssertionError("the rows are not wanted")
+    raise AssertionError("the rows are not read")
 
 
 # One commit
@@ -53,10 +53,10 @@ def test_one_commit_holds_the_rows_the_batch_number_the_ledger_and_the_offsets(q
     (txn,) = actions(commit, "txn")
     assert (txn["appId"], txn["version"]) == ("spark-group-source.etl", 1)
     ledger = {
-        "epoch": 0,
         "former": {},
         "number": 1,
-        "streams": {"s1": list(Batch.of(batch))},
+        "reset": 0,
+        "streams": {"s1": list(LastBatch.of(batch))},
         "topics": {"orders": {"id": "id-1", "offsets": {"0": 5, "1": 7}}},
         "v": 1,
         "void": [],
@@ -82,14 +82,14 @@ def test_two_sources_of_one_group_share_its_ledger(query: Query, table: Path) ->
     assert next_offsets(table) == {("orders", 0): 5, ("orders", 1): 9}
 
 
-# Replay and zombies
+# Replays and fenced drivers
 
 
-def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back(query: Query, table: Path) -> None:
-    zombie, sink = query.sink(table), query.sink(table)
+def test_a_fenced_driver_that_writes_late_changes_neither_rows_nor_ledger(query: Query, table: Path) -> None:
+    fenced, sink = query.sink(table), query.sink(table)
     for n in range(3):
         query.run(sink, n, offset(n, one(n * 5, n * 5 + 5)))
-    query.run(zombie, 1, offset(1, one(5, 10)))
+    query.run(fenced, 1, offset(1, one(5, 10)))
     assert len(commits(table)) == 4
     assert next_offsets(table) == {("orders", 0): 15}
 
@@ -97,7 +97,7 @@ def test_B51_a_zombie_that_comes_back_late_writes_nothing_and_moves_nothing_back
 # Against the ledger
 
 
-def test_B53_two_queries_of_one_group_write_every_record_once(
+def test_two_queries_of_one_group_write_every_record_once(
     new_query: NewQuery, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = new_query("a"), new_query("b")
@@ -106,10 +106,10 @@ def test_B53_two_queries_of_one_group_write_every_record_once(
     a.run(a.sink(table), 1, offset(1, one(10, 20)))
     assert rows(table) == sorted(records(0, 20) + records(0, 3, partition=1))
     assert next_offsets(table) == {("orders", 0): 20, ("orders", 1): 3}
-    assert "5 offsets are in the table already" in caplog.text
+    assert "5 offsets are already in the table" in caplog.text
 
 
-def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(new_query: NewQuery, table: Path) -> None:
+def test_a_batch_whose_records_are_in_the_table_adds_no_rows_and_is_recorded(new_query: NewQuery, table: Path) -> None:
     a, b = new_query("a"), new_query("b")
     a.run(a.sink(table), 0, offset(0, one(0, 10)))
     b.run(b.sink(table), 0, offset(0, one(2, 8), stream="s2"))
@@ -122,12 +122,12 @@ def test_a_batch_that_the_table_has_already_adds_no_rows_and_is_recorded(new_que
 # After a reset
 
 
-def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
+def test_a_batch_planned_before_a_reset_writes_no_rows_and_counts_as_done(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checkpoint stays the same: its pending batch is void, and the next one goes on where the reset says."""
+    """The checkpoint stays the same: its pending batch is void, and the next one starts where the reset says."""
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="reset", epoch=1)
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 3}, reason="reset", reset_number=1)
     for _ in range(2):
         query.run(query.sink(table, transform=no_rows), 1, offset(1, one(10, 20)))
     commit = commits(table)[-1]
@@ -135,7 +135,7 @@ def test_a_batch_of_before_a_reset_writes_nothing_and_counts_as_done(
     assert len(commits(table)) == 4, "the replay is recognised"
     assert notes(commit)[0]["ledger"]["streams"]["s1"][0] == 1
     assert next_offsets(table) == {("orders", 0): 3}
-    assert "batch 1, group etl" in caplog.text and "planned before reset 1 of the group" in caplog.text
+    assert f"group etl: batch 1, table {table}: planned before reset #1" in caplog.text
     query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
     assert next_offsets(table) == {("orders", 0): 12}
@@ -146,7 +146,7 @@ def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Q
     query.run(sink, 0, offset(0, one(0, 10)))
     with pytest.raises(LedgerConflict, match="with the same checkpoint"):
         query.run(sink, 1, refused)
-    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", epoch=1)
+    set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", reset_number=1)
     query.run(query.sink(table), 1, refused)
     query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], epoch=1))
     assert rows(table) == records(0, 12)
@@ -156,13 +156,13 @@ def test_a_reset_between_the_decision_and_the_commit_makes_the_batch_void(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 5)))
-    intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1))
+    intruder(lambda: set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1))
     query.run(query.sink(table), 1, offset(1, one(5, 9)))
     assert rows(table) == records(0, 5)
     assert next_offsets(table) == {("orders", 0): 5}
 
 
-def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
+def test_the_durable_mark_is_the_newest_written_batch_and_never_a_void_one(
     query: Query, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
@@ -172,19 +172,19 @@ def test_the_sink_says_which_batch_it_has_and_never_one_that_it_left_out(
     assert (run_files.durable_seq("s1"), run_files.durable_seq("s2")) == (0, 4)
     query.run(sink, 1, offset(1, one(5, 6)))
     query.run(sink, 0, offset(0, one(0, 5)), offset(4, one(0, 2, topic="other"), stream="s2"))
-    assert run_files.durable_seq("s1") == 0, "a replay: that batch is there already"
+    assert run_files.durable_seq("s1") == 0, "a replay: the table has that batch"
     with pytest.raises(LedgerConflict):
         query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
-    set_ledger(query.spark, str(table), "etl", {}, reason="r", epoch=1)
+    set_ledger(query.spark, str(table), "etl", {}, reason="r", reset_number=1)
     query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
     query.run(sink, 2, offset(2, one(3, 9), followed=[("orders", 0)]))
     assert run_files.durable_seq("s1") == 0
 
 
-# Idle
+# Idle groups
 
 
-def test_a_batch_without_rows_that_moves_nothing_is_not_committed(query: Query, table: Path) -> None:
+def test_a_batch_without_rows_that_moves_no_position_is_not_committed(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)))
     for n in range(1, 4):
@@ -192,7 +192,7 @@ def test_a_batch_without_rows_that_moves_nothing_is_not_committed(query: Query, 
     assert len(commits(table)) == 2
 
 
-def test_a_range_that_held_only_markers_moves_the_ledger(query: Query, table: Path) -> None:
+def test_a_range_with_transaction_markers_only_moves_the_ledger(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 5)))
     query.plan(1, offset(1, one(5, 8)))
@@ -200,7 +200,7 @@ def test_a_range_that_held_only_markers_moves_the_ledger(query: Query, table: Pa
     assert next_offsets(table) == {("orders", 0): 8}
 
 
-def test_a_source_without_news_does_not_stop_the_rows_of_another(
+def test_rows_of_another_source_are_written_while_kafka_group_is_idle(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink, batch = query.sink(table), offset(0, one(0, 5))
@@ -223,10 +223,10 @@ def test_a_replayed_batch_of_other_sources_alone_is_skipped_also_the_first_one(q
     assert [row[0] for row in rows(table)].count("rate") == 2
 
 
-# Writers at the same time
+# Concurrent writers
 
 
-def test_a_lost_race_commits_the_files_that_are_written_already(
+def test_a_lost_race_commits_the_files_that_were_written_before(
     new_query: NewQuery, table: Path, intruder: Intruder
 ) -> None:
     a, b = new_query("a"), new_query("b")
@@ -254,7 +254,7 @@ def test_a_lost_race_against_the_same_query_ends_in_a_skip(query: Query, table: 
     assert len(commits(table)) == 3
 
 
-def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
+def test_a_writer_that_loses_every_race_fails_and_has_written_nothing(
     query: Query, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 2)))
@@ -273,7 +273,7 @@ def test_a_writer_that_loses_every_race_gives_up_and_has_written_nothing(
 # Tables
 
 
-def test_a_table_that_forgets_batch_numbers_is_refused_whenever_it_begins_to(query: Query, table: Path) -> None:
+def test_a_table_with_a_transaction_retention_is_refused_whenever_it_is_set(query: Query, table: Path) -> None:
     sink = query.sink(table)
     query.run(sink, 0, offset(0, one(0, 2)))
     DeltaTable(table).alter.set_table_properties({table_names.RETENTION: "interval 1 days"}, raise_if_not_exists=False)
@@ -283,7 +283,7 @@ def test_a_table_that_forgets_batch_numbers_is_refused_whenever_it_begins_to(que
     assert rows(table) == records(0, 2)
 
 
-# What the checkpoint says
+# The checkpoint
 
 
 def test_a_query_without_a_kafka_group_source_is_refused(query: Query, new_table: Path) -> None:
@@ -312,25 +312,25 @@ def test_both_formats_of_spark_s_offset_log_are_read() -> None:
     a, b = offset(3, one(0, 5)), offset(0, one(0, 5), group="b")
     ja, jb = json.dumps(a.to_json_dict()), json.dumps(b.to_json_dict())
     for text in (f"v1\n{{}}\n{ja}\n-\n{jb}\n{ja}\n17", f"v2\n{{}}\n0:{ja}\n2:{jb}\nrate_1:17\n3:-"):
-        found = planned("q", 3, text, None)
+        found = parse_planned("q", 3, text, None)
         assert found.offsets == (a, b)
         assert found.other_sources == 2
     with pytest.raises(CheckpointMismatch, match="format 'v3'"):
-        planned("q", 3, f"v3\n{{}}\n{ja}", None)
+        parse_planned("q", 3, f"v3\n{{}}\n{ja}", None)
 
 
-def test_a_source_whose_offset_is_that_of_the_batch_before_has_nothing_to_record() -> None:
+def test_a_source_whose_offset_did_not_change_is_not_recorded() -> None:
     ja = json.dumps(offset(3, one(0, 5)).to_json_dict())
     jb = json.dumps(StreamOffset.initial("b").to_json_dict())
-    assert planned("q", 1, f"v1\n{{}}\n{ja}\n{jb}", f"v1\n{{}}\n{ja}\n-").offsets == ()
+    assert parse_planned("q", 1, f"v1\n{{}}\n{ja}\n{jb}", f"v1\n{{}}\n{ja}\n-").offsets == ()
 
 
 def test_a_checkpoint_of_another_query_is_named_in_the_error(query: Query, table: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="Is `checkpoint=` the checkpointLocation of this very query"):
+    with pytest.raises(OptionError, match="Set `checkpoint=` to the checkpointLocation of this query"):
         query.sink(table)(query.rows(), 7)
     with pytest.raises(OptionError, match="metadata"):
         DeltaSink(table, checkpoint=str(tmp_path / "nowhere"))(query.rows(), 0)
-    with pytest.raises(OptionError, match="called by foreachBatch"):
+    with pytest.raises(OptionError, match="Use DeltaSink in foreachBatch"):
         DeltaSink(table)(query.rows(), 0)
 
 
@@ -342,14 +342,14 @@ def test_a_table_in_the_folder_of_the_checkpoint_is_refused_and_nothing_is_writt
 
 def test_writer_options_refuse_the_sources_of_several_groups(query: Query) -> None:
     numbers = {"spark-group-source.a": 1, "spark-group-source.b": 1}
-    with pytest.raises(OptionError, match=r"of the groups a, b.*Give each group a query of its own"):
+    with pytest.raises(OptionError, match=r"have the groups a, b.*one query for each group"):
         OptionsWriter(query.spark, "/t").commit(query.rows(), numbers, "note", needed=True)
 
 
 # The object itself
 
 
-def test_a_sink_travels_by_pickle(query: Query, table: Path) -> None:
+def test_a_sink_can_be_pickled(query: Query, table: Path) -> None:
     sink = query.sink(table, transform=lambda df: df.select("value"), partition_by=["value"], merge_schema=True)
     copy = pickle.loads(cloudpickle.dumps(sink))
     assert {k: v for k, v in vars(copy).items() if k != "transform"} == {
@@ -358,7 +358,7 @@ def test_a_sink_travels_by_pickle(query: Query, table: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"writer": "best"}, {"table": ""}])
-def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_at_construction(arguments: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         DeltaSink(**{"table": "t", **arguments})
 

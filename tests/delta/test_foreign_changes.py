@@ -1,4 +1,4 @@
-"""What others do to a table while a query writes to it: each batch is in it once, or refused with what settles it."""
+"""Foreign changes of a table while a query writes to it: each batch is in it once, or is refused."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
 def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
-    """The rows by a plain read: for tables whose files do not say it by themselves."""
+    """Return the rows by a plain read, for tables whose data files alone do not show them."""
     return sorted(
         tuple(r)
         for r in spark.read.format("delta").load(str(table)).select("topic", "partition", "offset", "value").collect()
@@ -32,14 +32,14 @@ def found(spark: "SparkSession", table: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-def test_a_restore_by_time_stops_the_query_and_the_ledger_stands_where_the_rows_are(query: Query, table: Path) -> None:
-    """How it goes on: ``decisions/test_history.py``, and ``test_contract.py`` after a restore to a version."""
+def test_a_restore_by_timestamp_is_refused_and_the_ledger_fits_the_remaining_rows(query: Query, table: Path) -> None:
+    """``decisions/test_history.py`` shows how the query continues."""
     sink, spark = query.sink(table), query.spark
     for n in range(2):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     moment = spark.sql(f"DESCRIBE HISTORY delta.`{table}`").where("version = 1").selectExpr("string(timestamp)")
     spark.sql(f"RESTORE TABLE delta.`{table}` TO TIMESTAMP AS OF '{moment.collect()[0][0]}'")
-    with pytest.raises(LedgerConflict, match=r"restored to version 1 .* orders-0\[10,20\).*--to-ledger"):
+    with pytest.raises(LedgerConflict, match=r"(?s)restored to version 1 .* orders-0\[10,20\).*--to-ledger"):
         query.run(sink, 2, offset(2, one(20, 30)))
     there = read_ledger(spark, str(table), "etl")
     assert there is not None and there.offsets == {P0: 10}
@@ -47,11 +47,11 @@ def test_a_restore_by_time_stops_the_query_and_the_ledger_stands_where_the_rows_
 
 
 @pytest.mark.slow
-def test_a_restore_while_a_batch_is_on_its_way_by_options_is_seen_with_the_next_one(
+def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
-    """Delta lets the batch in, behind the RESTORE: its rows are there, and those before them are not.
-    ``deltalake`` does not (``decisions/test_history.py``)."""
+    """Delta commits the batch behind the RESTORE: its rows are in the table, and the rows before them are missing.
+    ``deltalake`` refuses the commit (``decisions/test_history.py``)."""
     spark = query.spark
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
@@ -60,11 +60,11 @@ def test_a_restore_while_a_batch_is_on_its_way_by_options_is_seen_with_the_next_
     query.run(sink, 2, offset(2, one(20, 30)))
     assert rows(table) == records(0, 10) + records(20, 30)
     for again in (sink, query.sink(table)):
-        with pytest.raises(LedgerConflict, match=r"on its way: that is version 4.*TO VERSION AS OF 3`"):
+        with pytest.raises(LedgerConflict, match=r"(?s)being written: the batch is version 4.*TO VERSION AS OF 3\n"):
             query.run(again, 3, offset(3, one(30, 40)))
 
 
-# Upkeep
+# Maintenance
 
 
 def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) -> None:
@@ -75,10 +75,8 @@ def forget_soon(spark: "SparkSession", table: Path, *, checkpoint_every: int) ->
 
 
 @pytest.mark.slow
-def test_optimize_and_vacuum_before_between_and_during_batches_leave_every_record_there_once(
-    query: Query, table: Path, intruder: Intruder
-) -> None:
-    """VACUUM runs between batches only: without Delta's check it takes files away that a batch is just writing."""
+def test_optimize_and_vacuum_keep_every_record_once(query: Query, table: Path, intruder: Intruder) -> None:
+    """VACUUM runs between batches only: without Delta's retention check it deletes files that a batch is writing."""
     sink, spark = query.sink(table), query.spark
     spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
     try:
@@ -97,9 +95,7 @@ def test_optimize_and_vacuum_before_between_and_during_batches_leave_every_recor
     assert next_offsets(table) == {("orders", 0): 40}
 
 
-def test_after_the_log_was_cleaned_up_the_ledger_and_the_batch_numbers_are_still_known(
-    query: Query, table: Path
-) -> None:
+def test_the_ledger_and_the_batch_numbers_are_known_after_the_log_was_cleaned_up(query: Query, table: Path) -> None:
     spark, sink, log = query.spark, query.sink(table), table / "_delta_log"
     forget_soon(spark, table, checkpoint_every=3)
     for n in range(3):
@@ -117,10 +113,10 @@ def test_after_the_log_was_cleaned_up_the_ledger_and_the_batch_numbers_are_still
     assert there is not None and there.offsets == {P0: 80}
 
 
-# Other writers, and other tables than before
+# Altered tables
 
 
-def test_a_table_that_gets_column_mapping_meanwhile_is_written_on_and_a_renamed_column_stops_the_query(
+def test_column_mapping_added_during_a_batch_is_followed_and_a_renamed_column_fails_the_batch(
     query: Query, table: Path, intruder: Intruder
 ) -> None:
     from pyspark.errors import AnalysisException
@@ -142,17 +138,15 @@ def test_a_table_that_gets_column_mapping_meanwhile_is_written_on_and_a_renamed_
     with pytest.raises(AnalysisException, match="schema mismatch"):
         query.run(sink, 3, offset(3, one(30, 40)))
     assert len(commits(table)) == before and next_offsets(table) == {("orders", 0): 30}
-    mended = query.sink(table, transform=lambda df: df.withColumnRenamed("value", "payload"))
-    query.run(mended, 3, offset(3, one(30, 40)))
+    corrected = query.sink(table, transform=lambda df: df.withColumnRenamed("value", "payload"))
+    query.run(corrected, 3, offset(3, one(30, 40)))
     df = spark.read.format("delta").load(str(table))
     assert df.columns[-1] == "more"
     assert sorted(tuple(r)[:4] for r in df.collect()) == records(0, 40)
 
 
-def test_a_constraint_that_comes_while_a_batch_is_written_holds_for_that_batch(
-    query: Query, table: Path, intruder: Intruder
-) -> None:
-    """The files of the batch are there already, unchecked: they must not be taken over."""
+def test_a_constraint_added_during_a_batch_applies_to_that_batch(query: Query, table: Path, intruder: Intruder) -> None:
+    """The files of the batch exist already, unchecked: they must not be committed."""
     sink, spark = query.sink(table), query.spark
     query.run(sink, 0, offset(0, one(0, 10)))
     intruder(lambda: spark.sql(f"ALTER TABLE delta.`{table}` ADD CONSTRAINT few CHECK (offset < 15)"))

@@ -1,4 +1,4 @@
-"""One batch, one table, one turn: what a second sink, or a second query, may do with a table."""
+"""The write guard: what a second sink, or a second query, may write to a table."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from spark_group_source.host import run_files
 from spark_group_source.protocol.offsets import StreamOffset
 
 Enter = Callable[[Query, str], None]
-"""``enter(query, run)``: this thread has the batches of a run from now on."""
+"""``enter(query, run)``: this thread runs the batches of a run from now on."""
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def test_a_second_write_of_a_batch_into_the_same_table_is_refused_and_never_skip
     for run in ("the first time", "a replay"):
         enter(query, run)
         query.run(first, 0, batch)
-        with pytest.raises(OptionError, match=r"handed to table .* for the second time in one run"):
+        with pytest.raises(OptionError, match=r"written to table .* a second time in one run"):
             query.run(second, 0, batch)
         assert rows(table) == records(0, 5), run
-        assert run_files.durable_seq("s1") == -1, "Kafka must not be told that the batch is durable"
+        assert run_files.durable_seq("s1") == -1, "the batch must not be reported as durable"
 
 
-def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
+def test_a_failed_write_may_be_repeated_in_the_same_batch(query: Query, table: Path, enter: Enter) -> None:
     fails = [RuntimeError("once")]
 
     def transform(df: Frame) -> Frame:
@@ -66,7 +66,7 @@ def test_a_write_that_failed_may_be_tried_again_in_the_same_batch(query: Query, 
     assert rows(table) == records(0, 10)
 
 
-def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
+def test_a_batch_for_two_tables_is_durable_when_both_have_it(
     query: Query, table: Path, tmp_path: Path, enter: Enter
 ) -> None:
     a, b = query.sink(table), query.sink(tmp_path / "other")
@@ -84,7 +84,7 @@ def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
     write(0)
     write(1)
     write(2, fails=True)
-    assert (between[1:], after) == ([0, 1], [0, 1]), "what comes second is not known before the end of the first batch"
+    assert (between[1:], after) == ([0, 1], [0, 1]), "the second table is not known before the end of the first batch"
     enter(query, "second")
     write(2)
     assert after[-1] == 2
@@ -93,14 +93,14 @@ def test_a_batch_for_two_tables_is_durable_when_the_slower_one_has_it(
 
 @pytest.fixture
 def three(new_query: NewQuery, monkeypatch: pytest.MonkeyPatch) -> list[Query]:
-    """Queries whose checkpoints a sink finds."""
+    """Queries whose checkpoints the sink finds by itself."""
     queries = {query.id: query for query in map(new_query, "abc")}
     monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(queries[query_id].root))
     return list(queries.values())
 
 
 def test_one_sink_may_serve_several_queries(three: list[Query], table: Path, enter: Enter) -> None:
-    """They have batches of the same numbers, and they are the same group, or they are not."""
+    """The queries have batches of the same numbers; two of them have one group."""
     sink, (a, b, c) = DeltaSink(table), three
     for n in range(2):
         for query, batch in (
@@ -115,7 +115,7 @@ def test_one_sink_may_serve_several_queries(three: list[Query], table: Path, ent
     assert next_offsets(table) == {("orders", 0): 10, ("orders", 1): 10}
 
 
-def test_a_query_that_commits_when_another_one_of_the_same_sink_has_just_looked_does_no_harm(
+def test_a_commit_between_read_and_decision_of_another_query_of_the_same_sink_is_found(
     three: list[Query], table: Path, enter: Enter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, sink, (a, b, _) = TableWriter.history, DeltaSink(table), three
@@ -144,6 +144,6 @@ def test_a_sink_with_the_checkpoint_of_another_query_is_refused_before_it_writes
 ) -> None:
     a, b = new_query("a"), new_query("b")
     enter(b, "only")
-    with pytest.raises(OptionError, match="belongs to one query: give each query a DeltaSink of its own"):
+    with pytest.raises(OptionError, match="serves one query: create a DeltaSink for each query"):
         a.run(a.sink(table), 0, offset(0, one(5, 9)))
     assert len(commits(table)) == 1

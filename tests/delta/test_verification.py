@@ -1,4 +1,4 @@
-"""``spark-group ledger``: clean tables are clean, and each injected fault is found."""
+"""``spark-group ledger``: a correct table has no findings, and each injected fault is found."""
 
 import json
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def kinds(query: Query, table: Path) -> list[str]:
 
 
 def inject(table: Path, *lines: dict[str, Any]) -> None:
-    """A commit that nobody made."""
+    """Add a commit to the log by hand."""
     info = {"timestamp": 1, "operation": "WRITE", "operationParameters": {"mode": "Append"}, "operationMetrics": {}}
     text = "\n".join(json.dumps(line) for line in [{"commitInfo": info}, *lines])
     (table / "_delta_log" / f"{len(commits(table)):020}.json").write_text(text + "\n")
@@ -40,7 +40,7 @@ def written(query: Query, table: Path) -> Path:
     return table
 
 
-def test_a_doubled_file_and_a_file_that_is_gone_are_found(query: Query, written: Path) -> None:
+def test_a_doubled_file_and_a_missing_file_are_found(query: Query, written: Path) -> None:
     last = living_files(written)[-1]
     (add,) = (a for c in commits(written) for a in actions(c, "add") if a["path"] == str(last.relative_to(written)))
     copy = written / f"copy-{last.name}"
@@ -52,7 +52,7 @@ def test_a_doubled_file_and_a_file_that_is_gone_are_found(query: Query, written:
     assert kinds(query, written) == ["missing"]
 
 
-def test_the_command_shows_and_judges_a_clean_table_rows_behind_the_ledger_and_a_restore(
+def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     query: Query, new_query: NewQuery, written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -66,17 +66,17 @@ def test_the_command_shows_and_judges_a_clean_table_rows_behind_the_ledger_and_a
     assert shown["topics"] == {"orders": {"0": 30, "1": 3}}
     assert (shown["by"], shown["version"], shown["number"]) == ("batch 2 of stream s1", len(commits(written)) - 1, 3)
     assert "orders" in run.invoke(app, ["ledger", "show", table]).output
-    anew = new_query("anew")  # after a lost checkpoint, and a reset
+    anew = new_query("anew")  # after a deleted checkpoint, and a reset
     anew.run(anew.sink(written), 0, offset(0, one(25, 35), stream="s2"))
-    set_ledger(query.spark, table, "etl", {P0: 35}, reason="r", epoch=1)
+    set_ledger(query.spark, table, "etl", {P0: 35}, reason="r", reset_number=1)
     anew.run(anew.sink(written), 1, offset(1, one(35, 40), stream="s2", epoch=1))
     clean = run.invoke(app, ["ledger", "verify", table])
     assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: all of it fits")
     query.rows(offset(9, one(50, 51))).write.format("delta").mode("append").save(table)
     bad = run.invoke(app, ["ledger", "verify", table])
     assert bad.exit_code == 1
-    assert "behind: orders-0 has rows up to offset 50, but its ledger says 40 is the next one" in bad.output
+    assert "behind: orders-0 has rows up to offset 50, but the next offset in its ledger is 40" in bad.output
     DeltaTable(written).restore(1)
     found = verification.verify(query.spark, table)
     assert [one.kind for one in found.findings] == ["restore"]
-    assert found.notes == ["whether rows are missing is not compared: the log has RESTORE"]
+    assert found.notes == ["the number of rows is not compared: the log has RESTORE"]
