@@ -94,7 +94,7 @@ class ConnectedAgents:
             before.drop("the agent has a newer one")
         if new:
             self._handle(
-                ev.AgentConnected(host=host, executor=message.executor, name=message.name, fresh=message.fresh)
+                ev.AgentConnected(agent=host, executor=message.executor, name=message.name, fresh=message.fresh)
             )
         with self._lock:
             link = self._links.get(host)
@@ -107,13 +107,13 @@ class ConnectedAgents:
             if link.take(message.number):
                 self._report(host, message.report)
         elif message.over:
-            self._handle(ev.AgentEnded(host=host, reason=message.over))
+            self._handle(ev.AgentEnded(agent=host, reason=message.over))
         elif not new:
             _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
-            broken = ev.AgentEnded(host=host, reason="it does not take what it is told")
-            self._handle(broken if link.broken else ev.AgentHeartbeat(host=host))
+            broken = ev.AgentEnded(agent=host, reason="it does not take what it is told")
+            self._handle(broken if link.broken else ev.AgentHeartbeat(agent=host))
             if message.stock:
-                self._handle(ev.PrefetchReported(host=host, stock=message.stock))
+                self._handle(ev.PrefetchReported(agent=host, buffered=message.stock))
 
     def closed(self, peer: Peer, reason: str) -> None:
         """A channel is cut; nothing happens if it was not the newest one of an agent."""
@@ -125,12 +125,12 @@ class ConnectedAgents:
             if (link := self._links.get(host)) is not None:
                 link.connect(None)
         log.info("the channel to agent %s is cut: %s", host, reason)
-        self._handle(ev.AgentDisconnected(host=host))
+        self._handle(ev.AgentDisconnected(agent=host))
 
     def _report(self, host: str, report: ms.Report) -> None:
         with self._lock:
             member = self._members.get((report.slot, report.client))
-        if member is not None and member.host == host:
+        if member is not None and member.agent == host:
             member.take(report)
 
     # --- orders, under the coordinator's lock -----------------------------------------------------------------------
@@ -148,7 +148,7 @@ class ConnectedAgents:
         with self._lock:
             peer = self._peers.pop(host, None)
             self._links.pop(host, None)
-            gone = [member for member in self._members.values() if member.host == host]
+            gone = [member for member in self._members.values() if member.agent == host]
             for member in gone:
                 del self._members[member.slot, member.client]
         for member in gone:
@@ -169,7 +169,7 @@ class ConnectedAgents:
             join,
             environment=self._environment,
             incremental=self._incremental,
-            tell=partial(self._tell, join.host),
+            tell=partial(self._tell, join.agent),
             known_as=self._known_as,
             report=self._handle,
         )

@@ -121,7 +121,11 @@ class ControlServer:
             plan = self._claims.plan(task.plan)
         if plan is not None and (task.memory or task.brokers or task.lost):
             seq = plan.offset.seq
-            self._read(ev.TaskReported(seq=seq, memory=task.memory, brokers=task.brokers, lost=task.lost))
+            self._read(
+                ev.TaskReported(
+                    seq=seq, rows_from_memory=task.memory, rows_from_brokers=task.brokers, skipped=task.lost
+                )
+            )
 
     def _given(self, claim: Claim) -> ClaimGranted | ClaimRefused:
         with self._lock:

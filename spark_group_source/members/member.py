@@ -134,7 +134,7 @@ class Member(SlotMember):
             self._before()
             self._serve_or_take()
         except _PlaceInDoubt as exc:
-            self._report(ev.MemberFenced(**self._me(), reason=str(exc), seen=False))
+            self._report(ev.MemberFenced(**self._me(), reason=str(exc), confirmed=False))
         except Fenced as exc:
             self._report(ev.MemberFenced(**self._me(), reason=str(exc)))
         except (OptionError, AccessDenied) as exc:  # joining again cannot help; a refusal was told twice

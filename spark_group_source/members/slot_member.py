@@ -22,7 +22,7 @@ class SlotMember(ABC):
     def __init__(self, join: ev.Join) -> None:
         self._join = join
         self.slot, self.client = join.slot, join.client
-        self.host = join.host
+        self.agent = join.agent
         """The agent where it lives; empty for the stream reader itself."""
         self.static = join.instance_id is not None
         """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""

@@ -70,7 +70,7 @@ class MemberFenced(MemberEvent):
     """
 
     reason: str
-    seen: bool = True
+    confirmed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class AgentConnected:
     ``agent``: its unique id. ``fresh``: no run has accepted it before.
     """
 
-    host: str
+    agent: str
     executor: str
     name: str = ""
     fresh: bool = True
@@ -98,21 +98,21 @@ class AgentConnected:
 class AgentHeartbeat:
     """An agent sent a heartbeat: its lease starts again."""
 
-    host: str
+    agent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentDisconnected:
     """The channel to an agent is closed. It may reconnect within its lease."""
 
-    host: str
+    agent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEnded:
     """An agent ended and reported it, or it is unreachable in a way that a new channel does not fix."""
 
-    host: str
+    agent: str
     reason: str
 
 
@@ -137,8 +137,8 @@ class Buffered:
 class PrefetchReported:
     """What an agent has prefetched, by slot."""
 
-    host: str
-    stock: tuple[Buffered, ...]
+    agent: str
+    buffered: tuple[Buffered, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +149,9 @@ class TaskReported:
     """
 
     seq: int
-    memory: Mapping[TopicPartition, int]
-    brokers: Mapping[TopicPartition, int]
-    lost: tuple[OffsetRange, ...]
+    rows_from_memory: Mapping[TopicPartition, int]
+    rows_from_brokers: Mapping[TopicPartition, int]
+    skipped: tuple[OffsetRange, ...]
 
 
 # --- events: Spark ----------------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ class Join:
     topics: tuple[str, ...]
     client_id: str = ""
     instance_id: str | None = None
-    host: str = ""
+    agent: str = ""
     takes: bool = False
 
 
@@ -503,14 +503,14 @@ class Leave:
 class AcceptAgent:
     """Notify an agent that this run accepted it: members may be placed on it."""
 
-    host: str
+    agent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DismissAgent:
     """Request an agent, if it is reachable, to close its members and end."""
 
-    host: str
+    agent: str
     reason: str
 
 
@@ -559,7 +559,7 @@ class CheckReplaced:
     id."""
 
     slot: int
-    seen: bool = True
+    confirmed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,41 +82,41 @@ class AgentRegistry:
     # --- events: each returns who is lost by it, and why -------------------------------------------------------------
 
     def came(self, event: ev.AgentConnected) -> dict[str, str]:
-        now_ms, known = self._out.now_ms, self.all.get(event.host)
+        now_ms, known = self._out.now_ms, self.all.get(event.agent)
         if known is not None:
             if known.state is AgentState.DISCONNECTED:
                 known.since_ms = now_ms
             self._move(known, ev.AgentConnected)
             known.heard_ms = now_ms
-            self._out.order(ev.AcceptAgent(host=event.host))
+            self._out.order(ev.AcceptAgent(agent=event.agent))
             return {}
-        if not event.fresh or event.host in self._gone:
-            self._dismiss(event.host, "it is none of this run's, or its lease is over")
+        if not event.fresh or event.agent in self._gone:
+            self._dismiss(event.agent, "it is none of this run's, or its lease is over")
             return {}
         lost = {}
         for twin in [host for host in self.all.values() if host.executor == event.executor]:
             lost[twin.id] = self._lose(twin, ev.AgentSuperseded, "a newer agent of its executor came")
         if len(self.all) >= HOSTS_MAX:
-            self._dismiss(event.host, f"there are {HOSTS_MAX} agents")
+            self._dismiss(event.agent, f"there are {HOSTS_MAX} agents")
             return lost
-        self.all[event.host] = AgentRecord(event.host, event.executor, event.name, now_ms, now_ms)
-        self._out.order(ev.AcceptAgent(host=event.host))
+        self.all[event.agent] = AgentRecord(event.agent, event.executor, event.name, now_ms, now_ms)
+        self._out.order(ev.AcceptAgent(agent=event.agent))
         return lost
 
     def heard(self, event: ev.AgentHeartbeat) -> None:
-        host = self.all.get(event.host)
+        host = self.all.get(event.agent)
         if host is None:
-            self._dismiss(event.host, "it is none of this run's, or its lease is over")
+            self._dismiss(event.agent, "it is none of this run's, or its lease is over")
         else:
             host.heard_ms = self._out.now_ms
 
     def cut(self, event: ev.AgentDisconnected) -> None:
-        host = self.all.get(event.host)
+        host = self.all.get(event.agent)
         if host is not None and host.state is not AgentState.DISCONNECTED:
             self._move(host, ev.AgentDisconnected)
 
     def gone(self, event: ev.AgentEnded) -> dict[str, str]:
-        host = self.all.get(event.host)
+        host = self.all.get(event.agent)
         return {} if host is None else {host.id: self._lose(host, ev.AgentEnded, event.reason)}
 
     def tick(self) -> dict[str, str]:
@@ -172,7 +172,7 @@ class AgentRegistry:
         return f"agent {host.name or host.executor} is gone: {why}"
 
     def _dismiss(self, id_: str, reason: str) -> None:
-        self._out.order(ev.DismissAgent(host=id_, reason=reason))
+        self._out.order(ev.DismissAgent(agent=id_, reason=reason))
 
     def _move(self, host: AgentRecord, cause: type) -> None:
         host.state = moved(AGENTS, host.state, cause, f"host {host.id}")

@@ -144,13 +144,13 @@ class Slots:
                 self._move(slot, ev.MemberFenced)
                 if slot.failing_since_ms is None:
                     slot.failing_since_ms = self._out.now_ms
-                slot.fenced = event.seen
+                slot.fenced = event.confirmed
                 self._out.say(
-                    f"slot {slot.number}'s place {'was' if event.seen else 'may have been'} taken ({event.reason}): "
-                    "asking the broker whether a newer driver runs this stream",
+                    f"another client {'has' if event.confirmed else 'may have'} the instance id of slot {slot.number} "
+                    f"({event.reason}); checking whether a newer driver runs this stream",
                     warn=True,
                 )
-                self._out.order(ev.CheckReplaced(slot=slot.number, seen=slot.fenced))
+                self._out.order(ev.CheckReplaced(slot=slot.number, confirmed=slot.fenced))
             case _:
                 assert_never(event)
         return None
@@ -209,7 +209,7 @@ class Slots:
         for number in [number for number, at_ms in self._wake_at_ms.items() if now_ms >= at_ms]:
             del self._wake_at_ms[number]
             if self.all[number].state is SlotState.CHECKING:
-                self._out.order(ev.CheckReplaced(slot=number, seen=self.all[number].fenced))
+                self._out.order(ev.CheckReplaced(slot=number, confirmed=self.all[number].fenced))
             else:
                 self.join(self.all[number])
         for slot in list(self._holds()):
@@ -224,18 +224,18 @@ class Slots:
 
     def stocked(self, event: ev.PrefetchReported) -> None:
         """An agent tells what it has read ahead."""
-        for of in event.stock:
+        for of in event.buffered:
             slot = self.get(of.slot)
-            if slot is not None and slot.host == event.host:
+            if slot is not None and slot.host == event.agent:
                 slot.buffered_bytes, slot.buffered_rows = of.bytes, of.rows
 
     def task_read(self, event: ev.TaskReported) -> None:
         """A task tells what it read. Its rows are those of the slot that has the partition now, if one of ours has."""
         ours = self._positions.ours
-        for tp, rows in event.memory.items():
+        for tp, rows in event.rows_from_memory.items():
             if tp in ours:
                 self.all[ours[tp].slot].rows_from_memory += rows
-        for tp, rows in event.brokers.items():
+        for tp, rows in event.rows_from_brokers.items():
             if tp in ours:
                 self.all[ours[tp].slot].rows_from_brokers += rows
 
@@ -361,7 +361,7 @@ class Slots:
                 instance_id=identifiers.instance_id(self._rules.group, self._stream, slot.number)
                 if self.static
                 else None,
-                host=host,
+                agent=host,
                 takes=slot.vanished and self.static and not self._rules.classic,
             )
         )

@@ -129,10 +129,10 @@ class Skips:
 
     def add(self, event: ev.TaskReported) -> None:
         """A task tells what it skipped."""
-        if not event.lost or event.seq <= max(self._told, default=-1) - BATCHES_KEPT:
+        if not event.skipped or event.seq <= max(self._told, default=-1) - BATCHES_KEPT:
             return
         told = self._told.setdefault(event.seq, {})
-        for r in event.lost:
+        for r in event.skipped:
             self.records_lost += _added(told.setdefault(r.tp, []), r)
         while len(self._told) > BATCHES_KEPT:
             del self._told[min(self._told)]

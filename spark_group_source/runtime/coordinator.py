@@ -133,7 +133,7 @@ class Coordinator:
         """What is held beside executors now."""
         with self._changed:
             hosts = self._run.lending.hosts.all
-            at = [(m.host, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
+            at = [(m.agent, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
             return [PlacedMembers(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
     def read(self, told: ev.TaskReported) -> None:
@@ -226,9 +226,9 @@ class Coordinator:
                     member.order(command)
                     self._retire(command.slot)
             case ev.AcceptAgent():
-                self.hosts.admit(command.host)
+                self.hosts.admit(command.agent)
             case ev.DismissAgent():
-                self.hosts.dismiss(command.host, command.reason)
+                self.hosts.dismiss(command.agent, command.reason)
             case ev.CommitOffsets():  # now: later a slot may have another member of the same name
                 self._worker.order(in_whose_name(command, self._members.get))
             case ev.FetchCommittedOffsets() | ev.ResolveStarts() | ev.CheckReplaced():
@@ -248,8 +248,8 @@ class Coordinator:
             self._worker.start(stream)
             self._environment.spawn("clock", self._tick, died=self.died)
         self._retire(join.slot)
-        self._worker.lent |= bool(join.host)
-        member = self._members[join.slot] = self.hosts.make(join) if join.host else self._at_home(join)
+        self._worker.lent |= bool(join.agent)
+        member = self._members[join.slot] = self.hosts.make(join) if join.agent else self._at_home(join)
         member.start()
 
     def _at_home(self, join: ev.Join) -> Member:

@@ -278,7 +278,7 @@ class OffsetCommits:
             AccessDenied: nobody may commit, told twice.
             CommitFailed: nothing was committed; the core orders it again.
         """
-        away = [share for share in shares if share.member.host]
+        away = [share for share in shares if share.member.agent]
         if self._committer.lost and away and (denied := self._regain(shares, whole=whole)) is not None:
             self._deny(denied)
         if not self._committer.lost and self._environment.now_ms() >= self._denied_until_ms:

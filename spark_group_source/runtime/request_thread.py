@@ -175,7 +175,7 @@ class Worker:
                 starts = self._admin.starts(work.starts, committed=committed)
                 self._handle(ev.StartsResolved(offsets=starts, asked=tuple(work.starts)))
             case ev.CheckReplaced():
-                self._handle(self._commits.probe(work.slot, self._any_partition, seen=work.seen))
+                self._handle(self._commits.probe(work.slot, self._any_partition, seen=work.confirmed))
             case offset_commits.Order():
                 self._handle(self._commits.echo(work))
 

@@ -76,7 +76,9 @@ def read(*, skipped: tuple[int, int], ends: bool) -> Tally:
 def test_a_task_tells_what_it_read_from_where_and_what_was_gone(listening: Listening) -> None:
     listening.task(read(skipped=(7, 9), ends=True))
     await_until(lambda: listening.told, SOON_S, what="word of the task")
-    assert listening.told == [ev.TaskReported(seq=4, memory={A: 3}, brokers={A: 4, B: 2}, lost=(OffsetRange(A, 7, 9),))]
+    assert listening.told == [
+        ev.TaskReported(seq=4, rows_from_memory={A: 3}, rows_from_brokers={A: 4, B: 2}, skipped=(OffsetRange(A, 7, 9),))
+    ]
 
 
 def test_a_task_that_fails_tells_what_it_read_and_nothing_of_losses(listening: Listening) -> None:
@@ -84,7 +86,7 @@ def test_a_task_that_fails_tells_what_it_read_and_nothing_of_losses(listening: L
     with pytest.raises(ValueError, match="the sink"):
         listening.task(read(skipped=(7, 9), ends=False), ValueError("the sink"))
     await_until(lambda: listening.told, SOON_S, what="word of the task")
-    assert [(told.brokers, told.lost) for told in listening.told] == [({A: 4, B: 2}, ())]
+    assert [(told.rows_from_brokers, told.skipped) for told in listening.told] == [({A: 4, B: 2}, ())]
 
 
 def test_a_task_with_too_much_to_tell_ends_all_the_same(

@@ -130,7 +130,7 @@ class GroupHarness:
 
     def host_came(self, host: str, *, executor: str = "", fresh: bool = True) -> Commands:
         """An agent says hello; each has an executor of its own unless ``executor`` says otherwise."""
-        return self.feed(ev.AgentConnected(host=host, executor=executor or f"of {host}", fresh=fresh))
+        return self.feed(ev.AgentConnected(agent=host, executor=executor or f"of {host}", fresh=fresh))
 
     def stay(self, ms: int, *hosts: str) -> Commands:
         """Time passes, and agents are heard; all of them unless ``hosts`` says which."""
@@ -138,7 +138,7 @@ class GroupHarness:
         for _ in range(0, ms, PING_MS):
             commands += self.tick(ms=PING_MS)
             heard = hosts or tuple(self.machine.lending.hosts.all)
-            commands += self.feed(*(ev.AgentHeartbeat(host=host) for host in heard))
+            commands += self.feed(*(ev.AgentHeartbeat(agent=host) for host in heard))
         return commands
 
     # --- what Spark says --------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from spark_group_source.protocol import events as ev
 
 LEASE_MS = 6_000
 SETTINGS = {"bootstrap.servers": "b", "group.id": "g", "session.timeout.ms": "10000"}
-JOIN = ev.Join(slot=3, client=2, topics=("a",), client_id="c-3", instance_id="g.s.3", host="h1")
+JOIN = ev.Join(slot=3, client=2, topics=("a",), client_id="c-3", instance_id="g.s.3", agent="h1")
 WHO = Identity(5, "m", metadata(5))
 
 
@@ -74,9 +74,9 @@ class Pair:
         self.events.append(event)
         if isinstance(event, ev.AgentConnected):
             if self.admits:
-                self.hosts.admit(event.host)
+                self.hosts.admit(event.agent)
             else:
-                self.hosts.dismiss(event.host, "no")
+                self.hosts.dismiss(event.agent, "no")
 
     def carry(self) -> None:
         """Until both ends are silent."""
@@ -155,11 +155,11 @@ def test_what_is_kept_for_an_end_that_takes_nothing_is_bounded() -> None:
 
 
 def test_an_agent_says_who_it_is_and_is_welcomed(pair: Pair) -> None:
-    assert pair.events == [ev.AgentConnected(host="h1", executor="7", name="worker-1", fresh=True)]
+    assert pair.events == [ev.AgentConnected(agent="h1", executor="7", name="worker-1", fresh=True)]
     pair.reconnect()
     assert pair.events[1:] == [
-        ev.AgentDisconnected(host="h1"),
-        ev.AgentConnected(host="h1", executor="7", name="worker-1", fresh=False),
+        ev.AgentDisconnected(agent="h1"),
+        ev.AgentConnected(agent="h1", executor="7", name="worker-1", fresh=False),
     ]
 
 
@@ -223,7 +223,7 @@ def test_a_sign_of_life_says_what_is_held_of_each_members_partitions(pair: Pair)
     pair.agent.begin(lambda tps: (100 * len(list(tps)), 7))
     pair.agent._say(stock=pair.agent._stock())
     pair.carry()
-    assert ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
+    assert ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=3, bytes=0, rows=7),)) in pair.events
 
 
 def test_a_run_that_has_ended_sends_agents_away(pair: Pair) -> None:

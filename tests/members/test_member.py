@@ -87,7 +87,7 @@ class Scene:
 
     def doubts(self) -> list[bool]:
         """Of the reports that its place may be another process's: whether the broker said so."""
-        return [event.seen for event in self.reported if isinstance(event, ev.MemberFenced)]
+        return [event.confirmed for event in self.reported if isinstance(event, ev.MemberFenced)]
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
     [
         ("poll", Message(KafkaError._FATAL, "instance id was fenced"), "MemberFenced"),
         ("poll", Message(KafkaError._FATAL, STILL_TAKEN), "MemberFailed"),  # maybe another driver's: it is not taken
-        ("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"), "Broken"),
+        ("poll", Message(KafkaError.INVALID_SESSION_TIMEOUT, "no"), "InternalFailure"),
         ("Consumer", refusal(KafkaError._INVALID_ARG), "MemberFailed"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
 
     monkeypatch.setattr(scene.environment, "spawn", none_left)
     scene.member.start()
-    assert scene.kinds() == ["Broken"]
+    assert scene.kinds() == ["InternalFailure"]
     assert scene.member.wait_ended(0)
 
 

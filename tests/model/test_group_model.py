@@ -176,10 +176,10 @@ class GroupRun:
         self.model.leaving.pop(slot, None)
         if how != "dead":
             self.asked = []
-            self.send(ev.MemberFenced(**self.of(slot), reason="test", seen=how == "fenced"))
+            self.send(ev.MemberFenced(**self.of(slot), reason="test", confirmed=how == "fenced"))
             self.send(ev.ReplacedUnclear(slot=slot, reason="test"))
             self.tick(LONGEST_PAUSE_MS)
-            again = ev.CheckReplaced(slot=slot, seen=how == "fenced")
+            again = ev.CheckReplaced(slot=slot, confirmed=how == "fenced")
             assert self.asked == [again, again], "it is asked until it is answered"
             self.send(ev.NotReplaced(slot=slot))
         else:

@@ -88,7 +88,7 @@ def test_slots_come_home_when_transactions_are_refused(holds: bool) -> None:
     commands = g.feed(ev.BatchBoundary())
     (leave,), (join,) = only(ev.Leave, commands), only(ev.Join, commands)
     assert (leave.slot, leave.leave) == (0, False)
-    assert (join.host, join.client) == ("", 3)
+    assert (join.agent, join.client) == ("", 3)
     g.assigned(A)
     assert begun(g) == [] and hosts_of(g) == [""]
 
@@ -106,7 +106,7 @@ def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> 
     assert g.revoking(A) == g.assigned(C) == g.failed() == g.lost(A) == [], "what a moving member says is ignored"
     (join,) = g.member_ended()
     assert isinstance(join, ev.Join)
-    assert (join.host, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
+    assert (join.agent, join.client, join.instance_id) == ("h1", 2, g.join().instance_id)
     assert slot_of(STREAM, join.client_id) == 0 and "7" in join.client_id
     assert g.feed(ev.MemberEnded(slot=0, client=1)) == []
     g.settled(A, B)
@@ -142,7 +142,7 @@ def others_come_and_go(g: GroupHarness, nothing: type) -> None:
     for number in range(TOGETHER_MS_MAX // 1_000):
         g.host_came(f"x{number}")
         assert only(nothing, g.feed(ev.BatchBoundary())) == []
-        g.feed(ev.AgentEnded(host=f"x{number - 1}", reason="it left"))
+        g.feed(ev.AgentEnded(agent=f"x{number - 1}", reason="it left"))
         g.stay(1_000)
 
 
@@ -210,7 +210,7 @@ def test_a_place_is_taken_from_a_member_that_does_not_close_in_time_and_from_no_
     g = ready((A,), (B,), classic=False)
     assert begun(g) == [0, 1]
     assert [join.takes for join in only(ev.Join, g.member_ended(0))] == [False]
-    assert [(join.host, join.takes) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
+    assert [(join.agent, join.takes) for join in only(ev.Join, g.tick(ms=CLOSE_MS_MAX))] == [("h1", True)]
 
 
 def test_a_slot_that_moves_keeps_its_topics_until_it_is_back() -> None:
@@ -243,9 +243,9 @@ def test_slots_stay_at_home_where_they_are_to_or_each_move_would_be_a_rebalance(
 def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
     g = lent()
     g.plan({A: (100, 150)})
-    dismiss, join = g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
+    dismiss, join = g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     assert isinstance(dismiss, ev.DismissAgent) and isinstance(join, ev.Join)
-    assert (join.host, join.client) == ("", 3)
+    assert (join.agent, join.client) == ("", 3)
     assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (1, 50)
     # Late reports of the old member are ignored.
     assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
@@ -256,7 +256,7 @@ def test_they_join_at_another_agent_if_there_is_one() -> None:
     g = lent()
     g.host_came("h2")
     g.stay(STAY_MS)
-    assert [j.host for j in only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="x")))] == ["h2"]
+    assert [j.agent for j in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
 
 def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
@@ -264,17 +264,17 @@ def test_a_lease_ends_without_a_sign_of_life_and_not_with_one() -> None:
     g.stay(2 * LEASE_MS)
     assert hosts_of(g) == ["h1"]
     assert only(ev.Join, g.tick(ms=LEASE_MS - 1)) == []
-    assert [join.host for join in only(ev.Join, g.tick(ms=1))] == [""]
+    assert [join.agent for join in only(ev.Join, g.tick(ms=1))] == [""]
 
 
 def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> None:
     g = lent()
-    g.feed(ev.AgentHeartbeat(host="h1"), ev.AgentDisconnected(host="h1"))
+    g.feed(ev.AgentHeartbeat(agent="h1"), ev.AgentDisconnected(agent="h1"))
     g.tick(ms=LEASE_MS - 1)
-    assert g.host_came("h1", fresh=False) == [ev.AcceptAgent(host="h1")]
+    assert g.host_came("h1", fresh=False) == [ev.AcceptAgent(agent="h1")]
     assert hosts_of(g) == ["h1"]
     g = ready((A,))
-    g.feed(ev.AgentDisconnected(host="h1"))
+    g.feed(ev.AgentDisconnected(agent="h1"))
     assert begun(g) == []
     g.host_came("h1", fresh=False)
     assert begun(g) == []  # it must stay again
@@ -285,9 +285,9 @@ def test_a_channel_that_is_cut_is_no_lost_host_but_nothing_is_lent_to_it() -> No
 def test_a_newer_agent_of_the_same_executor_takes_its_twins_place() -> None:
     g = lent()
     commands = g.host_came("h2", executor="of h1")
-    assert {command.host for command in only(ev.DismissAgent, commands)} == {"h1"}
-    assert ev.AcceptAgent(host="h2") in commands
-    assert [join.host for join in only(ev.Join, commands)] == [""]
+    assert {command.agent for command in only(ev.DismissAgent, commands)} == {"h1"}
+    assert ev.AcceptAgent(agent="h2") in commands
+    assert [join.agent for join in only(ev.Join, commands)] == [""]
 
 
 def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
@@ -295,14 +295,14 @@ def test_an_agent_of_a_former_run_or_whose_lease_is_over_is_dismissed() -> None:
         g = lent()
         g.tick(ms=LEASE_MS)
         assert [type(command) for command in g.host_came("h1", fresh=fresh)] == [ev.DismissAgent]
-        assert [type(command) for command in g.feed(ev.AgentHeartbeat(host="h1"))] == [ev.DismissAgent]
+        assert [type(command) for command in g.feed(ev.AgentHeartbeat(agent="h1"))] == [ev.DismissAgent]
     assert [type(command) for command in settled((A,)).host_came("h9", fresh=False)] == [ev.DismissAgent]
 
 
 @pytest.mark.parametrize("classic", [True, False])
 def test_the_place_of_a_member_that_vanished_is_taken_where_a_broker_does_not_give_it_away(classic: bool) -> None:
     g = lent(classic=classic)
-    (join,) = only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="killed")))
+    (join,) = only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="killed")))
     assert join.takes is not classic
     (again,) = only(ev.Join, [*g.failed(), *g.tick(ms=1_000)])
     assert again.takes is not classic, "it was not heard to close since"
@@ -317,7 +317,7 @@ def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None
     g.stay(STAYS_MS)
     g.machine.lending.hosts.put_off("h1")
     g.machine.slots.move(g.machine.slots.all[0], "h2")
-    assert [join.host for join in only(ev.Join, g.feed(ev.AgentEnded(host="h1", reason="x")))] == ["h2"]
+    assert [join.agent for join in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
 
 def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_put_off() -> None:
@@ -325,7 +325,7 @@ def test_a_slot_that_cannot_join_from_an_agent_is_called_home_and_the_agent_is_p
     begun(g)
     g.member_ended()
     g.stay(g.machine.rules.joining_budget_ms // 2 + 1_000)
-    assert [join.host for join in only(ev.Join, g.member_ended())] == [""]
+    assert [join.agent for join in only(ev.Join, g.member_ended())] == [""]
     g.settled(A)
     assert begun(g) == []
     g.stay(HOST_PUT_OFF_MS)
@@ -356,7 +356,7 @@ def growing(*hosts: str, slots: int = 1) -> GroupHarness:
 
 
 def joins(g: GroupHarness) -> list[tuple[int, str]]:
-    return [(join.slot, join.host) for join in only(ev.Join, g.feed(ev.BatchBoundary()))]
+    return [(join.slot, join.agent) for join in only(ev.Join, g.feed(ev.BatchBoundary()))]
 
 
 def test_agents_that_came_together_bring_their_slots_together() -> None:
@@ -376,7 +376,7 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
     g = growing("h1", "h2", slots=2)
     begun(g)
     back(g, A, B)
-    g.feed(ev.AgentEnded(host="h2", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(agent="h2", reason="its executor is gone"))
     g.settled(B, slot=1)
     begun(g)
     g.stay(SHRINK_MS - 1_000)
@@ -390,7 +390,7 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
 
 def test_the_last_slot_never_leaves() -> None:
     g = growing("h1")
-    g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     begun(g)
     g.stay(2 * SHRINK_MS)
     assert begun(g) == []
@@ -416,7 +416,7 @@ def running() -> RunHarness:
     """A run that has read a batch, with an agent that has stayed."""
     run = RunHarness()
     run.batch()
-    run.feed(ev.AgentConnected(host="h1", executor="1"))
+    run.feed(ev.AgentConnected(agent="h1", executor="1"))
     run.pass_time(STAY_MS)
     return run
 
@@ -426,7 +426,7 @@ def test_the_plan_waits_for_a_slot_that_moves_and_misses_none_of_its_partitions(
     run.ends = dict.fromkeys(run.ends, 7)
     run.start = run.latest()
     assert set(run.start.ranges) == set(run.ends)
-    assert [join.host for join in only(ev.Join, run.history)] == ["", "h1"]
+    assert [join.agent for join in only(ev.Join, run.history)] == ["", "h1"]
 
 
 def test_the_plan_goes_on_without_a_slot_that_does_not_come_back() -> None:

@@ -26,13 +26,16 @@ def run() -> Run:
 def skipped(run: Run, seq: int, *ranges: tuple[int, int]) -> int:
     """A task tells that it skipped these of partition A; returns how many records count as lost then."""
     lost = tuple(OffsetRange(A, start, end) for start, end in ranges)
-    run.handle(ev.TaskReported(seq=seq, memory={}, brokers={}, lost=lost), now_ms=1)
+    run.handle(ev.TaskReported(seq=seq, rows_from_memory={}, rows_from_brokers={}, skipped=lost), now_ms=1)
     return run.statistics().records_lost
 
 
 def test_rows_count_for_the_slot_that_has_the_partition(run: Run) -> None:
-    run.handle(ev.TaskReported(seq=0, memory={A: 3, B: 4}, brokers={A: 1, ELSEWHERE: 9}, lost=()), now_ms=1)
-    run.handle(ev.TaskReported(seq=0, memory={}, brokers={B: 2}, lost=()), now_ms=1)
+    run.handle(
+        ev.TaskReported(seq=0, rows_from_memory={A: 3, B: 4}, rows_from_brokers={A: 1, ELSEWHERE: 9}, skipped=()),
+        now_ms=1,
+    )
+    run.handle(ev.TaskReported(seq=0, rows_from_memory={}, rows_from_brokers={B: 2}, skipped=()), now_ms=1)
     found = run.statistics()
     assert (found.rows_from_memory, found.rows_from_brokers) == ((3, 4), (1, 2))
 
@@ -48,7 +51,7 @@ def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: 
 
 
 def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_said_it(run: Run) -> None:
-    stock = ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),))
+    stock = ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),))
     run.handle(stock, now_ms=1)
     assert run.statistics().buffered_rows == (0, 0), "its slot is at home"
     run.slots.all[1].host = "h1"
@@ -63,7 +66,7 @@ def test_numbers_are_read_as_they_were_written(run: Run) -> None:
 def test_what_was_buffered_at_an_agent_is_not_shown_when_the_slot_has_left_it(run: Run) -> None:
     slot = run.slots.all[1]
     slot.host = "h1"
-    run.handle(ev.PrefetchReported(host="h1", stock=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)
+    run.handle(ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)
     run.handle(ev.MemberFailed(slot=1, client=slot.client, reason="x"), now_ms=1)
     run.handle(ev.Tick(), now_ms=60_000)
     assert slot.host == "", "no agent is known here"

@@ -208,10 +208,10 @@ def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:
 def test_members_that_stay_without_agents_leave_after_a_while() -> None:
     run = coming_back({0, 1}, shrink_ms=60_000)
     run.batch()
-    run.feed(ev.AgentConnected(host="h1", executor="1"))
+    run.feed(ev.AgentConnected(agent="h1", executor="1"))
     for _ in range(120):
         run.pass_time(1_000)
-        run.feed(ev.AgentHeartbeat(host="h1"))
+        run.feed(ev.AgentHeartbeat(agent="h1"))
         run.batch()
     assert [leave.slot for leave in only(ev.Leave, run.history) if leave.leave] == [1]
 

@@ -142,10 +142,10 @@ def test_an_assignment_starts_the_joining_budget_anew(group: GroupHarness) -> No
 
 def test_a_slot_whose_place_may_have_been_taken_says_so_when_it_asks_and_joins_again(group: GroupHarness) -> None:
     group.settled(A)
-    doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", seen=False)
-    assert group.feed(doubt) == [ev.CheckReplaced(slot=0, seen=False)]
+    doubt = ev.MemberFenced(slot=0, client=1, reason="did not run for 30000 ms", confirmed=False)
+    assert group.feed(doubt) == [ev.CheckReplaced(slot=0, confirmed=False)]
     group.feed(ev.ReplacedUnclear(slot=0, reason="brokers are away"))
-    assert group.tick(ms=100) == [ev.CheckReplaced(slot=0, seen=False)], "still only possible"
+    assert group.tick(ms=100) == [ev.CheckReplaced(slot=0, confirmed=False)], "still only possible"
     assert group.feed(ev.NotReplaced(slot=0)) == []
     assert group.tick(ms=200) == [group.join(client=2)]
 

@@ -80,7 +80,7 @@ def host_here(g: GroupHarness) -> None:
 
 def host_cut(g: GroupHarness) -> None:
     host_came(g)
-    g.feed(ev.AgentDisconnected(host="h1"))
+    g.feed(ev.AgentDisconnected(agent="h1"))
 
 
 def moving(g: GroupHarness) -> None:
@@ -106,7 +106,7 @@ def lent_and_revoking(g: GroupHarness) -> None:
 
 
 def host_gone(g: GroupHarness) -> None:
-    g.feed(ev.AgentEnded(host="h1", reason="its executor is gone"))
+    g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
 
 
 def lease_over(g: GroupHarness) -> None:
@@ -161,7 +161,7 @@ HOST_WAYS: dict[Row, Way] = {
     (AgentState.READY, ev.AgentConnected): [born, host_here, host_came],
     (AgentState.DISCONNECTED, ev.AgentConnected): [born, host_cut, host_came],
     (AgentState.NEW, ev.AgentDisconnected): [born, host_cut],
-    (AgentState.READY, ev.AgentDisconnected): [born, host_here, lambda g: g.feed(ev.AgentDisconnected(host="h1"))],
+    (AgentState.READY, ev.AgentDisconnected): [born, host_here, lambda g: g.feed(ev.AgentDisconnected(agent="h1"))],
     **{
         (state, cause): [born, there, way]
         for state, there in (

@@ -36,7 +36,7 @@ class HandMember:
 
     def __init__(self, slot: int, environment: ManualEnvironment) -> None:
         self.slot, self.client, self.environment = slot, 7, environment
-        self.host = ""
+        self.agent = ""
         self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
         self.held: tuple[TopicPartition, ...] = (A0, A1, B0)
@@ -270,7 +270,7 @@ def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> Non
     scene.environment.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
     question = ev.CheckReplaced(slot=1)
-    only_possible = ev.CheckReplaced(slot=2, seen=False)
+    only_possible = ev.CheckReplaced(slot=2, confirmed=False)
     scene.run(*(scene.order(order) for order in (question, echo(), question, only_possible)))
     before, done, after, joins_again = scene.handled
     assert isinstance(before, ev.ReplacedUnclear) and not before.final
@@ -566,7 +566,7 @@ def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
 
 def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refused() -> None:
     scene = Scene()
-    scene.members[0].host = "h1"
+    scene.members[0].agent = "h1"
     scene.environment.will("init_transactions", *[DENIED] * 9)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
@@ -582,7 +582,7 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
 ) -> None:
     """A newer driver of the stream would have their places."""
     scene = broken
-    scene.members[0].host = scene.members[1].host = "h1"
+    scene.members[0].agent = scene.members[1].agent = "h1"
     found = group_of(*(member_at("g.s.0", member) for member in others))
     scene.environment.will("describe_consumer_groups", *[found] * 3)
     for _ in range(2):
@@ -605,7 +605,7 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
 def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(broken: Scene) -> None:
     """A right that is taken away in the middle of a commit loses the id, which cannot be taken back either."""
     scene = broken
-    scene.members[0].host = scene.members[1].host = "h1"
+    scene.members[0].agent = scene.members[1].agent = "h1"
     found = group_of(member_at("g.s.0", "m"))
     scene.environment.will("describe_consumer_groups", *[found] * 4)
     for _ in range(3):

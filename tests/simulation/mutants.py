@@ -425,7 +425,7 @@ MUTANTS = [
     Mutant(
         "admits-agents-of-former-runs",
         H,
-        "if not event.fresh or event.host in self._gone:",
+        "if not event.fresh or event.agent in self._gone:",
         "if False:",
         "an agent that another run admitted is dismissed",
         agents=True,
