@@ -1,6 +1,6 @@
-"""What a Delta table holds, from its own files: pyarrow and the plain log, not Spark or Delta.
+"""The rows of a Delta table, read from its files with pyarrow and the plain log, without Spark or Delta.
 
-Runs in: tests, as the independent reader of what the product wrote.
+Runs in: tests, as an independent reader of what the product wrote.
 """
 
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def living_rows(table: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
-    """The rows of the files that the log lists and has not removed; none while there is no table."""
+    """Return the rows of the files that the log lists and has not removed; none if there is no table."""
     import pyarrow.parquet as pq
 
     return [row for path in living_files(table) for row in pq.read_table(path, columns=columns).to_pylist()]
 
 
 def living_files(table: Path) -> list[Path]:
-    """The files themselves."""
+    """Return the files that the log lists and has not removed."""
     files: dict[str, None] = {}
     for commit in sorted((table / "_delta_log").glob("*.json")):
         for line in commit.read_text().splitlines():

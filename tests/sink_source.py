@@ -1,9 +1,9 @@
-"""A streaming source for the sink's tests: it follows a script instead of a Kafka group.
+"""A streaming source for the sink's tests: it returns scripted offsets instead of reading a Kafka group.
 
-Runs in: tests (the driver, Spark's stream reader, executor workers). Deliberately absent: Kafka, members, admission.
+Runs in: tests (the driver, Spark's stream reader, executor workers). Deliberately absent: Kafka, members.
 
-The script is a JSON file with the list of offsets, one per batch; the rows of a range are made up from the offsets, so
-that a test can say which rows a table must have.
+The script is a JSON file with the list of offsets, one per batch; the rows of a range are derived from the offsets, so
+that a test can compute which rows a table must have.
 """
 
 import json
@@ -20,7 +20,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, Suppor
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset, parse
 
-# For Spark's Python workers, also those of child processes: else they are the python3 of the PATH.
+# For Spark's Python workers, also those of child processes: without it they run the python3 of the PATH.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 SCHEMA = "topic string, partition int, offset long, value string"
@@ -34,6 +34,7 @@ def offset(
     group: str = "etl",
     stream: str = "s1",
     followed: Sequence[tuple[str, int]] = (),
+    began: Sequence[tuple[str, int]] = (),
     cut: Mapping[tuple[str, int], int] = MappingProxyType({}),
     topic_id: str = "id-1",
     epoch: int = 0,
@@ -48,12 +49,13 @@ def offset(
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
         epoch=epoch,
         followed=frozenset(TopicPartition(*tp) for tp in followed),
+        began=frozenset(TopicPartition(*tp) for tp in began),
         cut={TopicPartition(*tp): at for tp, at in cut.items()},
     )
 
 
 def rows_of(ranges: Sequence[OffsetRange]) -> list[tuple[str, int, int, str]]:
-    """The rows that the ranges stand for."""
+    """Return the rows of the ranges."""
     return [(r.tp.topic, r.tp.partition, n, f"{r.tp}@{n}") for r in ranges for n in range(r.start, r.end)]
 
 
@@ -69,7 +71,7 @@ class _Piece(InputPartition):
 
 
 class ScriptReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Gives one scripted batch per trigger, and no other than the scripted ones."""
+    """Returns one scripted batch per trigger."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,6 +1,6 @@
-"""Words of the sink's tests: a query's batches without Kafka, and what a table's files say.
+"""Helpers of the sink's tests: a query's batches without Kafka, and the content of a table's files.
 
-Runs in: tests. Deliberately absent: Delta's own readers. What a table holds is read from the files of its log.
+Runs in: tests. Deliberately absent: Delta's own readers. The content of a table is read from the files of its log.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet
 import pytest
 from delta_files import living_files
+from deltalake import DeltaTable
 from sink_source import SCHEMA, Ranges, rows_of, write_script
 
 from spark_group_source.delta.sink import DeltaSink
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Row = tuple[str, int, int, str]
 
 QUERY_S = 120
-"""Bound of one streaming query in a test."""
+"""Longest run of one streaming query in a test, in seconds."""
 
 
 def one(start: int, end: int, *, topic: str = "orders", partition: int = 0) -> Ranges:
@@ -36,7 +37,7 @@ def records(start: int, end: int, *, topic: str = "orders", partition: int = 0) 
 
 
 class Query:
-    """A query's checkpoint, and its batches handed to a sink as ``foreachBatch`` would."""
+    """A query's checkpoint, and its batches, passed to a sink like by ``foreachBatch``."""
 
     def __init__(self, spark: "SparkSession", root: Path, name: str, writer: Writer = "auto") -> None:
         self.spark, self.root, self.id, self.writer = spark, root / name, f"query-{name}", writer
@@ -60,11 +61,11 @@ class Query:
 
 NewQuery = Callable[[str], Query]
 Intruder = Callable[[Callable[[], object]], None]
-"""``intruder(action)``: once, just before the next commit, someone else does ``action``."""
+"""``intruder(action)``: once, just before the next commit, ``action`` is run."""
 
 
 def commits(table: Path | str) -> list[list[dict[str, Any]]]:
-    """The actions of every commit, from the files of the log."""
+    """Return the actions of every commit, from the files of the log."""
     files = sorted((Path(table) / "_delta_log").glob("*.json"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -74,7 +75,7 @@ def actions(commit: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def rows(table: Path | str) -> list[Any]:
-    """The rows, from the files that the log lists; a column that a file lacks is None."""
+    """Return the rows, from the files that the log lists; a column that a file lacks is None."""
     metadata = [found for commit in commits(table) for found in actions(commit, "metaData")]
     columns = [field["name"] for field in json.loads(metadata[-1]["schemaString"])["fields"]]
     found = [r for path in living_files(Path(table)) for r in pyarrow.parquet.ParquetFile(path).read().to_pylist()]
@@ -82,14 +83,14 @@ def rows(table: Path | str) -> list[Any]:
 
 
 def notes(commit: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ledgers in a commit's ``userMetadata``."""
+    """Return the ledgers in a commit's ``userMetadata``."""
     texts = [info["userMetadata"] for info in actions(commit, "commitInfo") if "group" in info.get("userMetadata", "")]
     found = [json.loads(text) for text in texts]
     return [doc for docs in found for doc in (docs if isinstance(docs, list) else [docs]) if "ledger" in doc]
 
 
 def next_offsets(table: Path | str, group: str = "etl") -> dict[tuple[str, int], int]:
-    """The ledger as the log's files have it: in the last note with one of the group."""
+    """Return the ledger of a group from the log's files: from the last note that has one."""
     noted = [doc["ledger"] for commit in commits(table) for doc in notes(commit) if doc.get("group") == group]
     topics = noted[-1]["topics"] if noted else {}
     return {(topic, int(p)): n for topic, entry in topics.items() for p, n in entry["offsets"].items()}
@@ -100,13 +101,29 @@ def parquet_files(table: Path) -> set[str]:
     return {str(f.relative_to(table)) for f in files if not f.name.startswith(".")}
 
 
+def expire_log(table: Path) -> None:
+    """Delete the log files that Delta deletes after ``delta.logRetentionDuration``, once there is a checkpoint."""
+    DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
+    DeltaTable(table).create_checkpoint()
+    newest = max((table / "_delta_log").glob("*.checkpoint*.parquet")).name.split(".")[0]
+    for file in (table / "_delta_log").glob("*.json"):
+        if file.name.split(".")[0] < newest:
+            file.unlink()
+    assert not any("group" in info.get("userMetadata", "") for c in commits(table) for info in actions(c, "commitInfo"))
+
+
+def offsets_in(table: Path) -> list[int]:
+    """Read the table itself: the log has no files that list its rows any more."""
+    return sorted(DeltaTable(table).to_pyarrow_table()["offset"].to_pylist())
+
+
 def stream(spark: "SparkSession", tmp_path: Path, script: Sequence[StreamOffset], name: str = "script") -> "DataFrame":
     path = write_script(tmp_path / f"{name}.json", script)
     return spark.readStream.format("scripted-group").option("script", path).load()
 
 
 def run(df: "DataFrame", sink: Callable[["DataFrame", int], None], checkpoint: Path) -> list[int]:
-    """Run every scripted batch; returns the rows that each batch read."""
+    """Run every scripted batch; return the number of rows that each batch read."""
     started = df.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint))
     running = started.trigger(availableNow=True).start()
     if not running.awaitTermination(QUERY_S):

@@ -245,7 +245,7 @@ def _refused_partitions(table: str, group: str, refused: Sequence[RefusedPartiti
     """The group was moved back below the ledger; or its committed offsets were lost and the batch starts above it."""
     above = [r for r in refused if r.start > r.recorded]
     shown = above or refused
-    start = "starts at" if above else "committed at Kafka"
+    start = "starts at" if above else "committed offset"
     listed = "; ".join(f"{r.tp}: {start} {r.start}, the table holds up to {r.recorded}" for r in shown[:SHOWN_MAX])
     listed += f" (and {len(shown) - SHOWN_MAX} more partitions)" if len(shown) > SHOWN_MAX else ""
     if above:

@@ -9,7 +9,19 @@ from shutil import rmtree
 import pytest
 from deltalake import DeltaTable
 from sink_source import SCHEMA, offset
-from sink_words import Intruder, NewQuery, Query, actions, commits, next_offsets, one, records, rows
+from sink_words import (
+    Intruder,
+    NewQuery,
+    Query,
+    actions,
+    commits,
+    expire_log,
+    next_offsets,
+    offsets_in,
+    one,
+    records,
+    rows,
+)
 
 from spark_group_source.delta import table_writer
 from spark_group_source.delta.ledger_format import Ledger
@@ -153,28 +165,12 @@ def test_the_version_of_a_restore_by_timestamp_is_found_by_its_files(query: Quer
 # Expired logs
 
 
-def forget_history(table: Path) -> None:
-    """Delete the log files that Delta deletes after ``delta.logRetentionDuration``, once there is a checkpoint."""
-    DeltaTable(table).alter.set_table_properties({"their.own": "1"}, raise_if_not_exists=False)
-    DeltaTable(table).create_checkpoint()
-    newest = max((table / "_delta_log").glob("*.checkpoint*.parquet")).name.split(".")[0]
-    for file in (table / "_delta_log").glob("*.json"):
-        if file.name.split(".")[0] < newest:
-            file.unlink()
-    assert not any("group" in info.get("userMetadata", "") for c in commits(table) for info in actions(c, "commitInfo"))
-
-
-def offsets_in(table: Path) -> list[int]:
-    """Read the table itself: the log has no files that list its rows any more."""
-    return sorted(DeltaTable(table).to_pyarrow_table()["offset"].to_pylist())
-
-
 def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
     query: Query, table: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for n in range(3):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    forget_history(table)
+    expire_log(table)
     sink = query.sink(table)
     query.run(sink, 3, offset(3, one(30, 40)))
     query.run(sink, 4, offset(4, one(35, 45)))
@@ -187,7 +183,7 @@ def test_with_an_expired_log_the_query_continues_at_its_checkpoint(
 
 def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query: Query, table: Path) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
-    forget_history(table)
+    expire_log(table)
     with pytest.raises(LedgerConflict, match=r"(?s)older than the table's log.*--group etl --to-checkpoint"):
         query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))
     with pytest.raises(LedgerConflict, match="its ledger cannot be read"):
@@ -201,7 +197,7 @@ def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query
 def test_a_restore_of_a_table_with_an_expired_log_is_refused(query: Query, table: Path) -> None:
     for n in range(2):
         query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
-    forget_history(table)
+    expire_log(table)
     DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
     DeltaTable(table).restore(DeltaTable(table).version() - 1)
     with pytest.raises(LedgerConflict, match=r"(?s)the table was restored since.*--group etl --to-checkpoint"):
@@ -217,7 +213,7 @@ def test_a_group_that_is_new_to_a_table_with_an_expired_log_starts_at_its_offset
 ) -> None:
     """The table has rows of that topic, but another group wrote them."""
     query.run(query.sink(table), 0, offset(0, one(0, 10), group="another", stream="s0"))
-    forget_history(table)
+    expire_log(table)
     query.run(query.sink(table), 1, offset(0, one(5, 8), followed=[("orders", 0)]))
     assert offsets_in(table) == sorted([*range(10), *range(5, 8)])
 

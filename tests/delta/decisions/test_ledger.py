@@ -353,7 +353,7 @@ def test_a_refusal_names_table_group_both_offsets_and_both_commands_and_stays_sh
     for part in (
         "'etl'",
         "/t",
-        "orders-0: committed at Kafka 10, the table holds up to 100",
+        "orders-0: committed offset 10, the table holds up to 100",
         "(and 995 more partitions)",
         "--group etl --to-ledger --table /t --execute",
         "--group etl --to-current --table /t --execute",

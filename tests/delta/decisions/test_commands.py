@@ -1,0 +1,283 @@
+"""Every command in an error of the sink is complete: it is taken from the real message and run as printed.
+
+``spark-group`` runs in this process, with the test's tables and a model of Kafka's committed offsets.
+``deltalake`` runs the SQL statements. After the commands the query continues with the same checkpoint.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from kit.frames import Session
+from sink_source import offset
+from sink_words import Query, expire_log, offsets_in, one, records, rows
+from typer.testing import CliRunner
+
+from spark_group_source.cli import shared
+from spark_group_source.cli.app import app
+from spark_group_source.delta import checkpoint
+from spark_group_source.delta.checkpoint import QUERY_ID, RUN_ID
+from spark_group_source.delta.ledger_store import read_ledger, set_ledger
+from spark_group_source.delta.table_history import note_of
+from spark_group_source.delta.table_writer import open_existing
+from spark_group_source.errors import LedgerConflict, OptionError, SourceError
+from spark_group_source.host import run_files
+from spark_group_source.kafka import CommittedOffset, Topic
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import note_text, parse_note
+from spark_group_source.protocol.statistics import Statistics
+
+P0 = TopicPartition("orders", 0)
+FOLLOWED = [("orders", 0)]
+SERVERS = "broker-1:9092,broker-2:9092"
+END = 1000
+"""The end of the only partition."""
+
+
+class Admin:
+    """The committed offsets of one stopped group, as ``spark-group reset`` reads and moves them."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[TopicPartition, CommittedOffset] = {}
+
+    def commit(self, at: int, *, foreign: bool = False) -> None:
+        self.offsets[P0] = CommittedOffset(at, "" if foreign else note_text("s1", 0))
+
+    @property
+    def position(self) -> int:
+        return self.offsets[P0].offset
+
+    @property
+    def resets(self) -> int:
+        return parse_note(self.offsets[P0].metadata).epoch
+
+    def committed(self, group: str) -> Mapping[TopicPartition, CommittedOffset]:
+        assert group == "etl"
+        return self.offsets
+
+    def group(self, group: str) -> Any:
+        return SimpleNamespace(state="empty", members=())
+
+    def existing(self, names: Iterable[str]) -> dict[str, Topic]:
+        return {name: Topic("id-1", 1) for name in names if name == "orders"}
+
+    def earliest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
+    def latest(self, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, END)
+
+    def move_committed(
+        self, group: str, offsets: Mapping[TopicPartition, int], *, notes: Mapping[TopicPartition, str]
+    ) -> None:
+        self.offsets |= {tp: CommittedOffset(at, notes[tp]) for tp, at in offsets.items()}
+
+
+@pytest.fixture
+def admin(query: Query, monkeypatch: pytest.MonkeyPatch) -> Admin:
+    kafka = Admin()
+
+    @contextmanager
+    def session(wanted: bool) -> Iterator[Session | None]:
+        yield query.spark if wanted else None  # type: ignore[misc]
+
+    def admin_of(servers: str, group: str, *_: object) -> Admin:
+        assert (servers, group) == (SERVERS, "etl")
+        return kafka
+
+    monkeypatch.setattr(shared, "session", session)
+    monkeypatch.setattr(shared, "admin_of", admin_of)
+    return kafka
+
+
+@pytest.fixture(autouse=True)
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The run of the group publishes its servers on this host."""
+    monkeypatch.setattr(run_files, "directory", lambda: tmp_path / "runs")
+    run = run_files.Publisher("etl", SERVERS)
+    statistics = Statistics(
+        group="etl", stream="s1", seq=0, state="reading", generation=1, assigned=(1,), slots=("assigned",)
+    )
+    run.publish(statistics)
+    yield
+    run.close()
+
+
+def commands(error: pytest.ExceptionInfo[SourceError]) -> list[str]:
+    """The commands of a message: the lines that are indented by four spaces."""
+    return re.findall(r"^ {4}(\S.*)$", str(error.value), re.MULTILINE)
+
+
+def run_command(command: str) -> None:
+    """Run a command exactly as it is printed."""
+    if found := re.fullmatch(r"RESTORE TABLE delta\.`(.+)` TO VERSION AS OF (\d+)", command):
+        DeltaTable(found[1]).restore(int(found[2]))
+        return
+    words = shlex.split(command)
+    assert words[0] == "spark-group" and words[-1] == "--execute"
+    shown = CliRunner().invoke(app, words[1:])
+    assert shown.exit_code == 0, shown.output
+
+
+def refused(run: Callable[[], object]) -> pytest.ExceptionInfo[SourceError]:
+    with pytest.raises((LedgerConflict, OptionError)) as error:
+        run()
+    return error
+
+
+def continue_query(query: Query, table: Path, admin: Admin, batch_id: int, end: int) -> None:
+    """Run the batch after the reset: it starts at the committed offset, and its plan knows the reset."""
+    batch = offset(batch_id, one(admin.position, end), followed=FOLLOWED, epoch=admin.resets)
+    query.run(query.sink(table), batch_id, batch)
+
+
+@pytest.mark.parametrize(("number", "missing"), [(0, False), (1, True)], ids=["written again", "left out"])
+def test_commands_after_a_restore(query: Query, table: Path, admin: Admin, number: int, missing: bool) -> None:
+    for n in range(3):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    admin.commit(30)
+    DeltaTable(table).restore(1)
+    refused_batch = offset(3, one(30, 40))
+    printed = commands(refused(lambda: query.run(query.sink(table), 3, refused_batch)))
+    assert f"--to-checkpoint {query.root} --batch 3" in printed[1]
+    run_command(printed[number])
+    query.run(query.sink(table), 3, refused_batch)
+    continue_query(query, table, admin, 4, 50)
+    assert rows(table) == (records(0, 10) + records(30, 50) if missing else records(0, 50))
+
+
+@pytest.mark.parametrize(("number", "twice"), [(0, False), (1, True)], ids=["table", "kafka"])
+def test_commands_after_a_foreign_commit_below_the_ledger(
+    query: Query, table: Path, admin: Admin, number: int, twice: bool
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(4, foreign=True)
+    refused_batch = offset(1, one(4, 20), followed=FOLLOWED)
+    printed = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
+    assert len(printed) == 2
+    run_command(printed[number])
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 20)
+    assert rows(table) == sorted(records(0, 20) + (records(4, 10) if twice else []))
+
+
+@pytest.mark.parametrize(("number", "skipped"), [(0, False), (1, True)], ids=["table", "kafka"])
+def test_commands_after_the_committed_offset_was_lost(
+    query: Query, table: Path, admin: Admin, number: int, skipped: bool
+) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    admin.commit(15)  # where startingOffsets says
+    refused_batch = offset(1, one(15, 20), began=[("orders", 0)])
+    printed = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
+    assert len(printed) == 2
+    run_command(printed[number])
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 20)
+    assert rows(table) == records(0, 10) + records(15 if skipped else 10, 20)
+
+
+def test_command_for_a_stream_that_does_not_know_a_reset(query: Query, table: Path, admin: Admin) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="of another cluster", reset_number=1)
+    query.run(query.sink(table), 1, offset(1, one(10, 20)))  # void
+    admin.commit(20)
+    (printed,) = commands(refused(lambda: query.run(query.sink(table), 2, offset(2, one(20, 30)))))
+    run_command(printed)
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    continue_query(query, table, admin, 3, 30)
+    assert rows(table) == records(0, 30)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_command_for_an_expired_ledger(query: Query, table: Path, admin: Admin, restored: bool) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    expire_log(table)
+    if restored:
+        DeltaTable(table).alter.set_table_properties({"their.own": "2"}, raise_if_not_exists=False)
+        DeltaTable(table).restore(DeltaTable(table).version() - 1)
+    admin.commit(10, foreign=True)
+    refused_batch = offset(1, one(10, 20), followed=[] if restored else FOLLOWED)
+    (printed,) = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
+    run_command(printed)
+    query.run(query.sink(table), 1, refused_batch)
+    continue_query(query, table, admin, 2, 30)
+    assert offsets_in(table) == list(range(30))
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["expired", "damaged"])
+def test_command_for_a_ledger_that_cannot_be_read(query: Query, table: Path, admin: Admin, damaged: bool) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 10)))
+    if damaged:
+        there, note = open_existing(query.spark, str(table)), '[{"group":"etl","ledger":{"topics":7,"v":1},"v":1}]'
+        there.commit(there.history(), None, {"spark-group-source.etl": 2}, note, needed=True)
+    else:
+        expire_log(table)
+    admin.commit(10)
+    (printed,) = commands(refused(lambda: read_ledger(query.spark, str(table), "etl")))
+    run_command(printed)
+    found = read_ledger(query.spark, str(table), "etl")
+    assert found is not None and (found.offsets, found.reset_number) == ({P0: 10}, 1)
+
+
+def test_commands_for_a_batch_behind_a_restore(query: Query, table: Path, admin: Admin) -> None:
+    for n in range(2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    DeltaTable(table).restore(1)
+    ledger = read_ledger(query.spark, str(table), "etl")
+    assert ledger is not None
+    # A batch that was decided at version 2 and committed after the RESTORE, as Delta allows with writer options.
+    late = offset(2, one(20, 30))
+    after = ledger.with_batch(late, void=False).with_offsets({P0: 30}).with_next_number()
+    there = open_existing(query.spark, str(table))
+    note = note_of([late], [after], read=2)
+    there.commit(there.history(), query.rows(late), {"spark-group-source.etl": 3}, note, needed=True)
+    admin.commit(30)
+    printed = commands(refused(lambda: query.run(query.sink(table), 3, offset(3, one(30, 40)))))
+    assert [command.split()[0] for command in printed] == ["RESTORE", "spark-group"]
+    for command in printed:
+        run_command(command)
+    query.run(query.sink(table), 3, offset(3, one(30, 40)))
+    continue_query(query, table, admin, 4, 40)
+    assert offsets_in(table) == list(range(40))
+
+
+def test_commands_for_a_second_write_of_a_batch(
+    query: Query, table: Path, admin: Admin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(query.spark.properties, QUERY_ID, query.id)  # type: ignore[attr-defined]
+    monkeypatch.setitem(query.spark.properties, RUN_ID, str(tmp_path))  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpoint, "_running_checkpoint", lambda spark, query_id: str(query.root))
+    batch = offset(0, one(5, 10))
+    query.run(query.sink(table), 0, batch)
+    admin.commit(10)
+    printed = commands(refused(lambda: query.run(query.sink(table), 0, batch)))
+    for command in printed:
+        run_command(command)
+    continue_query(query, table, admin, 1, 12)
+    assert offsets_in(table) == list(range(5, 12))
+
+
+def test_a_table_and_a_group_with_spaces_are_quoted_and_unknown_servers_are_a_placeholder(
+    query: Query, tmp_path: Path
+) -> None:
+    table = tmp_path / "my lake" / "orders"
+    query.run(query.sink(table), 0, offset(0, one(0, 10), group="my etl"))
+    below = offset(1, one(4, 20), group="my etl", followed=FOLLOWED)
+    printed = commands(refused(lambda: query.run(query.sink(table), 1, below)))
+    words = "spark-group", "reset", "--bootstrap-servers", "HOST:PORT", "--group", "my etl"
+    position = "--to-ledger", "--table", str(table), "--execute"
+    assert tuple(shlex.split(printed[0])) == words + position
+
+
+def test_the_statement_that_unsets_a_transaction_retention_names_property_and_table(query: Query, table: Path) -> None:
+    query.run(query.sink(table), 0, offset(0, one(0, 2)))
+    retention = {"delta.setTransactionRetentionDuration": "interval 1 days"}
+    DeltaTable(table).alter.set_table_properties(retention, raise_if_not_exists=False)
+    (printed,) = commands(refused(lambda: query.run(query.sink(table), 1, offset(1, one(2, 3)))))
+    assert printed == f"ALTER TABLE delta.`{table}` UNSET TBLPROPERTIES ('delta.setTransactionRetentionDuration')"
