@@ -23,6 +23,7 @@ class ClassicClient(Client):
     _joining = False
     _in_group = False  # it was given an assignment, be it an empty one, and did not give it back since
     _joined_with: frozenset[str] = frozenset()
+    _joins = 0
 
     def subscribe(self, topics: frozenset[str]) -> None:
         self.topics, self._leaving = topics, False
@@ -59,6 +60,7 @@ class ClassicClient(Client):
         if self._joining or self.calling is not None or not self._started or self.closed:
             return
         self._joining = True
+        self._joins += 1
         self._joined_with = topics = self.topics
         member, owned, generation = self.member, self.owned, self.generation
         self.process.call(
@@ -111,7 +113,9 @@ class ClassicClient(Client):
             code in (Code.UNKNOWN_MEMBER, Code.ILLEGAL_GENERATION) and not (self._group.incremental and self.owned)
         ):
             self._forget(code)
-            self._later(self.process.draws(f"{self.thread} joins again").between(*JOIN_AGAIN_MS), self._join)
+            pause_ms, joins = self.process.draws(f"{self.thread} joins again").between(*JOIN_AGAIN_MS), self._joins
+            # Another join that was sent during the pause replaces the retry: the library has one state for both.
+            self._later(pause_ms, lambda: self._join() if self._joins == joins else None)
         else:
             self._failed(code)
 

@@ -117,6 +117,23 @@ def test_a_dead_process_keeps_its_partitions_until_its_session_ends(play: Stage)
     assert 4_000 < play.environment.now_ms() - began_ms < 12_000
 
 
+@played("range")
+def test_a_join_replaces_the_retry_of_one_that_was_refused(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second join of an eager member that has partitions would be one with partitions that it did not give back."""
+    monkeypatch.setattr("kit.classic_client.JOIN_AGAIN_MS", (2_000, 2_000))
+    play.cluster.create("u", 1)
+    topic, consumer, group = play.topic(1), play.environment.consumer(play.settings()), play.cluster.group(play.group)
+    consumer.subscribe([topic])
+    play.until(lambda: bool(group.members), "join")
+    group.remove(next(iter(group.members.values())), "tried out")
+    play.environment.pause(0.1)
+    consumer.subscribe([topic, "u"])  # joins at once
+    play.until(lambda: consumer.poll(0.1) is None and len(consumer.assignment()) == 2, "assignment")
+    rebalances = group.rebalances
+    play.environment.pause(5)
+    assert group.rebalances == rebalances
+
+
 # --- transactions ----------------------------------------------------------------------------------------------------
 
 
