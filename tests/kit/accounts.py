@@ -84,7 +84,9 @@ class Accounts(Books):
         if stale >= 0:
             book.losses.append(Loss(self._nobody, 0, Cause.NEW_LOG, stale))
         for name, held in self._former_holders.pop(tp, {}).items():
-            book.holders[name] = Holding(held.reader, held.since_ms, 0)
+            loss = None if held.loss is None else Loss(held.reader, 0, Cause.UNTOLD)
+            book.holders[name] = Holding(held.reader, held.since_ms, 0, loss=loss)
+            book.losses += [] if loss is None else [loss]
 
     def resets(self, epoch: int) -> None:
         """``spark-group reset`` moves the group now: what was planned before is void, also where nothing was committed

@@ -61,6 +61,7 @@ class Invariants(Accounts):
 
     def given(self, tps: Tps, client: Client) -> None:
         reader = self._readers[client.process.name]
+        self._given_without_topic(tps, client, reader)
         for tp in self._there(tps):
             book = self.books[tp]
             if not client.entitled(tp):
@@ -174,6 +175,19 @@ class Invariants(Accounts):
                 loss.end = loss.base
         return loss
 
+    def _given_without_topic(self, tps: Tps, client: Client, reader: Reader) -> None:
+        """The group has not heard yet that the topic was deleted. If it is made again in time, the partition is the new
+        topic's, and the consumer reads it."""
+        for tp in tps - self.books.keys():
+            holders = self._former_holders.setdefault(tp, {})
+            for name, other in list(holders.items()):
+                if other.reader is reader or not other.reader.alive:
+                    del holders[name]
+                elif other.loss is None:
+                    other.loss = Loss(other.reader, 0, Cause.UNTOLD)
+            loss = None if client.entitled(tp) else Loss(reader, 0, Cause.UNTOLD)
+            holders[client.name] = Holding(reader, self._world.now_ms, 0, loss=loss)
+
     def _forget(self, tps: Iterable[TopicPartition], client: Client) -> None:
         """It gave back a partition whose topic is deleted."""
         for tp in tps:
@@ -203,6 +217,9 @@ class Invariants(Accounts):
                 book.back.add(reader)
                 book.losses.append(Loss(self._nobody, start, Cause.NEW_LOG))
                 last = start
+                for held in book.holders.values():
+                    if held.reader is reader:
+                        held.begin, held.until = start, None  # a batch of the former topic that was replayed set these
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
             if start != last and start > book.stale and not self._may_start(tp, reader, start, last):

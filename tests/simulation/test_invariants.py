@@ -1,0 +1,153 @@
+"""The rules of the simulation and their record of each partition: topics that are deleted and made again.
+
+What the rules find in the shipped code is in ``test_mutants``.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+from kit.books import Cause, Reader
+from kit.classic_group import ClassicGroup
+from kit.invariants import Invariants, Violation
+from kit.kafka_client import Client, Op, make_client
+from kit.kafka_group import Code, Entry
+from kit.world import Process, World
+
+from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.offsets import StreamOffset
+
+TP = TopicPartition("orders", 0)
+TPS = frozenset({TP})
+
+
+class Silent:
+    """An application that is not asked for anything."""
+
+    def rebalance(self, op: Op) -> None:
+        raise NotImplementedError
+
+    def renamed(self) -> None: ...
+
+    def dead(self, code: Code) -> None:
+        raise NotImplementedError
+
+
+class Scene:
+    """A group with one partition, and consumers to which the test assigns it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.truth = Invariants(world)
+        self.group = ClassicGroup(world, {TP.topic: 1}, self.truth)
+        self.truth.add_partition(TP, 0)
+        self._committed: Entry | None = None
+
+    def member(self, name: str, *, stream: str = "") -> tuple[Reader, Client]:
+        """A consumer that the group knows: of a run of ``stream``, or an ordinary one."""
+        process = Process(self.world, name)
+        reader = Reader(name, stream or name, counted=(lambda: 0) if stream else None)
+        self.truth.reads_as(name, reader)
+        client = make_client(process, "main", name, self.group, Silent(), self.truth, instance=None)
+        client.member = self.group.new_member(name, None, name).id
+        return reader, client
+
+    def assign(self, client: Client) -> None:
+        for member in self.group.members.values():
+            member.assigned = {TP} if member.id == client.member else set()
+        self.truth.given(TPS, client)
+
+    def commit(self, reader: Reader, offset: int) -> None:
+        old = self._committed
+        stream = None if reader.counted is None else reader.party
+        self._committed = Entry(offset, stream, reader.name, 1 if old is None else old.order + 1)
+        self.truth.committed(TP, old, self._committed)
+
+    def delete_topic(self) -> None:
+        self.truth.deleted(TP)
+        self._committed = None
+
+    def make_topic_again(self, records: int) -> None:
+        self.truth.made_again(TP)
+        self.truth.produce(TP, records)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    world = World(1)
+    yield Scene(world)
+    world.close()
+
+
+def offset(reader: Reader, seq: int, start: int, end: int) -> StreamOffset:
+    return StreamOffset(group="g", stream=reader.party, seq=seq, ranges={TP: (start, end)})
+
+
+def test_a_consumer_assigned_while_the_topic_is_deleted_may_lose_records_of_the_new_one(scene: Scene) -> None:
+    """The group hears of a deletion late. Records that the consumer processed and did not commit are read again."""
+    (first, lost), (second, successor) = scene.member("first"), scene.member("second")
+    scene.delete_topic()
+    scene.assign(lost)
+    scene.make_topic_again(5)
+    scene.truth.processed_by(first, {TP: (0, 5)})
+    scene.truth.told(TPS, lost)
+    scene.assign(successor)
+    scene.truth.processed_by(second, {TP: (0, 5)})
+    assert scene.truth.causes == {Cause.TOLD: 5}
+
+
+def test_the_partition_of_a_deleted_topic_may_have_had_two_consumers(scene: Scene) -> None:
+    """One that was frozen does not know yet that it lost the partition when the topic is made again."""
+    (first, frozen), (second, successor) = scene.member("first"), scene.member("second")
+    scene.delete_topic()
+    scene.assign(frozen)
+    scene.assign(successor)
+    scene.make_topic_again(5)
+    scene.truth.processed_by(first, {TP: (0, 5)})
+    scene.truth.processed_by(second, {TP: (0, 5)})
+    assert scene.truth.causes == {Cause.UNTOLD: 5}
+
+
+def test_records_of_a_topic_made_again_that_are_committed_are_not_processed_twice(scene: Scene) -> None:
+    (first, lost), (second, successor) = scene.member("first"), scene.member("second")
+    scene.delete_topic()
+    scene.assign(lost)
+    scene.make_topic_again(5)
+    scene.truth.processed_by(first, {TP: (0, 5)})
+    scene.commit(first, 5)
+    scene.truth.told(TPS, lost)
+    scene.assign(successor)
+    with pytest.raises(Violation, match="offset 0 was processed by first and again by second"):
+        scene.truth.processed_by(second, {TP: (0, 5)})
+
+
+def begun_anew(scene: Scene) -> tuple[Reader, Client]:
+    """A run that replayed a batch [9, 13) of the former topic, and has planned [0, 3) of the new one since."""
+    former, _ = scene.member("a.1", stream="a")
+    scene.truth.produce(TP, 13)
+    scene.truth.planned(former, offset(former, 0, 0, 13))
+    scene.truth.ended(former)
+    scene.delete_topic()
+    scene.make_topic_again(20)
+    run, client = scene.member("a.2", stream="a")
+    scene.assign(client)
+    scene.truth.replaying(run, offset(run, 0, 9, 13))
+    scene.truth.processed_by(run, {TP: (9, 13)}, table="t")
+    scene.truth.planned(run, offset(run, 1, 0, 3))
+    scene.commit(run, 0)
+    return run, client
+
+
+def test_a_replay_of_the_former_topic_does_not_count_as_read_of_the_new_one(scene: Scene) -> None:
+    """Also where the table has the rows of the new batch already and drops them."""
+    run, client = begun_anew(scene)
+    scene.truth.processed_by(run, {}, table="t")
+    scene.truth.durable(run, {TP: (0, 3)})
+    scene.commit(run, 3)
+    scene.truth.released(TPS, client)
+
+
+def test_a_partition_of_a_topic_made_again_is_not_released_before_its_batch_is_committed(scene: Scene) -> None:
+    run, client = begun_anew(scene)
+    scene.truth.processed_by(run, {TP: (0, 3)})
+    with pytest.raises(Violation, match="let orders-0 go at 3, but Kafka has 0"):
+        scene.truth.released(TPS, client)
