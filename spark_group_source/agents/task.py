@@ -34,7 +34,7 @@ from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
 from spark_group_source.reader.fetch import read_ranges
 from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.read_counts import ReadCounts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,20 +81,20 @@ def read_piece(options: Options, piece: Piece, call: Call, read: ReadOptions) ->
         ChannelBroken: the stream reader assigns the piece, and cannot be reached.
         GroupError: see :func:`fetch.read_ranges`.
     """
-    tally = Tally()
+    counts = ReadCounts()
     if not call.agents:
-        yield from read_ranges(piece, read, tally)
-        if tally.lost:
-            ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=tally.lost)
+        yield from read_ranges(piece, read, counts)
+        if counts.lost:
+            ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=counts.lost)
             _line(call).report(ended, connect=True)
         return
     at = executor()
     home = _agent(options, call, at) if at is not None else None
-    with _claimed(call, piece, name_of(at), tally) as given:
+    with _claimed(call, piece, name_of(at), counts) as given:
         if home is None:
-            yield from read_ranges(given, read, tally)
+            yield from read_ranges(given, read, counts)
         else:
-            yield from near.read_near(home, given, read, tally)
+            yield from near.read_near(home, given, read, counts)
 
 
 def name_of(at: Process | None) -> str:
@@ -126,7 +126,7 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
 
 
 @contextlib.contextmanager
-def _claimed(call: Call, piece: Piece, executor_name: str, tally: Tally) -> "Iterator[Piece]":
+def _claimed(call: Call, piece: Piece, executor_name: str, counts: ReadCounts) -> "Iterator[Piece]":
     """The task's piece, as long as it reads; then the stream reader gets a report of what it read."""
     claim = Claim(plan=call.plan, task=call.task, executor=executor_name)
     line = _line(call)
@@ -138,7 +138,7 @@ def _claimed(call: Call, piece: Piece, executor_name: str, tally: Tally) -> "Ite
         yield piece
     finally:
         ended = TaskEnded(plan=call.plan, task=call.task, executor=executor_name)
-        line.report(replace(ended, memory=tally.memory, brokers=tally.brokers, lost=tally.lost))
+        line.report(replace(ended, memory=counts.rows_from_agent, brokers=counts.rows_from_brokers, lost=counts.lost))
 
 
 class _Line:

@@ -1,5 +1,4 @@
-"""Tasks: ranges of offsets to Arrow batches, straight from the brokers.
+"""Reading in tasks: ranges of offsets to Arrow batches, straight from the brokers.
 
-Runs in: executors. Deliberately absent: the group. Which range a task reads was planned elsewhere, and reading it makes
-nobody a member.
+Runs in: executors. Deliberately absent: the group. Ranges are planned elsewhere, and reading them needs no membership.
 """

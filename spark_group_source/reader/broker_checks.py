@@ -1,159 +1,194 @@
-"""What a reading task asks brokers of its topics and ranges, and how long it waits for them.
+"""Checks of a reading task against brokers: topic ids, the bounds of logs, and how long brokers are waited for.
 
-Runs in: executor workers. Deliberately absent: what follows from the answers (``ranges``), sending a question again
-(``questions``).
+Runs in: executor workers. Deliberately absent: what follows from a check (``range_reader``), and resending of requests
+(``requests``).
 
-Kafka gives every topic an id of its own, also if one of the same name was there before (KIP-516). librdkafka follows a
-name: when a topic is deleted and made anew it goes on with the new one at the same offsets, and does not report it. An
-id that is the planned one at some time was so ever since the plan, so one question after the last rows came covers all
-of them. A question before the first rows keeps most of what is wrong from being read at all.
+Kafka gives every topic a new id, even if a topic of the same name existed before (KIP-516). librdkafka follows the
+name: if a topic is deleted and recreated, it continues with the new one at the same offsets and does not report it. Ids
+are never reused. So one check after the last rows that finds the planned id proves that all rows are of the planned
+topic; a check before the first rows avoids reading most of the others at all.
 """
 
 import time
 from collections.abc import Collection, Mapping
-from enum import Enum
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeClient
-from spark_group_source.reader.records import Bounds, Event, Told, TopicTold
+from spark_group_source.reader.records import ClientEvent, TopicDescription, TopicDescriptions, Watermarks
 from spark_group_source.reader.requests import PendingRequest
 
 
-class TopicCheck(Enum):
-    """What is known of a topic since some moment."""
-
-    UNCHECKED = "no answer since then"
-    TROUBLED = "brokers answered with an error that passes, or refused"
-    PLANNED = "it is the planned one"
-    OTHER = "it was deleted and made anew"
-    GONE = "it does not exist"
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """Brokers have not reported the topic yet."""
 
 
-class Topics:
-    """The topics of one reader; one question about them at a time.
+@dataclass(frozen=True, slots=True)
+class CheckFailed:
+    """Brokers reported an error: a temporary one, or a refusal."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The topic has the planned id, or is not compared."""
+
+    partitions: int
+    """The number of its partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recreated:
+    """The topic has another id than the planned one: it was deleted and recreated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The topic does not exist."""
+
+
+TopicCheck: TypeAlias = Unchecked | CheckFailed | Planned | Recreated | Missing
+
+
+class TopicChecks:
+    """The checks of one reader's topics; one request at a time.
 
     Args:
-        planned: their ids; one that is missing or empty is not compared.
+        planned_ids: topic ids in the plan; a topic without one is not compared.
     """
 
-    def __init__(self, planned: Mapping[str, str]) -> None:
-        self._planned = {name: id_ for name, id_ in planned.items() if id_}
-        self._told: dict[str, tuple[TopicTold, float]] = {}
-        self._question: PendingRequest[Told] | None = None
+    def __init__(self, planned_ids: Mapping[str, str]) -> None:
+        self._planned_ids = {name: id_ for name, id_ in planned_ids.items() if id_}
+        self._checks: dict[str, tuple[TopicCheck, float]] = {}
+        """The last check of each topic, and when its request was sent; monotonic seconds."""
+        self._request: PendingRequest[TopicDescriptions] | None = None
 
-    def compared(self, names: Collection[str]) -> set[str]:
-        """Those of them that have a planned id."""
-        return self._planned.keys() & names
+    def with_planned_id(self, names: Collection[str]) -> set[str]:
+        """Those topics that are compared with a planned id."""
+        return self._planned_ids.keys() & names
 
     @property
-    def is_asked(self) -> bool:
-        """Whether a question is open."""
-        return self._question is not None
+    def is_request_open(self) -> bool:
+        return self._request is not None
 
-    def ask(self, client: NativeClient, names: Collection[str]) -> None:
-        """Send a question, instead of one that may be open."""
-        if self._question is not None:
-            self._question.give_up()
-        self._question = client.ask_topics(sorted(names))
+    def send(self, client: NativeClient, names: Collection[str]) -> None:
+        """Request the descriptions of topics; cancels an open request."""
+        if self._request is not None:
+            self._request.cancel()
+        self._request = client.describe_topics(sorted(names))
 
-    def forget_question(self) -> None:
-        """Its client is closed."""
-        self._question = None
+    def forget_request(self) -> None:
+        """Drop the open request after its client was closed."""
+        self._request = None
 
-    def take(self, wait_s: float) -> Told | Event | None:
-        """The answer; an event if a request failed, and the question goes on; None if it is not here yet, or nothing
-        was asked."""
-        taken = self._question.take(wait_s) if self._question is not None else None
-        if taken is None:
+    def receive(self, wait_s: float) -> Mapping[str, TopicCheck] | ClientEvent | None:
+        """Return the checks of the requested topics, within ``wait_s``.
+
+        Returns:
+            An error if a request failed; it is still pending then. None without a response or an open request.
+        """
+        received = self._request.receive(wait_s) if self._request is not None else None
+        if received is None:
             return None
-        told, asked_s = taken
-        if not isinstance(told, Event):
-            self._question = None
-            self._told.update({name: (topic, asked_s) for name, topic in told.items()})
-        return told
+        topics, sent_s = received
+        if isinstance(topics, ClientEvent):
+            return topics
+        self._request = None
+        checks = {name: self._compared(name, topic) for name, topic in topics.items()}
+        self._checks.update({name: (check, sent_s) for name, check in checks.items()})
+        return checks
 
     def check(self, name: str, since_s: float) -> TopicCheck:
-        """What the last answer says, if it was asked for at ``since_s`` or later. Brokers before 2.8 have no ids."""
-        topic, asked_s = self._told.get(name, (None, 0.0))
-        if topic is None or asked_s < since_s:
-            return TopicCheck.UNCHECKED
+        """Return the last check of a topic, if it was requested at ``since_s`` or later."""
+        check, sent_s = self._checks.get(name, (Unchecked(), since_s))
+        return check if sent_s >= since_s else Unchecked()
+
+    def _compared(self, name: str, topic: TopicDescription) -> TopicCheck:
         match meaning(Request.TOPICS, topic.code):
             case Meaning.GOOD:
-                other = topic.id and topic.id != self._planned.get(name, topic.id)
-                return TopicCheck.OTHER if other else TopicCheck.PLANNED
+                # Brokers before 2.8 have no ids: nothing is compared.
+                is_other = topic.id and topic.id != self._planned_ids.get(name, topic.id)
+                return Recreated() if is_other else Planned(topic.partitions)
             case Meaning.GONE:
-                return TopicCheck.GONE
-        return TopicCheck.TROUBLED
+                return Missing()
+        return CheckFailed(topic.code, topic.text)
 
 
-class Patience:
-    """When one reader gives up. An outage is no fault of the records: while questions are not answered the first clock
-    stands still, and a longer bound counts.
+class ReadDeadline:
+    """When a reader gives up. It has two bounds: without progress while brokers respond, and without a response. In an
+    outage the first one is suspended.
 
     Args:
-        deadline_s: without progress for so long, while brokers answer.
-        silence_s: without an answer for so long.
+        progress_timeout_s: the maximum time without progress while brokers respond.
+        outage_timeout_s: the maximum time without a response.
     """
 
-    def __init__(self, deadline_s: float, silence_s: float) -> None:
-        self._deadline_s, self._silence_s = deadline_s, silence_s
+    def __init__(self, progress_timeout_s: float, outage_timeout_s: float) -> None:
+        self._progress_timeout_s, self._outage_timeout_s = progress_timeout_s, outage_timeout_s
         self._progress_s = 0.0
-        self._silent_s: float | None = None
+        """When the last progress was made, moved forward by the length of later outages."""
+        self._outage_s: float | None = None
+        """When the first request without a response was sent; None while brokers respond."""
 
-    def progress(self, now_s: float) -> None:
-        """A record came, or a position moved."""
-        self._progress_s, self._silent_s = now_s, None
+    def note_progress(self, now_s: float) -> None:
+        """Note that a record came or a position moved."""
+        self._progress_s, self._outage_s = now_s, None
 
-    def asked(self, sent_s: float, now_s: float, *, answered: bool) -> None:
-        """A question about a range was answered now, or given up."""
-        if not answered:
-            self._silent_s = sent_s if self._silent_s is None else self._silent_s
-        elif self._silent_s is not None:
-            self._progress_s += now_s - self._silent_s
-            self._silent_s = None
+    def note_request(self, sent_s: float, now_s: float, *, is_answered: bool) -> None:
+        """Note that a request has a response, or none although it was waited for."""
+        if not is_answered:
+            self._outage_s = sent_s if self._outage_s is None else self._outage_s
+        elif self._outage_s is not None:
+            self._progress_s += now_s - self._outage_s
+            self._outage_s = None
 
-    def left_s(self, now_s: float) -> float:
-        """Until it ends."""
-        if self._silent_s is None:
-            return self._progress_s + self._deadline_s - now_s
-        return self._silent_s + self._silence_s - now_s
+    def remaining_s(self, now_s: float) -> float:
+        """The time until the reader gives up; 0 or less: now."""
+        if self._outage_s is None:
+            return self._progress_s + self._progress_timeout_s - now_s
+        return self._outage_s + self._outage_timeout_s - now_s
 
     def waited_s(self, now_s: float) -> float:
-        """Without progress, or without an answer."""
-        return now_s - (self._progress_s if self._silent_s is None else self._silent_s)
+        """The time without progress, or without a response."""
+        return now_s - (self._progress_s if self._outage_s is None else self._outage_s)
 
 
-class Inquiry:
-    """One range, compared with what brokers say of it: first of its topic, whose answer ``topics`` has then, and then
-    of its log. Nothing here waits: records of all ranges are read meanwhile, also of this one."""
+class RangeCheck:
+    """A check of one range against brokers: first of its topic, whose result is in ``topics``, then of its log. Nothing
+    here waits: records of all ranges are read in the meantime, also of this one."""
 
-    def __init__(self, client: NativeClient, tp: TopicPartition, topics: Topics, patience: Patience) -> None:
+    def __init__(self, client: NativeClient, tp: TopicPartition, topics: TopicChecks, deadline: ReadDeadline) -> None:
         self.tp = tp
-        self._client, self._topics, self._patience = client, topics, patience
-        self._asked_s = time.monotonic()
-        self._bounds: PendingRequest[Bounds] | None = None
-        topics.ask(client, {tp.topic})
+        self._client, self._topics, self._deadline = client, topics, deadline
+        self._started_s = time.monotonic()
+        self._watermarks: PendingRequest[Watermarks] | None = None
+        """None until the topic was checked."""
+        topics.send(client, {tp.topic})
 
     @property
     def topic(self) -> TopicCheck:
-        """What was answered since this inquiry began."""
-        return self._topics.check(self.tp.topic, self._asked_s)
+        """The topic's check since this one started."""
+        return self._topics.check(self.tp.topic, self._started_s)
 
-    def bounds(self) -> Bounds | Event | None:
-        """Of its log, as its leader reports them; an event if a request failed, None if they are not here yet."""
-        if self._bounds is None:
-            self._bounds = self._client.ask_bounds(self.tp)
-        taken = self._bounds.take(0.0)
-        if taken is None:
+    def watermarks(self) -> Watermarks | ClientEvent | None:
+        """Return the watermarks that the leader reports; an error if a request failed; None without a response yet."""
+        if self._watermarks is None:
+            self._watermarks = self._client.request_watermarks(self.tp)
+        received = self._watermarks.receive(0.0)
+        if received is None:
             return None
-        self.note(answered=not isinstance(taken[0], Event))
-        return taken[0]
+        self.note_request(is_answered=not isinstance(received[0], ClientEvent))
+        return received[0]
 
-    def note(self, *, answered: bool) -> None:
-        """There is an answer, or none yet although it was waited for."""
-        self._patience.asked(self._asked_s, time.monotonic(), answered=answered)
+    def note_request(self, *, is_answered: bool) -> None:
+        """Note for the deadline that brokers responded, or did not."""
+        self._deadline.note_request(self._started_s, time.monotonic(), is_answered=is_answered)
 
-    def end(self) -> None:
-        if self._bounds is not None:
-            self._bounds.give_up()
+    def cancel(self) -> None:
+        if self._watermarks is not None:
+            self._watermarks.cancel()

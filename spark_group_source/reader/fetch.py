@@ -1,11 +1,11 @@
 """Reads explicit offset ranges from Kafka into Arrow batches.
 
-Runs in: executor workers, inside ``read(partition)``. Deliberately absent: membership (the consumers here are only
-ever assigned, they never subscribe or commit), planning, and anything of pyspark.
+Runs in: executor workers, inside ``read(partition)``. Deliberately absent: membership (the consumers here have assigned
+partitions; they never subscribe or commit), planning, and anything of pyspark.
 
-One client is kept per worker process and settings, because a connection and its metadata cost far more than a small
-range. A reader takes the client, assigns all its ranges at once, and gives it back with nothing assigned; a client
-that met an error is closed instead, so that a task's retry starts with a fresh one.
+A worker process keeps one idle client for each set of settings, because connecting and fetching metadata take far
+longer than a small range. A reader takes the client, assigns all its ranges at once, and returns it with nothing
+assigned. After an error the client is closed instead, so that the task's retry starts with a new one.
 """
 
 import atexit
@@ -19,147 +19,150 @@ import pyarrow as pa
 from spark_group_source.model import OffsetRange, Piece
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.range_reader import RangeReader, ReadOptions
-from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.read_counts import ReadCounts
 
 log = logging.getLogger(__name__)
 
-_FORCED = {
+_FORCED_SETTINGS = {
     "group.protocol": "classic",
     "enable.auto.commit": "false",
     "enable.auto.offset.store": "false",
-    "enable.partition.eof": "true",  # the only sign that a range's last offsets hold no record
-    "auto.offset.reset": "error",  # a lost offset must surface, never move the position by itself
-    # Nothing is polled for a group here; a member's short interval would contradict this client's session timeout.
+    "enable.partition.eof": "true",  # the only sign that no record follows in the last offsets of a range
+    "auto.offset.reset": "error",  # an offset out of range must fail, and must not move the position
+    # No group is polled here; a member's short interval could be below this client's session timeout.
     "max.poll.interval.ms": "86400000",
     "statistics.interval.ms": "0",
 }
-_DEFAULTS = {
-    "group.id": "spark-group-source-reader",  # demanded by librdkafka; nothing is ever joined or committed
+_DEFAULT_SETTINGS = {
+    "group.id": "spark-group-source-reader",  # required by librdkafka; nothing is joined or committed
     "fetch.queue.backoff.ms": "5",  # the default of 1 s stalls a reader that has just emptied a full queue
-    "fetch.wait.max.ms": "10",  # a fetch left waiting at a log's end delays the next task's ranges by this
+    "fetch.wait.max.ms": "10",  # a fetch that waits at a log's end delays the next task's ranges by this
     "fetch.error.backoff.ms": "50",
-    # As Java's consumer does. A byte that changed on its way must not become a row; costs some 4% of the client's time.
+    # As in Java's consumer: a corrupt byte must not become a row. Takes some 4% of the client's time.
     "check.crcs": "true",
-    # What a worker holds besides its batches: this queue, and one response (fetch.max.bytes) above it. More of either
-    # was not faster.
+    # The memory of a worker besides its batches: this queue, and one response (fetch.max.bytes) above it. Higher values
+    # were not faster.
     "queued.min.messages": "30000",
     "queued.max.messages.kbytes": "32768",
     "topic.metadata.propagation.max.ms": "5000",
 }
 
 
-def read_ranges(piece: Piece, options: ReadOptions, tally: Tally | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield every record of ``piece`` that the log still holds, each once, in offset order per partition.
+def read_ranges(piece: Piece, options: ReadOptions, counts: ReadCounts | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield every record of ``piece`` that is still in the log, once, in offset order per partition.
 
-    Runs in: an executor worker. Nothing happens before the first ``next``; a generator that is dropped half way gives
-    its client back clean.
+    Runs in: an executor worker. Nothing happens before the first ``next``. A generator that is closed early releases
+    its client for reuse.
 
     Args:
         piece: [start, end) of different partitions, in any order.
-        options: how.
-        tally: counts what is read and skipped.
+        options: how to read.
+        counts: counts what is read and skipped.
 
     Raises:
-        DataLoss: planned offsets are gone, or were never written to the log that is there now.
-        TopicMissing: the topic or partition does not exist any more.
-        AccessDenied: credentials or permissions were refused; fix them, a retry alone cannot help.
-        ReadTimeout: see ``deadline_s`` and ``silence_s``; the message names the ranges left, and the last error of the
-            connection.
+        DataLoss: planned offsets are no longer in the log, or were never written to the current log.
+        TopicMissing: the topic or partition no longer exists.
+        AccessDenied: credentials or permissions were refused; a retry alone cannot help.
+        ReadTimeout: ``deadline_s`` or ``silence_s`` passed; the message has the remaining ranges and the last error of
+            the connection.
+        GroupError: brokers refused a request for good, or Spark cannot store a record's timestamp.
         OptionError: librdkafka refuses a setting; the message has its name, never its value.
         SetupError: librdkafka cannot be used here.
     """
-    tally = tally or Tally()
-    ranges = _checked(piece.ranges)
+    counts = counts or ReadCounts()
+    ranges = _non_empty(piece.ranges)
     if not ranges:
-        tally.end()
+        counts.complete()
         return
-    lease = _Lease(_Settings(_settings(options.settings)))
+    lease = _ClientLease(_ClientSettings(_settings(options.settings)))
     options = replace(options, silence_s=max(options.deadline_s, options.silence_s))
-    clean = False
+    is_reusable = False
     try:
-        yield from RangeReader(lease, piece._replace(ranges=ranges), options, tally).batches()
-        clean = True
-        tally.end()
+        yield from RangeReader(lease, piece._replace(ranges=ranges), options, counts).batches()
+        is_reusable = True
+        counts.complete()
     except GeneratorExit:
-        clean = True
+        is_reusable = True
         raise
     finally:
-        lease.give_back(clean=clean)
+        lease.release(is_reusable=is_reusable)
 
 
-def open_client(settings: Mapping[str, str], **others: str) -> NativeClient:
-    """A reading client that belongs to the caller; not one of those that tasks share.
+def open_client(settings: Mapping[str, str], **defaults: str) -> NativeClient:
+    """Open a reading client for the caller alone; it is not shared with tasks.
 
     Args:
         settings: as for :func:`read_ranges`.
-        others: what this client has in another way than tasks' do, with ``_`` for each dot.
+        defaults: defaults that differ from those of tasks' clients, with ``_`` for each dot.
 
     Raises:
         OptionError: librdkafka refuses a setting.
         SetupError: librdkafka cannot be used here.
     """
-    return NativeClient(_settings(settings, {name.replace("_", "."): value for name, value in others.items()}))
+    return NativeClient(_settings(settings, {name.replace("_", "."): value for name, value in defaults.items()}))
 
 
-def _settings(given: Mapping[str, str], own: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {**_DEFAULTS, **(own or {}), **given, **_FORCED}
+def _settings(given: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {**_DEFAULT_SETTINGS, **(defaults or {}), **given, **_FORCED_SETTINGS}
 
 
-def _checked(ranges: tuple[OffsetRange, ...]) -> tuple[OffsetRange, ...]:
-    """Those that are not empty."""
-    wanted = tuple(sorted(r for r in ranges if r.size))
-    for r in wanted:
+def _non_empty(ranges: tuple[OffsetRange, ...]) -> tuple[OffsetRange, ...]:
+    """The ranges that are not empty.
+
+    Raises:
+        ValueError: a range is invalid, or two are of one partition.
+    """
+    found = tuple(sorted(r for r in ranges if r.size))
+    for r in found:
         if not 0 <= r.start <= r.end:
-            raise ValueError(f"not a range: {r}")
-    if len({r.tp for r in wanted}) < len(wanted):  # a client can be assigned a partition only once
-        raise ValueError(f"two ranges of one partition: {', '.join(map(str, wanted))}")
-    return wanted
+            raise ValueError(f"invalid range: {r}")
+    if len({r.tp for r in found}) < len(found):  # a client can be assigned a partition only once
+        raise ValueError(f"two ranges of one partition: {', '.join(map(str, found))}")
+    return found
 
 
-class _Settings(dict[str, str]):
-    """What makes two readers share a client. Holds secrets, so its repr is empty."""
+class _ClientSettings(dict[str, str]):
+    """Settings as a key: readers with equal ones share a client. Has secrets, so its repr is empty."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # nothing changes it
+    def __hash__(self) -> int:  # type: ignore[override]  # it is never changed
         return hash(frozenset(self.items()))
 
     def __repr__(self) -> str:
         return "<settings>"
 
 
-idle: dict[_Settings, NativeClient] = {}
-"""The clients that no reader uses: at most one for each settings."""
+idle_clients: dict[_ClientSettings, NativeClient] = {}
+"""Clients that no reader uses; at most one for each set of settings."""
 
 
-def close_idle() -> None:
-    """Close the clients that are kept."""
-    while idle:
-        idle.popitem()[1].close()
+def close_idle_clients() -> None:
+    while idle_clients:
+        idle_clients.popitem()[1].close()
 
 
-atexit.register(close_idle)
-os.register_at_fork(after_in_child=idle.clear)  # they have no threads in a child
+atexit.register(close_idle_clients)
+os.register_at_fork(after_in_child=idle_clients.clear)  # a forked child has none of their threads
 
 
-class _Lease:
-    """The client of one reader, from those that are kept and back to them. A second reader at the same time gets a
-    client of its own."""
+class _ClientLease:
+    """The client of one reader: an idle one, or a new one if there is none."""
 
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: _ClientSettings) -> None:
         self._settings = settings
-        self.client = idle.pop(settings) if settings in idle else NativeClient(settings)
+        self.client = idle_clients.pop(settings) if settings in idle_clients else NativeClient(settings)
 
     def renew(self) -> None:
         self.client.close()
         self.client = NativeClient(self._settings)
 
-    def give_back(self, *, clean: bool) -> None:
-        """Keep a client that is clean, and close it otherwise."""
+    def release(self, *, is_reusable: bool) -> None:
+        """Keep the client as idle if it is reusable; close it otherwise."""
         try:
             self.client.clear()
         except RuntimeError:
-            log.warning("the reading client could not be reset; it is closed", exc_info=True)
-            clean = False
-        if clean and self.client.rk is not None and self._settings not in idle:
-            idle[self._settings] = self.client
+            log.warning("cannot clear the assignment of the reading client; closing it", exc_info=True)
+            is_reusable = False
+        if is_reusable and self.client.rk is not None and self._settings not in idle_clients:
+            idle_clients[self._settings] = self.client
         else:
             self.client.close()

@@ -1,16 +1,16 @@
-"""The client that reads records: librdkafka's arrays of messages become Arrow columns without a Python object a record.
+"""The reading client: librdkafka's message arrays become Arrow columns without a Python object per record.
 
-Runs in: executor workers and agents, on 64-bit little-endian POSIX machines. Deliberately absent: making the client and
-serving its events (``librdkafka``), and decisions about ranges (``ranges``).
+Runs in: executor workers and agents, on 64-bit little-endian POSIX machines. Deliberately absent: creating the client
+and serving its events (``librdkafka``), and decisions about ranges (``range_reader``).
 
 One poll fills an array of message pointers. Numpy gathers the messages' structs by address, Arrow copies keys and
-values once, straight from the fetch buffers, and one call destroys them all.
+values once, directly from the fetch buffers, and one call destroys all messages.
 
-What this relies on: the public struct ``rd_kafka_message_t`` and public calls, which are librdkafka's ABI; and two
-private facts, each with a public call to fall back on, which is slower. The list that ``rd_kafka_messages_destroy``
-takes is a count followed by pointers: checked through its accessors when the library is loaded, else messages are
-destroyed singly. A message keeps its timestamp behind the public struct: compared with the public call in every batch,
-else timestamps are read by that call.
+It relies on the public struct ``rd_kafka_message_t`` and on public functions, which are librdkafka's ABI, and on two
+private details, each with a slower public function as a fallback. First, the list that ``rd_kafka_messages_destroy``
+takes is a count followed by pointers: checked through its accessors when the library is loaded, otherwise messages are
+destroyed one by one. Second, a message has its timestamp after the public struct: compared with the public function in
+every batch, otherwise timestamps are read with that function.
 """
 
 import ctypes as c
@@ -44,29 +44,29 @@ from spark_group_source.librdkafka import (
 )
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.records import (
-    Bounds,
-    Cut,
-    Event,
+    ClientEvent,
     HeaderRow,
     Ints,
-    Run,
-    Told,
+    PartitionRows,
+    RowSlice,
+    TopicDescriptions,
+    Watermarks,
     Words,
-    assemble,
     binary_column,
+    build_batch,
     gather,
     header_bytes,
     header_column,
     words_at,
 )
-from spark_group_source.reader.requests import EARLIEST, LATEST, METADATA_TIMEOUT_S, PendingRequest, Requests
+from spark_group_source.reader.requests import EARLIEST, LATEST, METADATA_TIMEOUT_S, AdminRequests, PendingRequest
 
 log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 104
-"""What is read of each message: the public struct of 72, and the private fields up to the timestamp."""
+"""The bytes read of each message: the public struct of 72, and the private fields up to the timestamp."""
 _ERR, _RKT, _PARTITION, _PAYLOAD, _LEN, _KEY, _KEY_LEN, _OFFSET, _STAMP_TYPE, _STAMP = 0, 1, 2, 3, 4, 5, 6, 7, 11, 12
-"""Which 8-byte word of it holds what; err and partition are low halves, the timestamp's type is a high half."""
+"""The 8-byte word of each field; err and partition are the low halves, the timestamp's type is the high half."""
 
 _OFFSET_INVALID = -1001
 
@@ -111,18 +111,18 @@ _LISTS: Signatures = {
     "messages_get": (POINTER, POINTER, SIZE),
     "messages_destroy": (None, POINTER),
 }
-"""Experimental in librdkafka 2.16: a later release may lack them."""
+"""Experimental in librdkafka 2.16; a later release may remove them."""
 
 
 @functools.cache
 def library() -> Library:
-    """The calls of librdkafka that reading takes.
+    """The functions of librdkafka that reading needs.
 
     Raises:
-        SetupError: they cannot be used here.
+        SetupError: this machine is not supported, or librdkafka lacks a function.
     """
     if sys.byteorder != "little" or c.sizeof(c.c_void_p) != 8 or os.name != "posix":
-        raise SetupError("reading needs a 64-bit little-endian POSIX machine")
+        raise SetupError("this machine is not supported: executors need a 64-bit little-endian POSIX system")
     return Library(_CALLS)
 
 
@@ -133,37 +133,38 @@ _libc.free.restype, _libc.free.argtypes = None, [POINTER]
 
 @functools.cache
 def list_calls() -> Library | None:
-    """The calls for whole lists of messages; None where they are missing or the layout of a list is another one."""
+    """The functions for whole lists of messages; None if they are missing or a list has another layout."""
     try:
         lists = Library(_LISTS)
     except SetupError as exc:
-        log.warning("messages are destroyed singly, which is slower: %s", exc)
+        log.warning("librdkafka lacks a function; destroying messages one by one, which is slower: %s", exc)
         return None
     block = np.array([3, 0x1110, 0x2220, 0x3330], dtype=np.uint64)
     address = block.ctypes.data
     if [lists.messages_count(address), *(lists.messages_get(address, at) for at in range(3))] == block.tolist():
         return lists
-    log.warning("this librdkafka keeps lists of messages in another way; they are destroyed singly, which is slower")
+    log.warning("librdkafka has another layout of message lists; destroying messages one by one, which is slower")
     return None
 
 
 class NativeChunk:
-    """What one poll brought. Its memory belongs to librdkafka: convert it, then ``free`` it, before the next poll."""
+    """The messages of one poll. Their memory is librdkafka's: convert it, then ``free`` it, before the next poll."""
 
     def __init__(self, client: "NativeClient", block: int, count: int) -> None:
         self._lib, self._client = client.lib, client
         self._block, self._count = block, count
-        self.runs: list[Run] = []
-        self.events: list[Event] = []
+        self.partition_rows: list[PartitionRows] = []
+        """The rows by partition, in the order of the poll."""
+        self.events: list[ClientEvent] = []
         self.sizes: Ints = np.zeros(0, dtype=np.int64)
-        """Key and value bytes of each row, and header bytes once they are counted."""
+        """Key and value bytes of each row; plus header bytes after :meth:`count_headers`."""
         self._header_rows: list[HeaderRow] = []
         self._addresses: Words = words_at(block + 8, count) if count else np.zeros(0, dtype=np.uint64)
         if count:
             self._read()
 
     def _read(self) -> None:
-        # One struct after the other: they are scattered over memory, so each is touched once only.
+        # The structs are scattered over memory: copy each one only once.
         rows = gather(self._addresses, _MESSAGE_BYTES, 8).view(np.uint64).reshape(-1, _MESSAGE_BYTES // 8)
         failed = rows[:, _ERR].astype(np.uint32) != 0
         names: dict[int, str] = {0: ""}
@@ -181,42 +182,48 @@ class NativeChunk:
         starts = [0, *changes.tolist(), len(rows)]
         for first, last in itertools.pairwise(starts):
             tp = TopicPartition(self._name(int(topics[first]), names), int(partitions[first]))
-            self.runs.append(Run(tp, first, offsets[first:last]))
+            self.partition_rows.append(PartitionRows(tp, first, offsets[first:last]))
 
     def _name(self, rkt: int, names: dict[int, str]) -> str:
-        """Names are looked up per chunk: only while a message lives does its topic's address stay its own."""
+        """Look up a topic's name. Names are cached per chunk: the address is valid only as long as the messages."""
         if rkt not in names:
             names[rkt] = self._lib.topic_name(rkt).decode()
         return names[rkt]
 
-    def _event(self, row: Words, names: dict[int, str]) -> Event:
+    def _event(self, row: Words, names: dict[int, str]) -> ClientEvent:
         code = int(row[_ERR : _ERR + 1].view(np.int32)[0])
         partition = int(row[_PARTITION : _PARTITION + 1].view(np.int32)[0])
         topic = self._name(int(row[_RKT]), names)
-        # For an error the payload is its text.
+        # The payload of an error is its text.
         words = c.string_at(int(row[_PAYLOAD]), int(row[_LEN])) if row[_PAYLOAD] else self._lib.err2str(code)
         tp = TopicPartition(topic, partition) if topic and partition >= 0 else None
-        return Event(code, text(words), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
+        return ClientEvent(code, text(words), tp, int(row[_OFFSET : _OFFSET + 1].view(np.int64)[0]))
 
     def leader_epoch(self, row: int) -> int:
-        """Of the leader that wrote it; -1 if that is not known."""
+        """The epoch of the leader that wrote the record; -1 if it is unknown."""
         return int(self._lib.message_leader_epoch(int(self._addresses[row])))
 
     def count_headers(self) -> None:
+        """Read the headers, and add their bytes to ``sizes``."""
         self._header_rows = self._headers()
         self.sizes = self.sizes + header_bytes(self._header_rows)
 
-    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch:
-        first, last = cuts[0].first, cuts[-1].last
-        if sum(cut.last - cut.first for cut in cuts) == last - first:
+    def batch(self, slices: Sequence[RowSlice], include_headers: bool) -> pa.RecordBatch:
+        """Convert the rows of these slices.
+
+        Raises:
+            GroupError: Spark cannot store a record's timestamp.
+        """
+        first, last = slices[0].first, slices[-1].last
+        if sum(one.last - one.first for one in slices) == last - first:
             rows, addresses = self._rows[first:last], self._addresses[first:last]
         else:
-            at = np.concatenate([np.arange(cut.first, cut.last) for cut in cuts])
+            at = np.concatenate([np.arange(one.first, one.last) for one in slices])
             rows, addresses = self._rows[at], self._addresses[at]
-        stamps, stamp_types = self._stamps(rows, addresses)
-        headers = [row for cut in cuts for row in self._header_rows[cut.first : cut.last]]
-        return assemble(
-            cuts,
+        stamps, stamp_types = self._timestamps(rows, addresses)
+        headers = [row for one in slices for row in self._header_rows[one.first : one.last]]
+        return build_batch(
+            slices,
             binary_column(rows[:, _KEY], rows[:, _KEY_LEN]),
             binary_column(rows[:, _PAYLOAD], rows[:, _LEN]),
             np.ascontiguousarray(rows[:, _OFFSET]).view(np.int64),
@@ -225,8 +232,9 @@ class NativeChunk:
             header_column(headers) if include_headers else None,
         )
 
-    def _stamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Timestamps in ms and librdkafka's type of each: read in one go if the first and the last agree with calls."""
+    def _timestamps(self, rows: Words, addresses: Words) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Timestamps in ms and librdkafka's type of each. Read from memory if a sample agrees with the public function,
+        otherwise with that function."""
         kind = c.c_int()
         sample = [0, len(rows) // 2, len(rows) - 1]
         if not self._client.stamps_by_call:
@@ -237,7 +245,7 @@ class NativeChunk:
                 for at in sample
             ):
                 return stamps, kinds
-            log.warning("this librdkafka keeps timestamps elsewhere; each is asked for singly, which is slower")
+            log.warning("librdkafka has another message layout; reading timestamps one by one, which is slower")
             self._client.stamps_by_call = True
         stamps, kinds = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int32)
         for at, address in enumerate(addresses.tolist()):
@@ -259,8 +267,7 @@ class NativeChunk:
         return rows
 
     def free(self) -> None:
-        """Give the messages back to librdkafka. Safe to call twice; does nothing once the client is closed, and in a
-        forked child."""
+        """Free the messages. Safe to call twice; does nothing after the client was closed, and in a forked child."""
         block, self._block = self._block, 0
         if not block or self._client.rk is None:
             return
@@ -273,7 +280,7 @@ class NativeChunk:
 
 
 class NativeClient(Client):
-    """A consumer that is only ever assigned: it joins no group and commits nothing. One thread, one reader at a time.
+    """A consumer with assigned partitions: it joins no group and commits nothing. One thread, one reader at a time.
 
     Raises:
         OptionError: librdkafka refuses a setting.
@@ -283,32 +290,34 @@ class NativeClient(Client):
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(library(), CONSUMER, settings)
         self.stamps_by_call = False
+        """Whether timestamps are read with the public function."""
         self._topics: set[str] = set()
+        """Topics whose metadata was requested."""
         self._queue = self.lib.queue_get_consumer(self.rk)
-        self._requests = Requests(self)
+        self._requests = AdminRequests(self)
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        """Replace whatever is assigned; every position is the next offset to read."""
+        """Replace the assignment; every position is the next offset to read."""
         partitions = self.partitions(positions)
         try:
             self._raise(self.lib.assign(self.rk, partitions))
         finally:
             self.lib.topic_partition_list_destroy(partitions)
-        self._look_for_leaders(positions)
+        self._find_leaders(positions)
 
-    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        """Assign these as well; the others go on undisturbed."""
+    def incremental_assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Assign these partitions as well; fetching of the others continues."""
         self._change(self.lib.incremental_assign, positions)
-        self._look_for_leaders(positions)
+        self._find_leaders(positions)
 
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
-        """Stop fetching these; the others go on undisturbed."""
+    def incremental_unassign(self, tps: Sequence[TopicPartition]) -> None:
+        """Stop fetching these partitions; fetching of the others continues."""
         self._change(self.lib.incremental_unassign, [(tp, _OFFSET_INVALID) for tp in tps])
 
-    def move(self, tp: TopicPartition, offset: int) -> None:
-        """Go on with one assigned partition at another offset."""
-        self.drop([tp])
-        self.add([(tp, offset)])
+    def reassign(self, tp: TopicPartition, offset: int) -> None:
+        """Continue with one assigned partition at another offset."""
+        self.incremental_unassign([tp])
+        self.incremental_assign([(tp, offset)])
 
     def _change(self, call: Callable[..., int], positions: Iterable[tuple[TopicPartition, int]]) -> None:
         partitions = self.partitions(positions)
@@ -323,21 +332,21 @@ class NativeClient(Client):
         if code:
             raise RuntimeError(text(self.lib.err2str(code)))
 
-    def _look_for_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        """Without the request librdkafka finds the leaders of new topics up to a second later."""
+    def _find_leaders(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Refresh the metadata for new topics; librdkafka itself does so up to a second later."""
         new = {tp.topic for tp, _ in positions} - self._topics
         if new:
             self._topics |= new
-            self.look_for_brokers()
+            self.refresh_metadata()
 
-    def look_for_brokers(self) -> None:
-        """Ask whichever broker answers who the others are. Takes :data:`METADATA_TIMEOUT_S` at most."""
+    def refresh_metadata(self) -> None:
+        """Request metadata from any broker; waits for :data:`METADATA_TIMEOUT_S` at most."""
         found = c.c_void_p()
         if self.lib.metadata(self.rk, 0, None, c.byref(found), round(METADATA_TIMEOUT_S * 1000)) == 0:
             self.lib.metadata_destroy(found)
 
     def poll(self, rows_max: int, wait_s: float) -> NativeChunk:
-        """The records and events that are there, or come within ``wait_s``."""
+        """Return the fetched records and events; waits up to ``wait_s`` if there are fewer than ``rows_max``."""
         block = _libc.malloc(8 * (rows_max + 1))
         count = max(0, self.lib.consume_batch_queue(self._queue, round(wait_s * 1000), block + 8, rows_max))
         c.c_uint64.from_address(block).value = count
@@ -345,50 +354,53 @@ class NativeClient(Client):
         self.serve()
         while self.errors:
             code, words = self.errors.popleft()
-            chunk.events.append(Event(code, words, None, -1))
+            chunk.events.append(ClientEvent(code, words, None, -1))
         return chunk
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """The next offset of each, as far as records were handed over."""
+        """The position of each partition: the offset after the last record that a poll returned."""
         partitions = self.partitions((tp, _OFFSET_INVALID) for tp in tps)
         self.lib.position(self.rk, partitions)
         found = {tp: int(partitions.contents.elems[at].offset) for at, tp in enumerate(tps)}
         self.lib.topic_partition_list_destroy(partitions)
         return found
 
-    def ask_topics(self, names: Sequence[str]) -> PendingRequest[Told]:
-        """Ask what brokers know of these topics."""
-        ask = self._requests
+    def describe_topics(self, names: Sequence[str]) -> PendingRequest[TopicDescriptions]:
+        """Request the descriptions of topics."""
+        requests = self._requests
         return PendingRequest(
-            ask,
-            lambda: (ask.describe_topics(names),),
-            lambda events: ask.topics_in(events[0]),
-            self.look_for_brokers,
+            requests,
+            lambda: (requests.describe_topics(names),),
+            lambda events: requests.topics_of(events[0]),
+            self.refresh_metadata,
         )
 
-    def ask_bounds(self, tp: TopicPartition) -> PendingRequest[Bounds]:
-        """Ask the partition's leader what its log holds: two requests, because one has room for one offset of a
-        partition."""
-        ask = self._requests
+    def request_watermarks(self, tp: TopicPartition) -> PendingRequest[Watermarks]:
+        """Request the bounds of a log from its leader. Takes two admin requests, because one returns only one offset of
+        a partition."""
+        requests = self._requests
 
-        def read(events: list[int]) -> Bounds | Event:
-            low, high = (ask.offset_in(event, tp) for event in events)
-            if isinstance(low, Event):
+        def parse(events: list[int]) -> Watermarks | ClientEvent:
+            low, high = (requests.offset_of(event, tp) for event in events)
+            if isinstance(low, ClientEvent):
                 return low
-            return high if isinstance(high, Event) else Bounds(low[0], *high)
+            return high if isinstance(high, ClientEvent) else Watermarks(low[0], *high)
 
         return PendingRequest(
-            ask, lambda: (ask.list_offset(tp, EARLIEST), ask.list_offset(tp, LATEST)), read, self.look_for_brokers
+            requests,
+            lambda: (requests.list_offset(tp, EARLIEST), requests.list_offset(tp, LATEST)),
+            parse,
+            self.refresh_metadata,
         )
 
     def clear(self) -> None:
-        """Nothing is assigned or asked any more."""
+        """Remove the assignment and cancel all requests."""
         if self.rk is not None:
-            self._requests.forget()
+            self._requests.cancel_all()
             self._raise(self.lib.assign(self.rk, None))
 
     def close(self) -> None:
-        """Stop the client's threads. It is in no group, so there is nothing to leave."""
+        """Stop the client's threads. It is not in a group, so it leaves none."""
         if self.rk is not None:
             self._requests.close()
             self.lib.queue_destroy(self._queue)

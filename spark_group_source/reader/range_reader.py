@@ -1,76 +1,86 @@
-"""Reads offset ranges through a client: what belongs to a range, when it is read to its end, and what was lost.
+"""Reads offset ranges through one client: which records belong to a range, when a range is finished, what was lost.
 
-Runs in: executor workers. Deliberately absent: fetching records (``native``), which of them are the next planned ones
-(``intake``), making and keeping clients (``fetch``), planning.
+Runs in: executor workers. Deliberately absent: fetching records (``native_client``), selecting the planned ones
+(``planned_rows``), creating and reusing clients (``fetch``), planning.
 
-The end of a range is known by a record at or above it, by a position that reached it (transaction markers and
-compacted records move it without a record), or by the log's end; never by waiting for the offset before the end,
-which may hold no record.
+A range is finished when a record at or above its end was fetched, when the position reached the end (transaction
+markers and compaction move it without a record), or at the end of the log. The reader never waits for a record at the
+offset before the end, which may not exist.
 
-Before the first rows, and after the last ones unless they came at once, a broker has to say that their topic is the
-planned one. Records are fetched and handed over while questions are open. Nothing is lost on a client's word:
-``answers``.
+Before the first rows, and again after the last ones unless they came at once, a broker must confirm that the topic is
+the planned one. Records are fetched and handed over while requests are pending. Nothing counts as lost because of the
+client's own view alone: see ``answers``.
 """
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 
 from spark_group_source.answers import CODES, Meaning, Request, Suspicions, meaning
+from spark_group_source.errors import GroupError
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import principal
 from spark_group_source.reader import read_errors
-from spark_group_source.reader.broker_checks import Inquiry, Patience, TopicCheck, Topics
-from spark_group_source.reader.intake import DAMAGED, EOF, LaterLeader, RecordSize, next_rows
+from spark_group_source.reader.broker_checks import (
+    CheckFailed,
+    Missing,
+    Planned,
+    RangeCheck,
+    ReadDeadline,
+    Recreated,
+    TopicCheck,
+    TopicChecks,
+    Unchecked,
+)
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
-from spark_group_source.reader.read_counts import Tally
-from spark_group_source.reader.read_errors import Failures
-from spark_group_source.reader.records import Bounds, Cut, Event, Told, TopicTold, bounded
+from spark_group_source.reader.planned_rows import DAMAGED, EOF, NewerRecord, RecordSize, select_rows
+from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.read_errors import RequestFailures
+from spark_group_source.reader.records import ClientEvent, RowSlice, Watermarks, group_by_batch
 
 LINGER_S = 0.02
-"""How long one poll gathers records before it hands over what came: small enough for a task of a few records."""
-TRIAGE_AFTER_S = 1.0
-"""A range without progress for this long is asked about, and then again after each further such time."""
-PROOF_S = 0.1
-"""What was answered about a topic's id holds for rows that come so soon after the question: in less, nobody deletes a
-topic, makes it anew and fills it to the planned offsets, and librdkafka has not found the new one. A second question
-would wait behind a fetch at the log's end, and a small task would take twice as long for it."""
-ASK_PAUSE_S = 0.2
-"""Between two questions about topics that rows wait for."""
+"""How long one poll gathers records before it returns them; short enough for a task of a few records."""
+CHECK_AFTER_S = 1.0
+"""A range without progress for this long is checked, and again after each further such time."""
+TOPIC_CHECK_VALID_S = 0.1
+"""How long after its request a topic check still covers rows that arrive. This is too short for a topic to be deleted,
+recreated and filled to the planned offsets, and for librdkafka to find the new one. A second request would wait behind
+a fetch at the log's end, and a small task would take twice as long."""
+TOPIC_REQUEST_PAUSE_S = 0.2
+"""The pause between two requests about topics while rows wait for the response."""
 
 OUT_OF_RANGE = frozenset({CODES["_AUTO_OFFSET_RESET"], CODES["OFFSET_OUT_OF_RANGE"]})
-"""librdkafka gave a partition up because the broker has no such offset. Whether that is so, its leader is asked."""
-_pause = threading.Event()  # never set: waiting for it lets time pass
+"""librdkafka stopped fetching a partition because the broker has no such offset. A range check verifies it."""
+_pause = threading.Event()  # never set: waiting for it sleeps
 
 
-class Lease(Protocol):
-    """A client that a reader has for itself."""
+class ClientLease(Protocol):
+    """A client that one reader uses exclusively."""
 
     client: NativeClient
 
     def renew(self) -> None:
-        """Close it and get a fresh one, with nothing assigned."""
+        """Close the client and open a new one, with nothing assigned."""
 
 
 @dataclass(frozen=True, repr=False)
 class ReadOptions:
-    """How a task reads. Holds secrets, so it has no repr.
+    """How a task reads. Has secrets, so it has no repr.
 
     Args:
-        settings: librdkafka's, with ``bootstrap.servers``, credentials and ``isolation.level``. What concerns
-            membership, commits and offset reset is overruled.
+        settings: librdkafka's, with ``bootstrap.servers``, credentials and ``isolation.level``. Settings of membership,
+            commits and offset reset are overridden.
         include_headers: whether batches have the column ``headers``.
-        fail_on_data_loss: False turns lost records into a warning and goes on with those that are left.
-        deadline_s: seconds without any progress (a record, a position that moves) after which ReadTimeout is raised.
-            Time that the consumer of the batches takes does not count.
-        silence_s: seconds without an answer of the brokers, or without a token, that are waited for; never less than
-            ``deadline_s``.
+        fail_on_data_loss: False logs lost records as a warning and continues with the remaining ones.
+        deadline_s: seconds without progress (a record, a position that moves) after which ReadTimeout is raised, while
+            brokers respond. Time that the consumer of the batches takes does not count.
+        silence_s: seconds without a response of the brokers, or without a token, after which ReadTimeout is raised;
+            never less than ``deadline_s``.
     """
 
     settings: Mapping[str, str]
@@ -83,374 +93,436 @@ class ReadOptions:
     def servers(self) -> str:
         return self.settings.get("bootstrap.servers", "")
 
+    @property
+    def group_id(self) -> str:
+        return self.settings.get("group.id", "")
 
-class State(Enum):
-    """What is done with the records that come of a range."""
 
-    READING = "those that are next are taken"
-    STOPPED = "the client gave it up; it is assigned again after an inquiry"
-    TORN = "none is taken: a batch came damaged, and what comes behind it is not next. It is fetched again"
-    LATER_LEADER = "none is taken before the leader answered: the next one is a later leader's than the plan's"
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Planned rows of the range are handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The client stopped fetching the partition, or fetches at a wrong offset. It is assigned again after a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A record batch had a wrong checksum. Rows after it are dropped; the range is fetched again after a check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A newer leader than the plan's wrote the next record. Rows are dropped until the leader was asked whether the log
+    was truncated."""
+
+    record: NewerRecord
+
+
+RangeState: TypeAlias = Reading | Stopped | Damaged | Replaced
+READING, STOPPED, DAMAGED_BATCH = Reading(), Stopped(), Damaged()
+_DROPS_ROWS = (Damaged, Replaced)
+
+
+class LogEnd(Enum):
+    """Whether the position is at the end of what can be read."""
+
+    NOT_REACHED = "more records can be fetched"
+    REACHED = "at the end"
+    OPEN_TRANSACTION = "at the end, and the leader has records up to the planned end: a transaction is open"
 
 
 @dataclass(slots=True)
-class Progress:
-    """One range."""
+class RangeProgress:
+    """One range that is not finished."""
 
     position: int
+    """The next offset to read."""
     end: int
+    """The planned end, exclusive."""
     epoch: int | None
-    """Of the leader that reported the end; None: nothing is compared."""
-    looked_s: float
-    """When it last moved, or was asked about."""
-    state: State = State.READING
-    later: LaterLeader | None = None
-    """The record that :attr:`State.LATER_LEADER` is about."""
-    at_eof: bool = False
-    """What can be read of the log ends here."""
-    held: bool = False
-    """And the log itself covers the plan: a transaction is open."""
+    """The epoch of the leader that reported the end; None: unknown, or the leader counts in another way."""
+    checked_s: float
+    """When the position last moved, or the range was last checked; monotonic seconds."""
+    state: RangeState = field(default=READING)
+    log_end: LogEnd = LogEnd.NOT_REACHED
+
+    @property
+    def drops_rows(self) -> bool:
+        """Whether fetched rows are not the next ones."""
+        return isinstance(self.state, _DROPS_ROWS)
 
 
 class RangeReader:
-    """Reads one piece, all of its ranges at once.
+    """Reads the ranges of one piece concurrently.
 
     Args:
         lease: the client.
         piece: ranges of different partitions.
-        options: how.
-        tally: what is read, and what is skipped where loss is no failure.
+        options: how to read.
+        counts: counts what is read, and what is skipped if data loss does not fail the task.
     """
 
-    def __init__(self, lease: Lease, piece: Piece, options: ReadOptions, tally: Tally) -> None:
-        self._lease, self._piece, self._options, self._tally = lease, piece, options, tally
-        self._patience = Patience(options.deadline_s, options.silence_s)
+    def __init__(self, lease: ClientLease, piece: Piece, options: ReadOptions, counts: ReadCounts) -> None:
+        self._lease, self._piece, self._options, self._counts = lease, piece, options, counts
+        self._deadline = ReadDeadline(options.deadline_s, options.silence_s)
         self._record_size = RecordSize()
         self._suspicions = Suspicions(read_errors.GRACE_S)
-        self._failures = Failures(options.servers, principal(options.settings), self._suspicions)
-        self._topics = Topics(piece.topic_ids)
-        self._left: dict[TopicPartition, Progress] = {}
+        self._failures = RequestFailures(options.servers, principal(options.settings), self._suspicions)
+        self._topics = TopicChecks(piece.topic_ids)
+        self._ranges: dict[TopicPartition, RangeProgress] = {}
+        """The ranges that are not finished."""
         self._finished: list[TopicPartition] = []
-        self._inquiry: Inquiry | None = None
-        self._doubtful: dict[TopicPartition, None] = {}  # compared with what brokers say as soon as no other one is
-        self._read: set[str] = set()  # topics of which rows were handed over
-        self._began_s = self._came_s = 0.0
+        """Finished ranges that the client still fetches."""
+        self._check: RangeCheck | None = None
+        """The check under way."""
+        self._checks_due: dict[TopicPartition, None] = {}
+        """Ranges to check next, in order."""
+        self._read_topics: set[str] = set()
+        """Topics of which rows were handed over."""
+        self._started_s = 0.0
+        """When the reader started; monotonic seconds."""
+        self._last_rows_s = 0.0
+        """When rows last arrived; monotonic seconds."""
 
     @property
     def _client(self) -> NativeClient:
         return self._lease.client
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        self._begin()
-        while self._left:
-            left = sum(progress.end - progress.position for progress in self._left.values())
-            chunk = self._client.poll(self._record_size.rows_max(left), min(LINGER_S, self._options.deadline_s))
+        """Yield the rows of all ranges. Raises the errors of :func:`~spark_group_source.reader.fetch.read_ranges`."""
+        self._start()
+        while self._ranges:
+            remaining = sum(progress.end - progress.position for progress in self._ranges.values())
+            chunk = self._client.poll(self._record_size.rows_max(remaining), min(LINGER_S, self._options.deadline_s))
             try:
-                cuts = self._take(chunk)
-                for group in bounded(cuts, chunk.sizes):
-                    yield chunk.batch(group, self._options.include_headers)
+                slices = self._planned_slices(chunk)
+                for group in group_by_batch(slices, chunk.sizes):
+                    yield self._batch(chunk, group)
                 events = chunk.events
             finally:
                 chunk.free()
-            self._react(events, came=bool(cuts))
-        self._confirm()
+            self._after_poll(events, has_rows=bool(slices))
+        self._confirm_topics()
 
-    def _begin(self) -> None:
-        now = self._began_s = time.monotonic()
-        self._patience.progress(now)
+    def _start(self) -> None:
+        now = self._started_s = time.monotonic()
+        self._deadline.note_progress(now)
         epochs = self._piece.leader_epochs
-        self._left = {r.tp: Progress(r.start, r.end, epochs.get(r.tp), now) for r in self._piece.ranges}
-        if names := self._topics.compared({tp.topic for tp in self._left}):
-            self._topics.ask(self._client, names)  # the answer is here when the first rows are
+        self._ranges = {r.tp: RangeProgress(r.start, r.end, epochs.get(r.tp), now) for r in self._piece.ranges}
+        if names := self._topics.with_planned_id({tp.topic for tp in self._ranges}):
+            self._topics.send(self._client, names)  # the response arrives with the first rows
         self._client.assign([(r.tp, r.start) for r in self._piece.ranges])
 
     # --- records
 
-    def _take(self, chunk: NativeChunk) -> list[Cut]:
+    def _planned_slices(self, chunk: NativeChunk) -> list[RowSlice]:
         """The rows of a chunk that are handed over."""
         for event in chunk.events:
-            if event.code in DAMAGED and event.tp is not None and event.tp in self._left:
-                self._left[event.tp].state = State.TORN
-        self._compare({run.tp.topic for run in chunk.runs if run.tp in self._left})
-        cuts = self._accept(chunk)
-        if not self._left and (names := self._unconfirmed()):
-            self._topics.ask(self._client, names)  # the answer is here after the hand-over
-        if cuts and self._options.include_headers:
+            progress = self._ranges.get(event.tp) if event.tp is not None else None
+            if event.code in DAMAGED and progress is not None and not progress.drops_rows:
+                progress.state = DAMAGED_BATCH
+        self._await_planned_topics({fetched.tp.topic for fetched in chunk.partition_rows if fetched.tp in self._ranges})
+        slices = self._select(chunk)
+        if not self._ranges and (names := self._unconfirmed_topics()):
+            self._topics.send(self._client, names)  # the response arrives while the rows are handed over
+        if slices and self._options.include_headers:
             chunk.count_headers()
-        self._record_size.see(chunk.sizes)
-        return cuts
+        self._record_size.update(chunk.sizes)
+        return slices
 
-    def _accept(self, chunk: NativeChunk) -> list[Cut]:
-        """Cut each run to its plan and note how far it came. A record at or above the end proves the range read."""
-        cuts: list[Cut] = []
+    def _select(self, chunk: NativeChunk) -> list[RowSlice]:
+        """Select the planned rows of each partition and move its position. A record at or above the end finishes the
+        range."""
+        slices: list[RowSlice] = []
         now = time.monotonic()
-        for run in chunk.runs:
-            progress = self._left.get(run.tp)
-            if progress is None or progress.state in (State.TORN, State.LATER_LEADER):
-                continue  # ahead of a range that is finished, or behind what is fetched again
-            rows = next_rows(chunk, run, progress.position, progress.end, progress.epoch)
+        for fetched in chunk.partition_rows:
+            tp = fetched.tp
+            progress = self._ranges.get(tp)
+            if progress is None or progress.drops_rows:
+                continue  # after the end of a finished range, or before the range is fetched again
+            rows = select_rows(chunk, fetched, progress.position, progress.end, progress.epoch)
             if rows.first < rows.last:
-                cuts.append(Cut(run.tp, run.first + rows.first, run.first + rows.last))
-                self._read.add(run.tp.topic)
-                self._tally.brokers[run.tp] += rows.last - rows.first
-            self._advance(run.tp, progress, rows.reached, now)
-            if rows.later is not None:
-                progress.state, progress.later = State.LATER_LEADER, rows.later
-                if self._inquiry is not None and self._inquiry.tp == run.tp:
-                    self._inquiry.end()  # its answer may be of before the later leader
-                    self._inquiry = None
-                self._doubt(run.tp)
-        return cuts
+                slices.append(RowSlice(tp, fetched.first + rows.first, fetched.first + rows.last))
+                self._read_topics.add(tp.topic)
+                self._counts.rows_from_brokers[tp] += rows.last - rows.first
+            self._advance(tp, progress, rows.position, now)
+            if rows.newer is not None:
+                progress.state = Replaced(rows.newer)
+                if self._check is not None and self._check.tp == tp:
+                    self._check.cancel()  # its response may be older than the new leader
+                    self._check = None
+                self._schedule_check(tp)
+        return slices
 
-    def _advance(self, tp: TopicPartition, progress: Progress, position: int, now: float) -> None:
+    def _batch(self, chunk: NativeChunk, group: list[RowSlice]) -> pa.RecordBatch:
+        try:
+            return chunk.batch(group, self._options.include_headers)
+        except GroupError as exc:
+            raise read_errors.unreadable_record(exc, self._options.servers, self._options.group_id) from None
+
+    def _advance(self, tp: TopicPartition, progress: RangeProgress, position: int, now: float) -> None:
         if position > progress.position:
-            progress.position, progress.looked_s = position, now
-            progress.at_eof = progress.held = False
-            if progress.state is State.STOPPED:
-                progress.state = State.READING
+            progress.position, progress.checked_s = position, now
+            progress.log_end = LogEnd.NOT_REACHED
+            if isinstance(progress.state, Stopped):
+                progress.state = READING
             self._suspicions.clear(("short", tp), (Request.FETCH, tp.topic), (Request.FETCH, None))
-            self._failures.forget_refusals()
-        if progress.position >= progress.end and self._left.pop(tp, None) is not None:
+            self._failures.clear_refusals()
+        if progress.position >= progress.end and self._ranges.pop(tp, None) is not None:
             self._finished.append(tp)
-            self._patience.progress(now)
+            self._deadline.note_progress(now)
 
-    # --- what is not a record
+    # --- events and progress
 
-    def _react(self, events: Sequence[Event], *, came: bool) -> None:
-        """Go on with what a poll brought besides rows, and with what was asked."""
-        if came:
-            self._patience.progress(time.monotonic())
+    def _after_poll(self, events: Sequence[ClientEvent], *, has_rows: bool) -> None:
+        """Handle the events of a poll, and continue with the checks."""
+        if has_rows:
+            self._deadline.note_progress(time.monotonic())
         for event in events:
             self._on_event(event)
-        if not came:
-            self._look_around()
-        self._inquire()
-        if self._finished and self._left:  # if all is read the client is cleared as a whole
-            self._client.drop(self._finished)
+        if not has_rows:
+            self._check_progress()
+        self._continue_checks()
+        if self._finished and self._ranges:  # after the last range the client is cleared as a whole
+            self._client.incremental_unassign(self._finished)
         self._finished = []
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, event: ClientEvent) -> None:
         tp = event.tp
-        progress = self._left.get(tp) if tp else None
-        if progress and progress.state in (State.TORN, State.LATER_LEADER):
+        progress = self._ranges.get(tp) if tp else None
+        if progress and progress.drops_rows:
             if event.code != EOF:
                 self._failures.last_text = event.text
             return
         if event.code == EOF:
             if tp and progress:
-                # The log's end: transaction markers and compaction may have moved it past the last record.
+                # Transaction markers and compaction may have moved the log's end past the last record.
                 self._advance(tp, progress, event.offset, time.monotonic())
-                if tp in self._left:
-                    progress.at_eof = True
-                    self._doubt(tp)
+                if tp in self._ranges:
+                    progress.log_end = LogEnd.REACHED
+                    self._schedule_check(tp)
             return
-        self._failed(Request.FETCH, event)
+        self._request_failed(Request.FETCH, event)
         if tp and progress:
             if event.code in OUT_OF_RANGE or meaning(Request.TOPICS, event.code) is Meaning.GONE or event.code < -1:
-                progress.state = State.STOPPED
+                progress.state = STOPPED
             if event.code in OUT_OF_RANGE and ("short", tp) not in self._suspicions:
-                self._doubt(tp)
+                self._schedule_check(tp)
 
-    def _failed(self, request: Request, event: Event) -> None:
-        self._failures.note(request, event, time.monotonic())
+    def _request_failed(self, request: Request, event: ClientEvent) -> None:
+        self._failures.record(request, event, time.monotonic())
 
-    def _look_around(self) -> None:
-        """Nothing came: see whether positions moved without records, ask about the slowest range, mind the deadline."""
+    def _check_progress(self) -> None:
+        """After a poll without rows: read positions that moved without records, check the slowest range, and enforce
+        the deadline."""
         now = time.monotonic()
-        for tp, position in self._client.positions(list(self._left)).items():
-            progress = self._left[tp]
-            if position > progress.position and progress.state not in (State.TORN, State.LATER_LEADER):
-                self._patience.progress(now)
+        for tp, position in self._client.positions(list(self._ranges)).items():
+            progress = self._ranges[tp]
+            if position > progress.position and not progress.drops_rows:
+                self._deadline.note_progress(now)
                 self._advance(tp, progress, position, now)
-        if not self._left:
+        if not self._ranges:
             return
-        self._mind_the_deadline()
-        if self._failures.needs_fresh_client(now):
-            self._try_afresh()
-        tp, slowest = min(self._left.items(), key=lambda item: item[1].looked_s)
-        if self._inquiry is None and now - slowest.looked_s >= min(TRIAGE_AFTER_S, self._options.deadline_s / 4):
-            self._doubt(tp)
+        self._enforce_deadline()
+        if self._failures.needs_new_client(now):
+            self._renew_client()
+        tp, slowest = min(self._ranges.items(), key=lambda item: item[1].checked_s)
+        if self._check is None and now - slowest.checked_s >= min(CHECK_AFTER_S, self._options.deadline_s / 4):
+            self._schedule_check(tp)
 
-    def _try_afresh(self) -> None:
+    def _renew_client(self) -> None:
         self._lease.renew()
-        self._topics.forget_question()
-        self._inquiry = None
-        for progress in self._left.values():
-            progress.state = State.READING
-        self._client.assign([(tp, progress.position) for tp, progress in self._left.items()])
+        self._topics.forget_request()
+        self._check = None
+        for progress in self._ranges.values():
+            progress.state = READING
+        self._client.assign([(tp, progress.position) for tp, progress in self._ranges.items()])
 
-    def _mind_the_deadline(self) -> None:
+    def _enforce_deadline(self) -> None:
         now = time.monotonic()
-        if self._patience.left_s(now) <= 0 and self._inquiry:
-            self._inquiry.note(answered=False)
-        if self._patience.left_s(now) <= 0:
-            left = [self._rest(tp) for tp in sorted(self._left)]
-            held = [rest.tp for rest in left if self._left[rest.tp].held]
-            waited_s, last = self._patience.waited_s(now), self._failures.last_text
-            raise read_errors.timed_out(self._options.servers, left, waited_s, last, held)
+        if self._deadline.remaining_s(now) <= 0 and self._check:
+            self._check.note_request(is_answered=False)
+        if self._deadline.remaining_s(now) <= 0:
+            remaining = [self._remaining(tp) for tp in sorted(self._ranges)]
+            in_transaction = [r.tp for r in remaining if self._ranges[r.tp].log_end is LogEnd.OPEN_TRANSACTION]
+            waited_s, last = self._deadline.waited_s(now), self._failures.last_text
+            raise read_errors.read_timeout(self._options.servers, remaining, waited_s, last, in_transaction)
 
-    # --- are the topics the planned ones?
+    # --- topic checks
 
-    def _take_answer(self, wait_s: float) -> Told | Event | None:
-        """Take in what was answered about topics, if it comes in time."""
-        told = self._topics.take(wait_s)
-        if isinstance(told, Event):
-            self._failed(Request.TOPICS, told)
-        elif told is not None:
+    def _receive_topic_checks(self, wait_s: float) -> Mapping[str, TopicCheck] | ClientEvent | None:
+        """Receive and apply topic checks, within ``wait_s``."""
+        checks = self._topics.receive(wait_s)
+        if isinstance(checks, ClientEvent):
+            self._request_failed(Request.TOPICS, checks)
+        elif checks is not None:
             self._suspicions.clear((Request.FETCH, None), (Request.TOPICS, None))
-            for name, topic in told.items():
-                self._judge(name, topic)
-        return told
+            for name, check in checks.items():
+                self._apply_topic_check(name, check)
+        return checks
 
-    def _judge(self, name: str, topic: TopicTold) -> None:
-        """What metadata says of a topic, against the ranges that are left of it."""
+    def _apply_topic_check(self, name: str, check: TopicCheck) -> None:
         now = time.monotonic()
-        match self._topics.check(name, -math.inf):
-            case TopicCheck.GONE:
+        match check:
+            case Missing():
                 if self._suspicions.report(("gone", name), now):
-                    self._gone([tp for tp in self._left if tp.topic == name])
-            case TopicCheck.OTHER:
+                    self._partitions_missing([tp for tp in self._ranges if tp.topic == name])
+            case Recreated():
                 self._suspicions.clear(("gone", name), (Request.TOPICS, name))
-                if self._suspicions.report(("other", name), now):
-                    self._made_anew(name)
-            case TopicCheck.PLANNED:
-                self._suspicions.clear(("gone", name), ("other", name), (Request.TOPICS, name))
-                missing = [tp for tp in self._left if tp.topic == name and tp.partition >= topic.partitions]
-                self._gone([tp for tp in missing if self._suspicions.report(("gone", tp), now)])
-            case _:
-                self._failed(Request.TOPICS, Event(topic.code, topic.text, TopicPartition(name, 0), -1))
+                if self._suspicions.report(("recreated", name), now):
+                    self._topic_recreated(name)
+            case Planned(partitions):
+                self._suspicions.clear(("gone", name), ("recreated", name), (Request.TOPICS, name))
+                missing = [tp for tp in self._ranges if tp.topic == name and tp.partition >= partitions]
+                self._partitions_missing([tp for tp in missing if self._suspicions.report(("gone", tp), now)])
+            case CheckFailed(code, text):
+                self._request_failed(Request.TOPICS, ClientEvent(code, text, TopicPartition(name, 0), -1))
 
     def _is_suspect(self, tp: TopicPartition) -> bool:
-        """Whether it is open if this partition is there, or the planned one."""
-        return any(what in self._suspicions for what in (("gone", tp.topic), ("other", tp.topic), ("gone", tp)))
+        """Whether the partition may be missing, or the topic recreated, and this is not confirmed yet."""
+        return any(what in self._suspicions for what in (("gone", tp.topic), ("recreated", tp.topic), ("gone", tp)))
 
-    def _compare(self, topics: set[str]) -> None:
-        """Before the first rows of topics: wait until they are known to be the planned ones, or given up."""
-        names = self._topics.compared(topics)
+    def _await_planned_topics(self, topics: set[str]) -> None:
+        """Before the first rows of topics: wait until brokers confirm their ids, or their ranges are skipped."""
+        names = self._topics.with_planned_id(topics)
         pause = False
-        while names := {n for n in names if self._topics.check(n, self._began_s) is not TopicCheck.PLANNED}:
-            self._ask_for(names, pause=pause)
+        while names := {n for n in names if not isinstance(self._topics.check(n, self._started_s), Planned)}:
+            self._request_topics(names, pause=pause)
             pause = True
-            names = {name for name in names if any(tp.topic == name for tp in self._left)}
-        self._came_s = time.monotonic()
+            names = {name for name in names if any(tp.topic == name for tp in self._ranges)}
+        self._last_rows_s = time.monotonic()
 
-    def _confirm(self) -> None:
-        """After the last rows: were they all of the planned topics? One that is gone by now is no other."""
+    def _confirm_topics(self) -> None:
+        """After the last rows: wait until brokers confirm that all rows are of the planned topics. A topic that is
+        missing by now was not recreated."""
         pause = False
-        while names := self._unconfirmed():
-            self._ask_for(names, pause=pause)
+        while names := self._unconfirmed_topics():
+            self._request_topics(names, pause=pause)
             pause = True
 
-    def _unconfirmed(self) -> set[str]:
-        confirmed = TopicCheck.PLANNED, TopicCheck.GONE
-        names = self._topics.compared(self._read)
-        return {name for name in names if self._topics.check(name, self._came_s - PROOF_S) not in confirmed}
+    def _unconfirmed_topics(self) -> set[str]:
+        names = self._topics.with_planned_id(self._read_topics)
+        since_s = self._last_rows_s - TOPIC_CHECK_VALID_S
+        return {name for name in names if not isinstance(self._topics.check(name, since_s), Planned | Missing)}
 
-    def _ask_for(self, names: set[str], *, pause: bool) -> None:
-        """Ask about topics, unless a question is open, and wait for an answer."""
-        if not self._topics.is_asked:
+    def _request_topics(self, names: set[str], *, pause: bool) -> None:
+        """Request topics, unless a request is pending, and wait for a response."""
+        if not self._topics.is_request_open:
             if pause:
-                _pause.wait(ASK_PAUSE_S)
-            self._topics.ask(self._client, names)
-        if (told := self._take_answer(ASK_PAUSE_S)) is not None:
+                _pause.wait(TOPIC_REQUEST_PAUSE_S)
+            self._topics.send(self._client, names)
+        if (checks := self._receive_topic_checks(TOPIC_REQUEST_PAUSE_S)) is not None:
             now = time.monotonic()
-            self._patience.asked(now, now, answered=not isinstance(told, Event))
-        self._mind_the_deadline()
+            self._deadline.note_request(now, now, is_answered=not isinstance(checks, ClientEvent))
+        self._enforce_deadline()
 
-    # --- is the range still there?
+    # --- range checks
 
-    def _doubt(self, tp: TopicPartition) -> None:
-        """Compare a range with what brokers say of it, as soon as no other one is."""
-        self._doubtful[tp] = None
+    def _schedule_check(self, tp: TopicPartition) -> None:
+        """Check a range against brokers, as soon as no other check is under way."""
+        self._checks_due[tp] = None
 
-    def _inquire(self) -> None:
-        """Begin the next inquiry if none is open, and go on with it if answers came."""
-        while self._doubtful and self._inquiry is None:
-            tp = next(iter(self._doubtful))
-            del self._doubtful[tp]
-            if tp in self._left:
-                self._inquiry = Inquiry(self._client, tp, self._topics, self._patience)
-        inquiry = self._inquiry
-        if inquiry is None or (inquiry.tp in self._left and not self._is_answered(inquiry)):
+    def _continue_checks(self) -> None:
+        """Start the next check if none is under way, and finish it if its responses are there."""
+        while self._checks_due and self._check is None:
+            tp = next(iter(self._checks_due))
+            del self._checks_due[tp]
+            if tp in self._ranges:
+                self._check = RangeCheck(self._client, tp, self._topics, self._deadline)
+        check = self._check
+        if check is None or (check.tp in self._ranges and not self._is_done(check)):
             return
-        inquiry.end()
-        self._inquiry = None
-        if progress := self._left.get(inquiry.tp):
-            progress.looked_s = time.monotonic()
-            if progress.state is not State.READING:
-                progress.state, progress.later = State.READING, None
-                self._client.move(inquiry.tp, progress.position)
+        check.cancel()
+        self._check = None
+        if progress := self._ranges.get(check.tp):
+            progress.checked_s = time.monotonic()
+            if not isinstance(progress.state, Reading):
+                progress.state = READING
+                self._client.reassign(check.tp, progress.position)
 
-    def _is_answered(self, inquiry: Inquiry) -> bool:
-        tp = inquiry.tp
-        told = self._take_answer(0.0)
-        if inquiry.topic is TopicCheck.UNCHECKED:
-            if isinstance(told, Event):
-                inquiry.note(answered=False)
+    def _is_done(self, check: RangeCheck) -> bool:
+        """Receive the responses of a check and apply them. Returns whether all are there."""
+        tp = check.tp
+        topics = self._receive_topic_checks(0.0)
+        if isinstance(check.topic, Unchecked):
+            if isinstance(topics, ClientEvent):
+                check.note_request(is_answered=False)
             return False
-        if tp not in self._left or self._is_suspect(tp):
-            inquiry.note(answered=True)
+        if tp not in self._ranges or self._is_suspect(tp):
+            check.note_request(is_answered=True)
             return True
-        bounds = inquiry.bounds()
-        if isinstance(bounds, Event):
-            self._failed(Request.OFFSETS, bounds)
-        elif bounds is not None:
+        watermarks = check.watermarks()
+        if isinstance(watermarks, ClientEvent):
+            self._request_failed(Request.OFFSETS, watermarks)
+        elif watermarks is not None:
             self._suspicions.clear((Request.OFFSETS, tp.topic))
-            progress = self._left[tp]
-            if progress.later is not None:
-                self._judge_later_leader(tp, progress, progress.later, bounds)
-            else:
-                self._judge_bounds(tp, progress, bounds)
-        return bounds is not None
+            progress = self._ranges[tp]
+            match progress.state:
+                case Replaced(record):
+                    self._apply_leader_epoch(tp, progress, record, watermarks)
+                case _:
+                    self._apply_watermarks(tp, progress, watermarks)
+        return watermarks is not None
 
-    def _judge_bounds(self, tp: TopicPartition, progress: Progress, bounds: Bounds) -> None:
-        low, high, _ = bounds
-        progress.held = progress.at_eof and high >= progress.end
+    def _apply_watermarks(self, tp: TopicPartition, progress: RangeProgress, watermarks: Watermarks) -> None:
+        low, high, _ = watermarks
+        if progress.log_end is not LogEnd.NOT_REACHED:
+            progress.log_end = LogEnd.OPEN_TRANSACTION if high >= progress.end else LogEnd.REACHED
         if low > progress.position:
-            self._lost(tp, progress, low, high)
-            progress.state = State.STOPPED
+            self._records_lost(tp, progress, low, high)
+            progress.state = STOPPED
         elif high >= progress.end:
             self._suspicions.clear(("short", tp))
         elif self._suspicions.report(("short", tp), time.monotonic()):
-            self._lost(tp, progress, low, high)
+            self._records_lost(tp, progress, low, high)
 
-    def _judge_later_leader(self, tp: TopicPartition, progress: Progress, later: LaterLeader, bounds: Bounds) -> None:
-        """Its leader must be as late as the record, else these brokers count in another way."""
-        if bounds.leader_epoch < later.epoch:
+    def _apply_leader_epoch(
+        self, tp: TopicPartition, progress: RangeProgress, record: NewerRecord, watermarks: Watermarks
+    ) -> None:
+        """The log was truncated if the leader's epoch is at least the record's; otherwise these brokers count epochs in
+        another way."""
+        if watermarks.leader_epoch < record.epoch:
             progress.epoch = None
         elif self._options.fail_on_data_loss:
-            raise read_errors.cut_off(self._rest(tp), later, bounds)
+            raise read_errors.log_truncated(self._remaining(tp), record, watermarks)
         else:
-            self._skip(tp, progress.end, f"the log was cut at {later.offset} or before it: later records follow")
+            self._skip(tp, progress.end, f"the log was truncated at {record.offset} or below, and written again")
 
-    def _rest(self, tp: TopicPartition) -> OffsetRange:
-        return OffsetRange(tp, self._left[tp].position, self._left[tp].end)
+    def _remaining(self, tp: TopicPartition) -> OffsetRange:
+        return OffsetRange(tp, self._ranges[tp].position, self._ranges[tp].end)
 
-    def _gone(self, tps: Sequence[TopicPartition]) -> None:
-        """Brokers said it twice: these partitions do not exist."""
+    # --- data loss
+
+    def _partitions_missing(self, tps: Sequence[TopicPartition]) -> None:
+        """Brokers reported twice that these partitions do not exist."""
         if tps and self._options.fail_on_data_loss:
-            raise read_errors.gone(self._rest(tps[0]), self._options.servers, sorted({tp.topic for tp in tps}))
+            topics = sorted({tp.topic for tp in tps})
+            raise read_errors.topic_missing(self._remaining(tps[0]), self._options.servers, topics)
         for tp in tps:
-            self._skip(tp, self._left[tp].end, "the partition does not exist any more")
+            self._skip(tp, self._ranges[tp].end, "the partition no longer exists")
 
-    def _made_anew(self, name: str) -> None:
-        """Brokers said it twice: the topic of this name is another one than was planned."""
+    def _topic_recreated(self, name: str) -> None:
+        """Brokers reported twice that the topic has another id."""
         fails = self._options.fail_on_data_loss
-        if fails or name in self._read:
-            # Also when loss is no failure: what was handed over may be the new topic's. Another try begins afresh.
+        if fails or name in self._read_topics:
+            # Rows that were handed over may be of the new topic: the task must start again, even if loss is allowed.
             planned = next(r for r in self._piece.ranges if r.tp.topic == name)
-            raise read_errors.made_anew(planned, was_read=name in self._read, fails=fails)
-        for tp in [tp for tp in self._left if tp.topic == name]:
-            self._skip(tp, self._left[tp].end, "the topic was deleted and made anew")
+            raise read_errors.topic_recreated(planned, was_read=name in self._read_topics, can_skip=fails)
+        for tp in [tp for tp in self._ranges if tp.topic == name]:
+            self._skip(tp, self._ranges[tp].end, "the topic was deleted and recreated")
 
-    def _lost(self, tp: TopicPartition, progress: Progress, low: int, high: int) -> None:
-        """Records in the range are gone. Never moves below the planned start: what is there is another log's."""
+    def _records_lost(self, tp: TopicPartition, progress: RangeProgress, low: int, high: int) -> None:
+        """Records of the range are not in the log. Never moves below the planned start: records there are another
+        log's."""
         if self._options.fail_on_data_loss:
-            raise read_errors.records_lost(self._rest(tp), low, high)
+            raise read_errors.records_lost(self._remaining(tp), low, high)
         until = min(low, progress.end) if low > progress.position else progress.end
-        self._skip(tp, until, f"the log holds [{low},{high})")
+        self._skip(tp, until, f"the log has only [{low},{high})")
 
     def _skip(self, tp: TopicPartition, until: int, reason: str) -> None:
-        progress = self._left[tp]
-        self._tally.skip(tp, progress.position, until, reason)
+        progress = self._ranges[tp]
+        self._counts.skip(tp, progress.position, until, reason)
         self._advance(tp, progress, until, time.monotonic())

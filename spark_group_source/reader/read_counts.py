@@ -1,6 +1,7 @@
-"""What one try of a task read, from where, and what it skipped.
+"""Counts of one task attempt: rows by their source, and offsets that were skipped.
 
-Runs in: executor workers. Deliberately absent: why records count as lost (``ranges``), who is told of it (``tasks``).
+Runs in: executor workers. Deliberately absent: why records count as lost (``range_reader``), and the report to the
+stream reader (``agents.task``).
 """
 
 import logging
@@ -14,56 +15,56 @@ log = logging.getLogger(__name__)
 RANGES_IN_WARNING_MAX = 100
 
 
-class Lost(NamedTuple):
-    """Planned offsets that were skipped, and why."""
+class SkippedRange(NamedTuple):
+    """Planned offsets that were skipped, and the reason."""
 
     range: OffsetRange
     reason: str
 
 
-class Tally:
-    """What one try of a task read and skipped."""
+class ReadCounts:
+    """What one task attempt read and skipped."""
 
     def __init__(self) -> None:
-        self.memory: Counter[TopicPartition] = Counter()
-        """Rows that its agent had in memory."""
-        self.brokers: Counter[TopicPartition] = Counter()
-        """Rows that brokers gave."""
-        self._lost: list[Lost] = []
-        self._ended = False
+        self.rows_from_agent: Counter[TopicPartition] = Counter()
+        """Rows that came from the memory of the executor's agent."""
+        self.rows_from_brokers: Counter[TopicPartition] = Counter()
+        """Rows that were fetched from brokers."""
+        self._skipped: list[SkippedRange] = []
+        self._is_complete = False
 
     def skip(self, tp: TopicPartition, start: int, end: int, reason: str) -> None:
-        """These offsets are gone. Each is at most one record: compaction and transaction markers leave offsets without
-        one."""
+        """Count [start, end) as lost. An offset is at most one record; compaction and transaction markers leave
+        offsets without one."""
         if start < end:
-            self._lost.append(Lost(OffsetRange(tp, start, end), reason))
+            self._skipped.append(SkippedRange(OffsetRange(tp, start, end), reason))
 
-    def end(self) -> None:
-        """All that was planned is read or skipped; one warning tells what was skipped."""
-        self._ended = True
-        if not (joined := self.joined()):
+    def complete(self) -> None:
+        """Note that every planned offset was read or skipped, and log one warning with the skipped ranges."""
+        self._is_complete = True
+        if not (merged := self.merged()):
             return
-        named = [f"{lost.range} ({lost.range.size}): {lost.reason}" for lost in joined[:RANGES_IN_WARNING_MAX]]
-        more = len(joined) - len(named)
+        named = [f"{one.range} ({one.range.size}): {one.reason}" for one in merged[:RANGES_IN_WARNING_MAX]]
+        more = len(merged) - len(named)
         log.warning(
-            "data loss: %d planned offsets were skipped, failOnDataLoss is false: %s%s",
-            sum(lost.range.size for lost in joined),
+            "data loss: skipped %d planned offsets because failOnDataLoss is false: %s%s",
+            sum(one.range.size for one in merged),
             "; ".join(named),
             f"; and {more} more ranges" if more else "",
         )
 
     @property
     def lost(self) -> tuple[OffsetRange, ...]:
-        """What was skipped, once that is sure: another try may find more of it."""
-        return tuple(lost.range for lost in self.joined()) if self._ended else ()
+        """The skipped ranges of a complete attempt; empty before, because a retry may skip other offsets."""
+        return tuple(one.range for one in self.merged()) if self._is_complete else ()
 
-    def joined(self) -> list[Lost]:
-        """The ranges in order, neighbours put together."""
-        found: list[Lost] = []
-        for lost in sorted(self._lost):
+    def merged(self) -> list[SkippedRange]:
+        """The skipped ranges in order; adjacent ones with the same reason are merged."""
+        found: list[SkippedRange] = []
+        for one in sorted(self._skipped):
             last = found[-1].range if found else None
-            if last and (last.tp, last.end) == (lost.range.tp, lost.range.start) and found[-1].reason == lost.reason:
-                found[-1] = Lost(OffsetRange(last.tp, last.start, lost.range.end), lost.reason)
+            if last and (last.tp, last.end) == (one.range.tp, one.range.start) and found[-1].reason == one.reason:
+                found[-1] = SkippedRange(OffsetRange(last.tp, last.start, one.range.end), one.reason)
             else:
-                found.append(lost)
+                found.append(one)
         return found

@@ -1,6 +1,7 @@
-"""What a reading task ends with: errors of its brokers that last, and the texts of all its errors.
+"""Failed requests of a reading task, and the errors that end it.
 
-Runs in: executor workers. Deliberately absent: what a code means (``answers``), when records are lost (``ranges``).
+Runs in: executor workers. Deliberately absent: the meaning of an error code (``answers``), and when records count as
+lost (``range_reader``).
 """
 
 from collections.abc import Sequence
@@ -8,52 +9,56 @@ from collections.abc import Sequence
 from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.intake import LaterLeader
-from spark_group_source.reader.records import Bounds, Event
+from spark_group_source.reader.planned_rows import NewerRecord
+from spark_group_source.reader.records import ClientEvent, Watermarks
 
 GRACE_S = 3.0
-"""How long brokers must report the same before it is believed that a topic is gone or another one, that a log is short,
-or that access is refused: a broker that just started, and a new leader, can say each of these for a moment."""
+"""How long brokers must repeat a report before it is believed: a missing or recreated topic, a short log, or refused
+access. A broker that just started and a new leader may report any of these for a moment."""
 RANGES_IN_MESSAGE_MAX = 5
 
 _FATAL = CODES["_FATAL"]
 
 
-class Failures:
-    """Of one reader. Most pass by themselves; a refusal is believed after a grace, and a login that was refused only
-    when a fresh client is refused as well: the token of the former one may have run out before another one came."""
+class RequestFailures:
+    """Failed requests of one reader. Most errors are temporary. A refusal is believed after a grace period; a refused
+    login only if a new client is refused as well, because the old client's token may have expired."""
 
     def __init__(self, servers: str, user: str, suspicions: Suspicions) -> None:
         self._servers, self._user, self._suspicions = servers, user, suspicions
         self._refused_s: float | None = None
+        """When the first refusal came, since the last records; monotonic seconds."""
         self._renewed = False
+        """Whether the client was replaced since then."""
         self.last_text = ""
+        """The text of the last failure, for the error of a timeout."""
 
-    def note(self, request: Request, event: Event, now_s: float) -> None:
-        """Note that a request failed.
+    def record(self, request: Request, event: ClientEvent, now_s: float) -> None:
+        """Record that a request failed.
 
         Raises:
-            AccessDenied: we were refused, and were again after a grace.
-            GroupError: asking again would not help.
+            AccessDenied: the request was refused, and again after the grace period.
+            GroupError: a retry cannot help.
         """
         verdict = Meaning.REFUSED if TLS_ALERT in event.text else meaning(request, event.code, event.text)
         self.last_text = event.text
         topic = event.tp.topic if event.tp else None
         if verdict is Meaning.REFUSED:
             self._refused_s = self._refused_s or now_s
-            known = self._suspicions.report((request, topic), now_s)
-            if known and (topic is not None or self._renewed):
-                raise refused(topic, self._servers, event.text, request.value, self._user)
+            is_believed = self._suspicions.report((request, topic), now_s)
+            if is_believed and (topic is not None or self._renewed):
+                raise access_denied(topic, self._servers, event.text, request.value, self._user)
         if verdict is Meaning.ENDS:
-            what = "the reading client failed for good" if event.code == _FATAL else f"{request.value} was refused"
+            what = "fatal error of the reading client" if event.code == _FATAL else f"request refused: {request.value}"
             raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
 
-    def forget_refusals(self) -> None:
-        """Records came."""
+    def clear_refusals(self) -> None:
+        """Note that records came: access works."""
         self._refused_s, self._renewed = None, False
 
-    def needs_fresh_client(self, now_s: float) -> bool:
-        """librdkafka tells a refusal once. Whether it still holds, a fresh client finds out; true once."""
+    def needs_new_client(self, now_s: float) -> bool:
+        """Whether a new client must find out if a refusal persists, because librdkafka reports one only once. True
+        once for each refusal."""
         if self._refused_s is None or self._renewed or now_s - self._refused_s < GRACE_S:
             return False
         self._renewed = True
@@ -63,51 +68,66 @@ class Failures:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def refused(topic: str | None, servers: str, text: str, op: str, user: str) -> AccessDenied:
-    what = repr(topic) if topic else "from Kafka"
+def access_denied(topic: str | None, servers: str, text: str, op: str, user: str) -> AccessDenied:
+    what = f"topic {topic!r}" if topic else "from Kafka"
     return AccessDenied(
         f"reading {what} at {servers} was refused: {text}. "
         + (
-            f"{user} needs Read on the topic {topic!r}"
+            f"Grant {user} the permission Read on the topic {topic!r}"
             if topic
-            else "Check the kafka.security.protocol, kafka.sasl.* and kafka.ssl.* options, as the executors see them"
+            else "Check the kafka.security.protocol, kafka.sasl.* and kafka.ssl.* options; certificate and key files "
+            "must exist on every executor"
         ),
         op=op,
         on="topic" if topic else "",
     )
 
 
-def timed_out(
-    servers: str, left: Sequence[OffsetRange], waited_s: float, last_error: str, held: Sequence[TopicPartition]
+def read_timeout(
+    servers: str,
+    remaining: Sequence[OffsetRange],
+    waited_s: float,
+    last_error: str,
+    in_transaction: Sequence[TopicPartition],
 ) -> ReadTimeout:
-    """``held``: partitions whose records a transaction holds back."""
-    named = ", ".join(map(str, left[:RANGES_IN_MESSAGE_MAX])) or "nothing"
-    more = len(left) - RANGES_IN_MESSAGE_MAX
-    hint = " {} has records up to its planned end that an open transaction holds back: see its producer."
+    """Build the error for ranges without progress.
+
+    Args:
+        in_transaction: partitions whose remaining records belong to an open transaction.
+    """
+    named = ", ".join(map(str, remaining[:RANGES_IN_MESSAGE_MAX])) or "nothing"
+    more = len(remaining) - RANGES_IN_MESSAGE_MAX
+    hint = " {} has an open transaction before the planned end: check its producer."
     return ReadTimeout(
-        f"nothing came from {servers} for {waited_s:.1f} s; still to read: {named}"
+        f"no records from {servers} for {waited_s:.1f} s; still to read: {named}"
         + f" and {more} more" * (more > 0)
         + f". Last error: {last_error or 'none'}."
-        + "".join(hint.format(tp) for tp in held[:1]),
-        ranges=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in left],
+        + "".join(hint.format(tp) for tp in in_transaction[:1]),
+        ranges=[(r.tp.topic, r.tp.partition, r.start, r.end) for r in remaining],
         waited_ms=int(waited_s * 1000),
     )
 
 
-def gone(rest: OffsetRange, servers: str, topics: Sequence[str]) -> TopicMissing:
+def topic_missing(remaining: OffsetRange, servers: str, topics: Sequence[str]) -> TopicMissing:
     return TopicMissing(
-        f"{rest.tp} does not exist any more at {servers}, while {rest} was still to be read. Restore the topic or "
-        "unsubscribe it",
+        f"{remaining.tp} no longer exists at {servers}, but {remaining} was not read yet. Restore the topic, or remove "
+        "it from the subscription",
         topics=topics,
     )
 
 
-def made_anew(planned: OffsetRange, *, was_read: bool, fails: bool) -> DataLoss:
+def topic_recreated(planned: OffsetRange, *, was_read: bool, can_skip: bool) -> DataLoss:
+    """Build the error for a topic with another id than the planned one.
+
+    Args:
+        was_read: whether rows of the topic were handed over already.
+        can_skip: whether failOnDataLoss=false would help.
+    """
     topic = planned.tp.topic
     return DataLoss(
-        f"{planned} was planned, but topic {topic} was deleted and made anew"
+        f"{planned} was planned, but topic {topic!r} was deleted and recreated"
         + " while it was read" * was_read
-        + ". Set failOnDataLoss=false to go on without its former records" * fails,
+        + ". Set failOnDataLoss=false to continue without its old records" * can_skip,
         topic=topic,
         partition=planned.tp.partition,
         expected=planned.start,
@@ -115,25 +135,41 @@ def made_anew(planned: OffsetRange, *, was_read: bool, fails: bool) -> DataLoss:
     )
 
 
-def records_lost(rest: OffsetRange, low: int, high: int) -> DataLoss:
+def records_lost(remaining: OffsetRange, low: int, high: int) -> DataLoss:
     return DataLoss(
-        f"{rest} was planned but the log holds [{low},{high}): records aged out, or the topic was made anew. Set "
-        "failOnDataLoss=false to go on without them",
-        topic=rest.tp.topic,
-        partition=rest.tp.partition,
-        expected=rest.start,
+        f"{remaining} was planned, but the log has only [{low},{high}): retention deleted records, or the topic was "
+        "recreated. Set failOnDataLoss=false to continue without them",
+        topic=remaining.tp.topic,
+        partition=remaining.tp.partition,
+        expected=remaining.start,
         available=(low, high),
     )
 
 
-def cut_off(rest: OffsetRange, later: LaterLeader, log: Bounds) -> DataLoss:
-    """``later``: the record that is there."""
+def log_truncated(remaining: OffsetRange, newer: NewerRecord, log: Watermarks) -> DataLoss:
+    """Build the error for a truncated log.
+
+    Args:
+        newer: the first record that replaced a planned one.
+    """
     return DataLoss(
-        f"{rest} was planned, but its log was cut at {later.offset} or before it: a leader was elected that lacked "
-        f"the planned records. What stands there now was written after the plan, in leader epoch {later.epoch}: it "
-        f"has [{log.low},{log.high}) in epoch {log.leader_epoch}. Set failOnDataLoss=false to go on with what it holds",
-        topic=rest.tp.topic,
-        partition=rest.tp.partition,
-        expected=rest.start,
+        f"{remaining} was planned, but its log was truncated at {newer.offset} or below: a leader without the planned "
+        f"records was elected. The records there now have leader epoch {newer.epoch} and were written after the plan; "
+        f"the log has [{log.low},{log.high}) in epoch {log.leader_epoch}. Set failOnDataLoss=false to continue with "
+        "the remaining records",
+        topic=remaining.tp.topic,
+        partition=remaining.tp.partition,
+        expected=remaining.start,
         available=(log.low, log.high),
+    )
+
+
+def unreadable_record(error: GroupError, servers: str, group_id: str) -> GroupError:
+    """Add to the error of a record that Spark cannot store the command that moves the group past it."""
+    topic, partition, offset = (error.fields[name] for name in ("topic", "partition", "offset"))
+    return GroupError(
+        f"{error}. Move the group past it: stop the query, then spark-group reset --bootstrap-servers {servers} "
+        f"--group {group_id} --topic {topic}:{partition} --to-offset {int(str(offset)) + 1} --execute (for a table of "
+        "DeltaSink with --table TABLE)",
+        **error.fields,
     )

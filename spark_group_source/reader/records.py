@@ -1,11 +1,11 @@
-"""Kafka records as Arrow: the one schema, and batches put together from columns.
+"""Kafka records as Arrow: the schema, and record batches built from columns.
 
 Runs in: executor workers; ``arrow_schema`` and ``spark_ddl`` also where the query is planned. Deliberately absent: the
-Kafka client (``native``), any decision about which record belongs to a range, and pyspark.
+Kafka client (``native_client``), which records belong to a range (``planned_rows``), and pyspark.
 
-The columns are those of Spark's own Kafka source, value by value: a record without headers has null (not an empty
-list), the timestamp is the record's milliseconds even when they are -1, ``timestampType`` counts from -1 (none),
-0 (create time), 1 (log-append time).
+Columns and values are those of Spark's Kafka source: a record without headers has null (not an empty list), the
+timestamp is the record's milliseconds even if they are -1, ``timestampType`` is -1 (none), 0 (create time) or 1
+(log-append time).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,13 @@ from spark_group_source.errors import GroupError
 from spark_group_source.model import TopicPartition
 
 BATCH_ROWS_MAX = 32_768
-"""Rows of one RecordBatch. Spark's Arrow path is fastest from about 10,000; more only costs memory."""
+"""Maximum rows of one RecordBatch. Spark's Arrow path is fastest from about 10,000; more only costs memory."""
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024
-"""Key, value and, if asked for, header bytes of one RecordBatch, except that one larger record makes a batch of its
-own."""
+"""Maximum key, value and (if included) header bytes of one RecordBatch. A larger record is a batch of its own."""
 
 HEADER_BYTES = 10
-"""What Arrow needs of one header besides its texts."""
+"""Arrow's overhead for one header, besides its name and value."""
 
 HEADERS_TYPE = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
 
@@ -42,20 +41,20 @@ _FIELDS = [
 _DDL = "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, timestampType INT"
 
 _INLINE_MAX = 12
-"""A binary view keeps values up to this length in itself, longer ones as a reference."""
+"""An Arrow binary view stores values up to this length inline, longer ones as a reference."""
 _WINDOW_BITS = 30
-"""References of a view are 31 bits wide, so memory is named in windows of 1 GiB."""
+"""Offsets in a view's reference have 31 bits, so memory is addressed in windows of 1 GiB."""
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 HeaderRow = Sequence[tuple[str, bytes | None]]
 
 TIMESTAMP_MS_MAX = (2**63 - 1) // 1000
-"""Spark counts microseconds in 64 bits."""
+"""The largest timestamp that Spark can store: 64 bits of microseconds."""
 
 
 def arrow_schema(include_headers: bool) -> pa.Schema:
-    """The exact schema of every batch; all columns nullable. ``headers`` comes last and only when asked for."""
+    """The schema of every batch; all columns are nullable. ``headers``, if included, is the last one."""
     return pa.schema([*_FIELDS, pa.field("headers", HEADERS_TYPE)] if include_headers else _FIELDS)
 
 
@@ -64,80 +63,86 @@ def spark_ddl(include_headers: bool) -> str:
     return _DDL + ", headers ARRAY<STRUCT<key: STRING, value: BINARY>>" if include_headers else _DDL
 
 
-class Event(NamedTuple):
-    """Something a client reports that is not a record. ``tp`` is None when it concerns the whole cluster."""
+class ClientEvent(NamedTuple):
+    """An event of the client that is not a record: an error, or the end of a partition."""
 
     code: int
-    """librdkafka's error number; negative ones are its own, positive ones came from a broker."""
+    """librdkafka's error code; a negative one is its own, a positive one is a broker's."""
     text: str
     tp: TopicPartition | None
+    """None: the event concerns the whole cluster."""
     offset: int
+    """The position, at the end of a partition; otherwise without meaning."""
 
 
-class TopicTold(NamedTuple):
-    """What metadata says of one topic."""
+class TopicDescription(NamedTuple):
+    """A topic in a metadata response."""
 
     code: int
-    """0: it is there."""
+    """The error code; 0: the topic exists."""
     text: str
+    """The error text; empty without an error."""
     id: str
-    """Changes when the topic is deleted and made anew (KIP-516); empty where brokers have no ids."""
+    """Changes when the topic is deleted and recreated (KIP-516); empty if the brokers have no topic ids."""
     partitions: int
+    """The number of partitions."""
 
 
-Told = dict[str, TopicTold]
+TopicDescriptions = dict[str, TopicDescription]
 
 
-class Bounds(NamedTuple):
-    """What a leader tells of its log."""
+class Watermarks(NamedTuple):
+    """The bounds of a partition's log, as its leader reports them."""
 
     low: int
-    """The first offset that is left."""
+    """The first offset that still exists."""
     high: int
-    """The next to be written, open transactions included."""
+    """The next offset to be written; open transactions are below it."""
     leader_epoch: int = -1
-    """Of that leader; -1 if it did not tell."""
+    """The leader's epoch; -1 if it is unknown."""
 
 
-class Run(NamedTuple):
-    """Neighbouring rows of one chunk that are of one partition; offsets ascend."""
+class PartitionRows(NamedTuple):
+    """Adjacent rows of one chunk with records of one partition."""
 
     tp: TopicPartition
     first: int
+    """The first row."""
     offsets: Ints
+    """The offsets of the records, ascending."""
 
 
-class Cut(NamedTuple):
-    """The rows [first, last) of a chunk, all of one partition, that a plan wants."""
+class RowSlice(NamedTuple):
+    """The rows [first, last) of a chunk: planned records of one partition."""
 
     tp: TopicPartition
     first: int
     last: int
 
 
-def bounded(cuts: Sequence[Cut], sizes: Ints) -> Iterator[list[Cut]]:
-    """Group cuts so that each group makes one batch within BATCH_ROWS_MAX and BATCH_BYTES_MAX; order is kept."""
-    group: list[Cut] = []
+def group_by_batch(slices: Sequence[RowSlice], sizes: Ints) -> Iterator[list[RowSlice]]:
+    """Split and group slices so that each group is one batch within BATCH_ROWS_MAX and BATCH_BYTES_MAX, in order."""
+    group: list[RowSlice] = []
     rows = size = 0
-    for cut in cuts:
-        first = cut.first
-        while first < cut.last:
-            ends = np.cumsum(sizes[first : min(cut.last, first + BATCH_ROWS_MAX - rows)])
+    for piece in slices:
+        first = piece.first
+        while first < piece.last:
+            ends = np.cumsum(sizes[first : min(piece.last, first + BATCH_ROWS_MAX - rows)])
             fit = int(np.searchsorted(ends, BATCH_BYTES_MAX - size, side="right"))
             if fit == 0 and not group:
-                fit = 1  # one record above the bound still has to travel
+                fit = 1  # a record above the limit is a batch of its own
             if fit:
-                group.append(Cut(cut.tp, first, first + fit))
+                group.append(RowSlice(piece.tp, first, first + fit))
                 rows, size, first = rows + fit, size + int(ends[fit - 1]), first + fit
-            if first < cut.last:
+            if first < piece.last:
                 yield group
                 group, rows, size = [], 0, 0
     if group:
         yield group
 
 
-def assemble(
-    cuts: Sequence[Cut],
+def build_batch(
+    slices: Sequence[RowSlice],
     key: pa.Array,
     value: pa.Array,
     offset: Ints,
@@ -145,59 +150,62 @@ def assemble(
     timestamp_type: npt.NDArray[np.int32],
     headers: pa.Array | None,
 ) -> pa.RecordBatch:
-    """One batch from the columns that the client gave, in the order of ``cuts``, and those that the cuts imply.
+    """Build one batch from the columns of the client, in the order of ``slices``; topic and partition come from the
+    slices.
 
     Args:
-        timestamp_ms: milliseconds since the epoch, -1 where the record has none.
+        timestamp_ms: milliseconds since the epoch, -1 if the record has none.
         timestamp_type: librdkafka's numbers, one more than Spark's.
-        headers: of HEADERS_TYPE, or None when the schema has none.
+        headers: of HEADERS_TYPE, or None if the schema has none.
+
+    Raises:
+        GroupError: Spark cannot store a record's timestamp.
     """
-    _check_stamps(cuts, offset, timestamp_ms)
-    rows = np.array([cut.last - cut.first for cut in cuts], dtype=np.int64)
-    names = sorted({cut.tp.topic for cut in cuts})
-    index = {name: at for at, name in enumerate(names)}
-    at = np.repeat(np.array([index[cut.tp.topic] for cut in cuts], dtype=np.int32), rows)
-    topic = packed([name.encode() for name in names], pa.string()).take(column(at, pa.int32()))
-    partition = np.repeat(np.array([cut.tp.partition for cut in cuts], dtype=np.int32), rows)
+    _check_timestamps(slices, offset, timestamp_ms)
+    rows = np.array([one.last - one.first for one in slices], dtype=np.int64)
+    names = sorted({one.tp.topic for one in slices})
+    index = {name: number for number, name in enumerate(names)}
+    numbers = np.repeat(np.array([index[one.tp.topic] for one in slices], dtype=np.int32), rows)
+    topic = variable_width([name.encode() for name in names], pa.string()).take(fixed_width(numbers, pa.int32()))
+    partition = np.repeat(np.array([one.tp.partition for one in slices], dtype=np.int32), rows)
     columns = [
         key,
         value,
         topic,
-        column(partition, pa.int32()),
-        column(offset, pa.int64()),
-        column(timestamp_ms * 1000, _FIELDS[5].type),
-        column(timestamp_type - np.int32(1), pa.int32()),
+        fixed_width(partition, pa.int32()),
+        fixed_width(offset, pa.int64()),
+        fixed_width(timestamp_ms * 1000, _FIELDS[5].type),
+        fixed_width(timestamp_type - np.int32(1), pa.int32()),
     ]
     if headers is not None:
         columns.append(headers)
     return pa.RecordBatch.from_arrays(columns, schema=arrow_schema(headers is not None))
 
 
-def _check_stamps(cuts: Sequence[Cut], offset: Ints, timestamp_ms: Ints) -> None:
-    """Spark's own source ends with an ArithmeticException at a timestamp that its type cannot hold. So does this one,
-    with its place: any other value would be invented."""
+def _check_timestamps(slices: Sequence[RowSlice], offset: Ints, timestamp_ms: Ints) -> None:
+    """Refuse a timestamp that Spark's type cannot store. Spark's Kafka source fails with an ArithmeticException; any
+    other value would be wrong."""
     wrong = np.flatnonzero((timestamp_ms > TIMESTAMP_MS_MAX) | (timestamp_ms < -TIMESTAMP_MS_MAX))
     if not len(wrong):
         return
     at = int(wrong[0])
-    ends = np.cumsum([cut.last - cut.first for cut in cuts])
-    tp = cuts[int(np.searchsorted(ends, at, side="right"))].tp
+    ends = np.cumsum([one.last - one.first for one in slices])
+    tp = slices[int(np.searchsorted(ends, at, side="right"))].tp
     raise GroupError(
-        f"the record of {tp} at offset {offset[at]} has the timestamp {timestamp_ms[at]} ms, which Spark's timestamps "
-        "cannot hold: remove it from the log, or move the group past it with spark-group reset",
+        f"the record of {tp} at offset {offset[at]} has the timestamp {timestamp_ms[at]} ms, which Spark cannot store",
         topic=tp.topic,
         partition=tp.partition,
         offset=int(offset[at]),
     )
 
 
-def column(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """An array without nulls over numpy's memory. ``pa.array`` would import pandas for it: half a second per worker."""
+def fixed_width(values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """An Arrow array without nulls over numpy's memory. ``pa.array`` would import pandas: half a second per worker."""
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
 
 
-def packed(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
-    """A binary or string array of bytes objects, None being null; without ``pa.array`` for the same reason."""
+def variable_width(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
+    """A binary or string array of bytes objects, None as null; without ``pa.array`` for the same reason."""
     ends = np.zeros(len(values) + 1, dtype=np.int32)
     np.cumsum([len(v or b"") for v in values], out=ends[1:])
     validity = None
@@ -208,20 +216,23 @@ def packed(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:
 
 
 def header_bytes(rows: Sequence[HeaderRow]) -> Ints:
-    """How much memory the headers of each row take: names and values, and the ends of both."""
+    """The memory in bytes that the headers of each row take in Arrow."""
     return np.array(
         [sum(len(name) + len(value or b"") + HEADER_BYTES for name, value in row) for row in rows], dtype=np.int64
     )
 
 
 def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
-    """The headers of each row. A row without any is null, as in Spark's own source, not an empty list."""
+    """The headers of each row. A row without headers is null, as in Spark's Kafka source, not an empty list."""
     flat = [header for row in rows for header in row]
     ends = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum([len(row) for row in rows], out=ends[1:])
     validity = pa.py_buffer(np.packbits([bool(row) for row in rows], bitorder="little"))
     entries = pa.StructArray.from_arrays(
-        [packed([name.encode() for name, _ in flat], pa.string()), packed([value for _, value in flat], pa.binary())],
+        [
+            variable_width([name.encode() for name, _ in flat], pa.string()),
+            variable_width([value for _, value in flat], pa.binary()),
+        ],
         fields=list(HEADERS_TYPE.value_type),
     )
     return pa.Array.from_buffers(HEADERS_TYPE, len(rows), [validity, pa.py_buffer(ends)], children=[entries])
@@ -230,8 +241,8 @@ def header_column(rows: Sequence[HeaderRow]) -> pa.Array:
 # --- raw memory -------------------------------------------------------------------------------------------------------
 
 
-class _Raw:
-    """Memory as numpy's array interface describes it. Unlike a ctypes array type per length, nothing is cached."""
+class _ArrayInterface:
+    """Raw memory as numpy's array interface. ctypes would cache one array type for every length."""
 
     def __init__(self, address: int, typestr: str, count: int, stride: int) -> None:
         self.__array_interface__ = {
@@ -244,30 +255,30 @@ class _Raw:
 
 
 def _memory(address: int, typestr: str, count: int, stride: int) -> npt.NDArray[Any]:
-    """A view of ``count`` items in raw memory. It keeps nothing alive, and only items that are touched need exist."""
-
-    return np.asarray(_Raw(address, typestr, count, stride))
+    """A view of ``count`` items in raw memory. It keeps nothing alive; only accessed items must exist."""
+    return np.asarray(_ArrayInterface(address, typestr, count, stride))
 
 
 def words_at(address: int, count: int) -> Words:
+    """A view of ``count`` 8-byte words."""
     return _memory(address, "<u8", count, 8)
 
 
-def spans(addresses: Words, size: int) -> bool:
-    """Whether :func:`gather` can copy these with steps of 1: numpy counts the bytes of the whole span in 63 bits, each
-    as if it were an item. A heap and mapped memory are up to 2**47 bytes apart."""
+def can_gather(addresses: Words, size: int) -> bool:
+    """Whether :func:`gather` can copy items of this size with a step of 1: numpy counts ``size`` bytes for each address
+    of the whole span, in 63 bits. Heap and mapped memory are up to 2**47 bytes apart."""
     return (int(addresses.max()) - int(addresses.min()) + 1) * size < 1 << 63
 
 
 def gather(addresses: Words, size: int, step: int) -> npt.NDArray[Any]:
-    """Copy ``size`` bytes from each address, all multiples of ``step`` apart, into one array, and not a byte more."""
+    """Copy exactly ``size`` bytes from each address into one array; addresses differ by multiples of ``step``."""
     base = int(addresses.min())
     at = ((addresses - np.uint64(base)) // np.uint64(step)).astype(np.int64)
     return _memory(base, f"|V{size}", int(at.max()) + 1, step)[at]
 
 
 def binary_column(addresses: Words, lengths: Words) -> pa.Array:
-    """A binary array of the bytes at ``addresses``; address 0 is null. The bytes are copied."""
+    """A binary array with a copy of the bytes at ``addresses``; address 0 is null."""
     count = len(addresses)
     present = addresses != 0
     nulls = count - int(np.count_nonzero(present))
@@ -277,7 +288,7 @@ def binary_column(addresses: Words, lengths: Words) -> pa.Array:
     lengths = lengths.astype(np.int32)
     if nulls:
         lengths[~present] = 0
-    elif lengths[0] and (lengths == lengths[0]).all() and spans(addresses, int(lengths[0])):  # the usual case of keys
+    elif lengths[0] and (lengths == lengths[0]).all() and can_gather(addresses, int(lengths[0])):  # usual for keys
         size = int(lengths[0])
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(size)
         data = gather(addresses, size, 1)

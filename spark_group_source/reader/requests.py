@@ -1,11 +1,11 @@
-"""Questions of a reading task about topics and logs, each repeated until a broker answers it.
+"""Admin requests of a reading task about topics and logs, each resent until a broker responds.
 
-Runs in: executor workers and agents. Deliberately absent: what an answer means (``answers``), and
-``query_watermark_offsets``, which sends two requests and may report one offset for both when one of them fails.
+Runs in: executor workers and agents. Deliberately absent: the meaning of error codes (``answers``), and
+``query_watermark_offsets``, which sends two requests and may report one offset for both if one of them fails.
 
-librdkafka sends a question to the broker that it knows as the controller, or as the leader, and may not find out for
-minutes that this broker is dead. So an overdue question is sent again, after a metadata request to any broker; the
-former request stays open, because its broker may only be slow. The first answer to any of them counts.
+librdkafka sends a request to the broker that it knows as the controller or the leader, and may not notice for minutes
+that this broker is dead. So an overdue request is resent, after a metadata request to any broker. The earlier request
+stays open, because its broker may only be slow; the first response counts.
 """
 
 import ctypes as c
@@ -15,35 +15,36 @@ from typing import Generic, TypeVar
 
 from spark_group_source.librdkafka import POLL_MS, Client, text
 from spark_group_source.model import TopicPartition
-from spark_group_source.reader.records import Event, Told, TopicTold
+from spark_group_source.reader.records import ClientEvent, TopicDescription, TopicDescriptions
 
-ANSWER_S_MAX = 5.0
-"""One request, with the search for the broker that can answer it."""
-OVERDUE_S = 1.0
-"""A question without an answer is sent again after so long. Each request ends after :data:`ANSWER_S_MAX`, so at most
-six are open at a time."""
+REQUEST_TIMEOUT_S = 5.0
+"""The timeout of one request, with the search for the broker that can serve it."""
+RESEND_AFTER_S = 1.0
+"""A request without a response is resent after this time. Each one times out after :data:`REQUEST_TIMEOUT_S`, so at
+most six are open at a time."""
 METADATA_TIMEOUT_S = 1.0
-"""How long a metadata request is waited for: when topics are new to the client, and before a question is repeated."""
+"""The timeout of a metadata request: for topics that are new to the client, and before a request is resent."""
 
 _READ_UNCOMMITTED = 0
 EARLIEST, LATEST = -2, -1
-"""Offsets of a log to ask for."""
-NO_ANSWER = -185
-"""librdkafka's "timed out"."""
+"""Offset specifications of ListOffsets."""
+TIMED_OUT = -185
+"""librdkafka's ``_TIMED_OUT``."""
 NO_ID = "A" * 22
 """The topic id of brokers before 2.8: zeros."""
 
 T = TypeVar("T")
 
 
-class Requests:
-    """The open admin requests of one client, by number, and the answers that came."""
+class AdminRequests:
+    """The open admin requests of one client, by number, with the responses received so far."""
 
     def __init__(self, client: Client) -> None:
         self._client, self._lib = client, client.lib
         self._queue = client.lib.queue_new(client.rk)
         self._number = 0
-        self._open: dict[int, int | None] = {}  # each with its answer, an event of librdkafka's
+        self._open: dict[int, int | None] = {}
+        """The response to each request, an event of librdkafka; None until it arrives."""
 
     def describe_topics(self, names: Sequence[str]) -> int:
         lib = self._lib
@@ -60,7 +61,7 @@ class Requests:
         return number
 
     def _send(self, call: Callable[..., None], what: object, *, isolation: int | None = None) -> int:
-        lib, options = self._lib, self._client.admin_options(ANSWER_S_MAX)
+        lib, options = self._lib, self._client.admin_options(REQUEST_TIMEOUT_S)
         if isolation is not None and (error := lib.AdminOptions_set_isolation_level(options, isolation)):
             lib.error_destroy(error)
         self._number += 1
@@ -71,7 +72,7 @@ class Requests:
         return self._number
 
     def receive(self, wait_s: float) -> None:
-        """Take in the answers that came; the first of them is waited for, and the client is served meanwhile."""
+        """Receive responses. Waits for the first one up to ``wait_s``, and serves the client in the meantime."""
         until_s = time.monotonic() + wait_s
         event = None
         while not event:
@@ -84,39 +85,38 @@ class Requests:
             number = self._lib.event_opaque(event)
             if number in self._open:
                 self._open[number] = event
-            else:  # its question was given up
+            else:  # the request was cancelled
                 self._lib.event_destroy(event)
             event = self._lib.queue_poll(self._queue, 0)
 
-    def answers(self, numbers: Sequence[int]) -> list[int] | None:
-        """The answers to these requests; None while one is missing. They belong to this class."""
+    def responses(self, numbers: Sequence[int]) -> list[int] | None:
+        """The responses to these requests; None while one is missing. This class destroys them."""
         found = [event for number in numbers if (event := self._open[number])]
         return found if len(found) == len(numbers) else None
 
-    def give_up(self, numbers: Sequence[int]) -> None:
-        """Drop these requests, with their answers."""
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Drop these requests and their responses."""
         for number in numbers:
             if event := self._open.pop(number, None):
                 self._lib.event_destroy(event)
 
-    def forget(self) -> None:
-        """Drop all requests."""
-        self.give_up(list(self._open))
+    def cancel_all(self) -> None:
+        self.cancel(list(self._open))
 
     def close(self) -> None:
-        self.forget()
+        self.cancel_all()
         self._lib.queue_destroy(self._queue)
 
-    # --- what answers hold
+    # --- parsing of responses
 
-    def failure(self, event: int) -> Event | None:
-        """The error of a whole answer."""
+    def error_of(self, event: int) -> ClientEvent | None:
+        """The error of a whole response, or None."""
         code = self._lib.event_error(event)
-        return Event(code, text(self._lib.event_error_string(event)), None, -1) if code else None
+        return ClientEvent(code, text(self._lib.event_error_string(event)), None, -1) if code else None
 
-    def topics_in(self, event: int) -> Told:
+    def topics_of(self, event: int) -> TopicDescriptions:
         lib, count, partitions = self._lib, c.c_size_t(), c.c_size_t()
-        told: Told = {}
+        topics: TopicDescriptions = {}
         found = lib.DescribeTopics_result_topics(lib.event_DescribeTopics_result(event), c.byref(count))
         for topic in found[: count.value]:
             error = lib.TopicDescription_error(topic)
@@ -124,80 +124,86 @@ class Requests:
             lib.TopicDescription_partitions(topic, c.byref(partitions))
             id_ = text(lib.Uuid_base64str(lib.TopicDescription_topic_id(topic)))
             name = text(lib.TopicDescription_name(topic))
-            told[name] = TopicTold(code, words, "" if code or id_ == NO_ID else id_, 0 if code else partitions.value)
-        return told
+            id_ = "" if code or id_ == NO_ID else id_
+            topics[name] = TopicDescription(code, words, id_, 0 if code else partitions.value)
+        return topics
 
-    def offset_in(self, event: int, tp: TopicPartition) -> tuple[int, int] | Event:
-        """(offset, leader epoch)"""
+    def offset_of(self, event: int, tp: TopicPartition) -> tuple[int, int] | ClientEvent:
+        """Return (offset, leader epoch), or the error."""
         lib, count = self._lib, c.c_size_t()
         found = lib.ListOffsets_result_infos(lib.event_ListOffsets_result(event), c.byref(count))
         if count.value != 1:
-            return Event(NO_ANSWER, "an answer without the partition", tp, -1)
+            return ClientEvent(TIMED_OUT, "the response lacks the partition", tp, -1)
         info = lib.ListOffsetsResultInfo_topic_partition(found[0])
         partition = info.contents
         if partition.err:
-            return Event(partition.err, text(lib.err2str(partition.err)), tp, -1)
-        if partition.offset < 0:  # what librdkafka puts there before it asks
-            return Event(NO_ANSWER, "an answer without an offset", tp, -1)
+            return ClientEvent(partition.err, text(lib.err2str(partition.err)), tp, -1)
+        if partition.offset < 0:  # librdkafka's initial value
+            return ClientEvent(TIMED_OUT, "the response lacks the offset", tp, -1)
         return int(partition.offset), int(lib.topic_partition_get_leader_epoch(info))
 
 
 class PendingRequest(Generic[T]):
-    """One question from now on. One thread.
+    """A request that is resent until it has a response; sent when it is created. One thread.
 
     Args:
-        requests: of the client.
-        send: sends its requests, and returns their numbers.
-        read: the answer that their events hold; an event where one of them failed.
-        look_for_brokers: requests metadata from any broker, before the question is sent again.
+        requests: the client's admin requests.
+        send: sends the admin requests that make up this one, and returns their numbers.
+        parse: returns the result in their responses, or the error of one of them.
+        refresh_metadata: requests metadata from any broker, before the request is resent.
     """
 
     def __init__(
         self,
-        requests: Requests,
+        requests: AdminRequests,
         send: Callable[[], tuple[int, ...]],
-        read: Callable[[list[int]], "T | Event"],
-        look_for_brokers: Callable[[], None],
+        parse: Callable[[list[int]], "T | ClientEvent"],
+        refresh_metadata: Callable[[], None],
     ) -> None:
-        self._requests, self._send, self._read = requests, send, read
-        self._look_for_brokers = look_for_brokers
-        self._sent: dict[tuple[int, ...], float] = {}  # request numbers -> when they were sent
-        self._due_s = 0.0
-        self._again()
+        self._requests, self._send, self._parse = requests, send, parse
+        self._refresh_metadata = refresh_metadata
+        self._sent: dict[tuple[int, ...], float] = {}
+        """When each group of request numbers was sent; monotonic seconds."""
+        self._resend_s = 0.0
+        self._send_again()
 
-    def take(self, wait_s: float) -> tuple[T | Event, float] | None:
-        """An answer and when its request was sent; an event where a request failed, and the question goes on; None if
-        none came within ``wait_s``."""
+    def receive(self, wait_s: float) -> tuple[T | ClientEvent, float] | None:
+        """Return a result and when its request was sent, within ``wait_s``.
+
+        Returns:
+            An error in place of the result if a request failed; this one is still pending then. None if there is no
+            response yet.
+        """
         until_s = time.monotonic() + wait_s
         pause_s = 0.0
         while True:
             self._requests.receive(pause_s)
             for numbers, sent_s in self._sent.items():
-                if events := self._requests.answers(numbers):
-                    return self._answer(numbers, events), sent_s
-            if time.monotonic() >= self._due_s:
-                self._look_for_brokers()
-                self._again()
+                if events := self._requests.responses(numbers):
+                    return self._result(numbers, events), sent_s
+            if time.monotonic() >= self._resend_s:
+                self._refresh_metadata()
+                self._send_again()
             elif time.monotonic() >= until_s:
                 return None
-            pause_s = max(0.0, min(until_s, self._due_s) - time.monotonic())
+            pause_s = max(0.0, min(until_s, self._resend_s) - time.monotonic())
 
-    def _answer(self, numbers: tuple[int, ...], events: list[int]) -> T | Event:
-        failed = [failure for event in events if (failure := self._requests.failure(event))]
-        answer = failed[0] if failed else self._read(events)
-        if isinstance(answer, Event):
+    def _result(self, numbers: tuple[int, ...], events: list[int]) -> T | ClientEvent:
+        errors = [error for event in events if (error := self._requests.error_of(event))]
+        result = errors[0] if errors else self._parse(events)
+        if isinstance(result, ClientEvent):
             del self._sent[numbers]
-            self._requests.give_up(numbers)
+            self._requests.cancel(numbers)
         else:
-            self.give_up()
-        return answer
+            self.cancel()
+        return result
 
-    def _again(self) -> None:
-        self._due_s = time.monotonic() + OVERDUE_S
-        self._sent[self._send()] = self._due_s - OVERDUE_S
+    def _send_again(self) -> None:
+        self._resend_s = time.monotonic() + RESEND_AFTER_S
+        self._sent[self._send()] = self._resend_s - RESEND_AFTER_S
 
-    def give_up(self) -> None:
-        """No answer is wanted any more."""
+    def cancel(self) -> None:
+        """Drop the request."""
         for numbers in self._sent:
-            self._requests.give_up(numbers)
+            self._requests.cancel(numbers)
         self._sent = {}

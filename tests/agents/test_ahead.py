@@ -22,7 +22,7 @@ from spark_group_source.agents.task_messages import Ahead, ClaimGranted, Served
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.read_counts import ReadCounts
 from spark_group_source.reader.records import arrow_schema
 
 Row = dict[str, Any]
@@ -176,10 +176,10 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
     ]
     found = []
     for ranges in tasks:
-        tally = Tally()
-        rows = rows_of(read_near(home, settings, ranges, tally=tally))
+        counts = ReadCounts()
+        rows = rows_of(read_near(home, settings, ranges, counts=counts))
         assert rows == rows_of(read_batches(settings, ranges))
-        found.append((agent_words.looked(home).rows, tally.memory.total(), tally.brokers.total()))
+        found.append((agent_words.looked(home).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total()))
     assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from spark_group_source.agents.prefetch.buffers import BLOCK_BYTES, PIECE_BYTES, Buffers, Piece, Reached, Taken
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.records import Cut
+from spark_group_source.reader.records import RowSlice
 
 A, B = TopicPartition("a", 0), TopicPartition("b", 0)
 MEMORY = 64 << 10
@@ -49,7 +49,7 @@ def fill(buffers: Buffers, tp: TopicPartition, *sizes: int) -> int:
     if count:
         start = held.position
         offsets = list(range(start, start + count))
-        part = Reached(Cut(tp, 0, count), held, held.turn, start, start + count, room)
+        part = Reached(RowSlice(tp, 0, count), held, held.turn, start, start + count, room)
         buffers.add(batch_of(offsets, list(sizes[:count])), [part])
     return count
 
@@ -220,7 +220,7 @@ class Books(RuleBasedStateMachine):
             fit, room = self.buffers.reserve(tp, np.array(list(there.values()), dtype=np.int64))
             if fit:
                 found = list(there)[:fit]
-                cut = Cut(tp, len(offsets), len(offsets) + fit)
+                cut = RowSlice(tp, len(offsets), len(offsets) + fit)
                 parts.append(Reached(cut, held, held.turn, held.position, found[-1] + 1, room))
                 offsets += found
                 sizes += [there[at] for at in found]

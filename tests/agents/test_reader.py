@@ -6,8 +6,8 @@ from kit.fake_reader import FakeChunk, FakeClient, Message
 from spark_group_source.agents.prefetch.reader import Reader, Stock
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.intake import DAMAGED, EOF
-from spark_group_source.reader.records import Event
+from spark_group_source.reader.planned_rows import DAMAGED, EOF
+from spark_group_source.reader.records import ClientEvent
 
 TP = TopicPartition("t", 0)
 WANTED = [OffsetRange(TP, 0, 99)]
@@ -42,9 +42,9 @@ class Scene:
         self.stock.follow(Ahead({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
         self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
 
-    def bring(self, *what: Message | Event) -> None:
+    def bring(self, *what: Message | ClientEvent) -> None:
         records = [one for one in what if isinstance(one, Message)]
-        self.client.next = FakeChunk(records, [one for one in what if isinstance(one, Event)])
+        self.client.next = FakeChunk(records, [one for one in what if isinstance(one, ClientEvent)])
         self.reader._poll(self.client)  # type: ignore[arg-type]  # see above
         self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
 
@@ -55,8 +55,8 @@ class Scene:
         return taken[0].until if taken else 0
 
 
-def eof(at: int) -> Event:
-    return Event(EOF, "", TP, at)
+def eof(at: int) -> ClientEvent:
+    return ClientEvent(EOF, "", TP, at)
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_records_below_the_position_are_not_taken_twice(scene: Scene) -> None:
         assert sum(piece.last - piece.first for piece in taken.pieces) == 3
 
 
-@pytest.mark.parametrize("event", [Event(min(DAMAGED), "damaged", TP, -1), Event(29, "refused", TP, -1)])
-def test_nothing_is_taken_of_what_comes_with_trouble_or_behind_it(scene: Scene, event: Event) -> None:
+@pytest.mark.parametrize("event", [ClientEvent(min(DAMAGED), "damaged", TP, -1), ClientEvent(29, "refused", TP, -1)])
+def test_nothing_is_taken_of_what_comes_with_trouble_or_behind_it(scene: Scene, event: ClientEvent) -> None:
     scene.bring(message(0))
     scene.bring(message(1), message(3), event, eof(4))
     scene.bring(message(4), eof(5))

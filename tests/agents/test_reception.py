@@ -20,7 +20,7 @@ from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.claims import Plan
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.read_counts import ReadCounts
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
 GIVEN = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "orders"}
@@ -45,11 +45,11 @@ class Listening:
         offset = StreamOffset(group="g", stream="s", seq=4, known={"orders": 2}, ranges={A: (0, 9), B: (5, 7)})
         self.plan: Plan = self.reception.cut(offset, ())
 
-    def task(self, tally: Tally, error: Exception | None = None) -> None:
+    def task(self, counts: ReadCounts, error: Exception | None = None) -> None:
         """One try of the task."""
         here = self.reception
         call = Call(here.addresses, here.secret, here.run, self.plan.name, 0, late=False)
-        with task._claimed(call, Piece(self.plan.pieces[0].ranges), HERE, tally):
+        with task._claimed(call, Piece(self.plan.pieces[0].ranges), HERE, counts):
             if error is not None:
                 raise error
 
@@ -64,13 +64,13 @@ def listening() -> Iterator[Listening]:
     made.reception.stop()
 
 
-def read(*, skipped: tuple[int, int], ends: bool) -> Tally:
-    tally = Tally()
-    tally.memory[A], tally.brokers[A], tally.brokers[B] = 3, 4, 2
-    tally.skip(A, *skipped, "gone")
+def read(*, skipped: tuple[int, int], ends: bool) -> ReadCounts:
+    counts = ReadCounts()
+    counts.rows_from_agent[A], counts.rows_from_brokers[A], counts.rows_from_brokers[B] = 3, 4, 2
+    counts.skip(A, *skipped, "gone")
     if ends:
-        tally.end()
-    return tally
+        counts.complete()
+    return counts
 
 
 def test_a_task_tells_what_it_read_from_where_and_what_was_gone(listening: Listening) -> None:
@@ -92,11 +92,11 @@ def test_a_task_that_fails_tells_what_it_read_and_nothing_of_losses(listening: L
 def test_a_task_with_too_much_to_tell_ends_all_the_same(
     listening: Listening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tally = read(skipped=(7, 9), ends=True)
-    tally.brokers.update({TopicPartition("orders", p): 2**60 for p in range(2_000)})
+    counts = read(skipped=(7, 9), ends=True)
+    counts.rows_from_brokers.update({TopicPartition("orders", p): 2**60 for p in range(2_000)})
     monkeypatch.setattr(CODEC, "bytes_max", 10_000)
     with caplog.at_level(logging.WARNING):
-        listening.task(tally)
+        listening.task(counts)
     assert "gets no counts of what this task read" in caplog.text
     await_until(lambda: not listening.reception._claims._running, SOON_S, what="word that the task ended")
     assert listening.told == []

@@ -1,4 +1,4 @@
-"""Stands for the client of reading code: chunks of records, questions, and a client that brings what a test says.
+"""Fakes of the reading client: chunks of records, requests, and a client that returns what a test specifies.
 
 Runs in: tests. Deliberately absent: librdkafka.
 """
@@ -12,7 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from spark_group_source.model import TopicPartition
-from spark_group_source.reader.records import Cut, Event, Run, assemble, header_bytes, header_column, packed
+from spark_group_source.reader.records import (
+    ClientEvent,
+    PartitionRows,
+    RowSlice,
+    build_batch,
+    header_bytes,
+    header_column,
+    variable_width,
+)
 
 
 @dataclass(frozen=True)
@@ -27,14 +35,14 @@ class Message:
 
 
 class FakeChunk:
-    """As ``native.NativeChunk``."""
+    """Stands for ``native_client.NativeChunk``."""
 
-    def __init__(self, messages: Sequence[Message] = (), events: Sequence[Event] = ()) -> None:
+    def __init__(self, messages: Sequence[Message] = (), events: Sequence[ClientEvent] = ()) -> None:
         self.messages, self.events = list(messages), list(events)
-        self.runs: list[Run] = []
+        self.partition_rows: list[PartitionRows] = []
         for tp, group in groupby(self.messages, lambda message: message.tp):
             offsets = np.array([message.offset for message in group], dtype=np.int64)
-            self.runs.append(Run(tp, sum(len(run.offsets) for run in self.runs), offsets))
+            self.partition_rows.append(PartitionRows(tp, sum(len(run.offsets) for run in self.partition_rows), offsets))
         self.sizes = np.array([len(message.value) for message in self.messages], dtype=np.int64)
 
     def leader_epoch(self, row: int) -> int:
@@ -43,12 +51,12 @@ class FakeChunk:
     def count_headers(self) -> None:
         self.sizes = self.sizes + header_bytes([message.headers for message in self.messages])
 
-    def batch(self, cuts: Sequence[Cut], include_headers: bool) -> pa.RecordBatch:
+    def batch(self, cuts: Sequence[RowSlice], include_headers: bool) -> pa.RecordBatch:
         rows = [message for cut in cuts for message in self.messages[cut.first : cut.last]]
-        return assemble(
+        return build_batch(
             cuts,
             pa.nulls(len(rows), pa.binary()),
-            packed([message.value for message in rows], pa.binary()),
+            variable_width([message.value for message in rows], pa.binary()),
             np.array([message.offset for message in rows], dtype=np.int64),
             np.ones(len(rows), dtype=np.int64),
             np.ones(len(rows), dtype=np.int32),
@@ -59,41 +67,41 @@ class FakeChunk:
 
 
 @dataclass
-class FakeQuestion:
-    """As ``questions.Question``; ``answers`` are taken one after the other, and None is none yet."""
+class FakeRequest:
+    """Stands for ``requests.PendingRequest``: returns ``answers`` one after the other; None: no response yet."""
 
     answers: list[Any]
-    given_up: bool = False
+    cancelled: bool = False
 
-    def take(self, wait_s: float) -> tuple[Any, float] | None:
+    def receive(self, wait_s: float) -> tuple[Any, float] | None:
         answer = self.answers.pop(0) if self.answers else None
         return None if answer is None else (answer, float("inf"))
 
-    def give_up(self) -> None:
-        self.given_up = True
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 @dataclass
 class FakeClient:
-    """As ``native.NativeClient``; a test overrides what it asks for."""
+    """Stands for ``native_client.NativeClient``; a test overrides what it needs."""
 
     assigned: dict[TopicPartition, int] = field(default_factory=dict)
-    moves: list[tuple[TopicPartition, int]] = field(default_factory=list)
+    reassigned: list[tuple[TopicPartition, int]] = field(default_factory=list)
     rk: int = 1
 
     def assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
         self.assigned = dict(positions)
 
-    def add(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
-        assert not self.assigned.keys() & dict(positions).keys(), "it is read already"
+    def incremental_assign(self, positions: Sequence[tuple[TopicPartition, int]]) -> None:
+        assert not self.assigned.keys() & dict(positions).keys(), "already assigned"
         self.assigned.update(positions)
 
-    def drop(self, tps: Sequence[TopicPartition]) -> None:
+    def incremental_unassign(self, tps: Sequence[TopicPartition]) -> None:
         for tp in tps:
             del self.assigned[tp]
 
-    def move(self, tp: TopicPartition, offset: int) -> None:
-        self.moves.append((tp, offset))
+    def reassign(self, tp: TopicPartition, offset: int) -> None:
+        self.reassigned.append((tp, offset))
 
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         return FakeChunk()
@@ -101,11 +109,11 @@ class FakeClient:
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, -1001)
 
-    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
-        return FakeQuestion([])
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([])
 
-    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
-        return FakeQuestion([])
+    def request_watermarks(self, tp: TopicPartition) -> FakeRequest:
+        return FakeRequest([])
 
     def clear(self) -> None: ...
     def close(self) -> None: ...

@@ -1,6 +1,7 @@
-"""What a task makes of each answer of a broker, with librdkafka itself and brokers that answer as the test says.
+"""How a task handles each response of a broker, with the real librdkafka and mock brokers.
 
-Nothing is lost on a client's word. Rows of the table wait at the same time, each with a cluster of its own.
+Nothing counts as lost because of the client's own view alone. Cases of one table run concurrently, each with its own
+cluster.
 """
 
 import logging
@@ -24,18 +25,18 @@ from reading import read as read_batches
 from spark_group_source.answers import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader import fetch, intake, range_reader, read_counts, read_errors, records, requests
-from spark_group_source.reader.broker_checks import Patience
-from spark_group_source.reader.records import Event
-from spark_group_source.reader.requests import ANSWER_S_MAX, PendingRequest
+from spark_group_source.reader import fetch, planned_rows, range_reader, read_counts, read_errors, records, requests
+from spark_group_source.reader.broker_checks import ReadDeadline
+from spark_group_source.reader.records import ClientEvent
+from spark_group_source.reader.requests import REQUEST_TIMEOUT_S, PendingRequest
 
 TP = TopicPartition("orders", 0)
 COUNT = 20
 GRACE_S = 0.3
 LONG_S = 300
-"""A grace that no test outlives: what is believed at all then is believed too early."""
+"""A grace period longer than any test: whatever is believed was believed too early."""
 OUTAGE_S = 2.5
-"""A deadline that an outage outlasts. Before it a first question about the brokers was not answered."""
+"""A deadline shorter than the outage, and longer than the first unanswered metadata request."""
 DEADLINE_S = 60
 """Without any progress, on a machine that is busy."""
 
@@ -43,14 +44,14 @@ DEADLINE_S = 60
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_errors, "GRACE_S", GRACE_S)
-    monkeypatch.setattr(range_reader, "TRIAGE_AFTER_S", 0.1)
-    monkeypatch.setattr(requests, "ANSWER_S_MAX", 1.0)
+    monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.1)
+    monkeypatch.setattr(requests, "REQUEST_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture(autouse=True)
-def no_client_is_kept() -> Iterator[None]:
+def close_clients() -> Iterator[None]:
     yield
-    fetch.close_idle()
+    fetch.close_idle_clients()
 
 
 @contextmanager
@@ -65,11 +66,11 @@ def orders() -> Iterator[MockCluster]:
 def cluster() -> Iterator[MockCluster]:
     with orders() as made:
         yield made
-        fetch.close_idle()
+        fetch.close_idle_clients()
 
 
 def each(codes: Iterable[int], play: Callable[[MockCluster, int], None]) -> None:
-    """Play all rows at once. What failed says of which."""
+    """Run all cases concurrently; a failure names its case."""
 
     def row(code: int) -> None:
         with orders() as cluster:
@@ -79,17 +80,17 @@ def each(codes: Iterable[int], play: Callable[[MockCluster, int], None]) -> None
         played = {code: pool.submit(row, code) for code in rows}
     failed = {code: error for code, one in played.items() if (error := one.exception())}
     for code, error in failed.items():
-        error.add_note(f"This was the row of {code}.")
+        error.add_note(f"case: code {code}")
     if failed:
-        raise BaseExceptionGroup(f"the rows of {sorted(failed)}", list(failed.values()))
+        raise BaseExceptionGroup(f"cases {sorted(failed)}", list(failed.values()))
 
 
 @contextmanager
 def as_soon_as(holds: Callable[[], bool], call: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """Something that happens while the block waits; it is over when the block ends."""
+    """Call a function as soon as a condition holds, while the block runs; wait for it at the end of the block."""
 
     def happen() -> None:
-        await_until(holds, DEADLINE_S, what="the moment for what happens meanwhile")
+        await_until(holds, DEADLINE_S, what="the condition")
         call(*arguments)
 
     with ThreadPoolExecutor(1) as pool:
@@ -111,7 +112,7 @@ def produce(cluster: MockCluster, count: int = COUNT) -> None:
     assert producer.flush(10) == 0
 
 
-def make_anew(cluster: MockCluster, count: int = COUNT) -> None:
+def recreate(cluster: MockCluster, count: int = COUNT) -> None:
     cluster.delete_topic("orders")
     cluster.create_topic("orders")
     produce(cluster, count)
@@ -142,16 +143,16 @@ def read(cluster: MockCluster) -> Read:
     return partial(rows_of, cluster)
 
 
-# --- the table, row by row
+# --- error codes
 
 
 PASSES = (-1, 3, 5, 6, 7, 8, 9, 13, 14, 41, 56, 74, 75, 78, 89, 100, 103)
-"""What brokers answer a fetch or a question for offsets with, and that passes."""
+"""Temporary errors of fetch and ListOffsets responses."""
 OF_FETCH = (1, 2, 70, 71, 106, 109)
-"""And a fetch alone; the last two are known to no table."""
+"""Temporary errors of fetch responses only; the last two are in no table."""
 
 
-def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated() -> None:
+def test_fetches_are_repeated_after_a_temporary_error() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         assert meaning(Request.FETCH, code) is Meaning.AGAIN
         cluster.push_partition_errors(TP, Api.FETCH, [code, code])
@@ -160,8 +161,9 @@ def test_a_fetch_that_is_answered_with_a_passing_error_is_repeated() -> None:
     each(PASSES + OF_FETCH, play)
 
 
-def test_B33_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> None:
-    """The range lies beyond the log's end, so that its bounds are asked for, beyond the grace; then the log grows."""
+def test_watermark_requests_are_repeated_after_a_temporary_error() -> None:
+    """The range ends past the log's end, so its watermarks are requested for longer than the grace period; then the log
+    grows."""
 
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_request_errors(Api.LIST_OFFSETS, [code] * 3_000)
@@ -172,8 +174,8 @@ def test_B33_bounds_that_are_answered_with_a_passing_error_are_asked_again() -> 
     each(PASSES, play)
 
 
-def test_a_refusal_that_passes_is_none() -> None:
-    """librdkafka stops to fetch at the first 29, and tells it once: a fresh client finds out that it is over."""
+def test_a_temporary_refusal_is_ignored() -> None:
+    """librdkafka stops fetching at the first 29 and reports it once; a new client finds out that access works again."""
 
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_partition_errors(TP, Api.FETCH, [code])
@@ -182,7 +184,7 @@ def test_a_refusal_that_passes_is_none() -> None:
     each([29, 30, 31], play)
 
 
-def test_a_refusal_that_stays_ends_the_task_after_a_second_try() -> None:
+def test_a_repeated_refusal_fails_the_task_after_the_grace_period() -> None:
     def play(cluster: MockCluster, code: int) -> None:
         cluster.push_partition_errors(TP, Api.FETCH, [code] * 3_000)
         started = time.monotonic()
@@ -193,8 +195,10 @@ def test_a_refusal_that_stays_ends_the_task_after_a_second_try() -> None:
     each([29, 30, 31], play)
 
 
-def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_errors, "GRACE_S", 0)  # a second one would be believed at once
+def test_a_refusal_is_forgotten_after_records_arrive(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_errors, "GRACE_S", 0)  # a second refusal would be believed at once
     cluster.push_partition_errors(TP, Api.FETCH, [29])
     assert read() == list(range(COUNT))
     cluster.push_partition_errors(TP, Api.FETCH, [29])
@@ -202,16 +206,16 @@ def test_a_refusal_is_not_remembered(cluster: MockCluster, read: Read, monkeypat
 
 
 @pytest.mark.parametrize("code", [17, 35, 42])
-def test_what_asking_again_cannot_help_ends_the_task(cluster: MockCluster, read: Read, code: int) -> None:
+def test_a_permanent_error_fails_the_task(cluster: MockCluster, read: Read, code: int) -> None:
     cluster.push_partition_errors(TP, Api.FETCH, [code] * 50)
-    with pytest.raises(GroupError, match="was refused"):
+    with pytest.raises(GroupError, match="request refused"):
         read()
 
 
-# --- gone
+# --- missing topics and outages
 
 
-def test_metadata_that_refuses_or_knows_no_such_topic_is_believed_over_the_grace() -> None:
+def test_a_missing_or_refused_topic_is_believed_after_the_grace_period() -> None:
     believed = {29: AccessDenied, 31: AccessDenied, 3: TopicMissing, 100: TopicMissing}
 
     def play(cluster: MockCluster, code: int) -> None:
@@ -227,7 +231,7 @@ def test_metadata_that_refuses_or_knows_no_such_topic_is_believed_over_the_grace
     each(believed, play)
 
 
-def test_what_metadata_says_for_a_moment_only_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_metadata_errors_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_errors, "GRACE_S", LONG_S)
 
     def play(cluster: MockCluster, code: int) -> None:
@@ -240,10 +244,10 @@ def test_what_metadata_says_for_a_moment_only_is_waited_out(monkeypatch: pytest.
     each([3, 100, 5, 29], play)
 
 
-def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
+def test_an_unreachable_broker_is_not_data_loss(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To librdkafka the partitions of such a broker are unknown (-190), at once."""
+    """librdkafka immediately reports the partitions of such a broker as unknown (-190)."""
     assert read(0, 5) == [0, 1, 2, 3, 4]
     cluster.set_broker_down(1)
     with caplog.at_level(logging.WARNING), as_soon_as(over(4 * GRACE_S), cluster.set_broker_up, 1):
@@ -251,15 +255,15 @@ def test_a_broker_that_cannot_be_reached_has_not_lost_anything(
     assert "data loss" not in caplog.text
 
 
-def test_an_outage_that_is_longer_than_the_deadline_is_waited_for(cluster: MockCluster, read: Read) -> None:
-    """The deadline is for records that do not come from brokers that answer."""
+def test_an_outage_longer_than_the_deadline_is_waited_out(cluster: MockCluster, read: Read) -> None:
+    """The deadline applies only while brokers respond."""
     cluster.set_broker_down(1)
     with as_soon_as(over(2 * OUTAGE_S), cluster.set_broker_up, 1):
         assert read(deadline_s=OUTAGE_S, silence_s=DEADLINE_S) == list(range(COUNT))
 
 
-def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead() -> None:
-    """librdkafka asks the broker that it was told as the controller, also when another one is by now."""
+def test_a_topic_check_does_not_wait_for_a_dead_controller() -> None:
+    """librdkafka sends the request to the last controller it knows, even if another broker is the controller now."""
     with MockCluster(2) as cluster:
         cluster.create_topic("orders")
         cluster.set_leader(TP, 1)
@@ -270,17 +274,17 @@ def test_a_question_about_topics_does_not_wait_for_a_controller_that_is_dead() -
         cluster.set_broker_down(2)
         cluster.set_controller(1)
         assert read(5, COUNT) == list(range(5, COUNT))
-        fetch.close_idle()
+        fetch.close_idle_clients()
 
 
 @dataclass
-class Requests:
-    """What a client receives: answers by the number of the request, the others never."""
+class FakeAdminRequests:
+    """Admin requests of which only those in ``answered`` get a response, by number."""
 
-    answered: dict[int, records.Bounds | Event]
+    answered: dict[int, records.Watermarks | ClientEvent]
     sent: int = 0
-    looked: int = 0
-    given_up: list[int] = field(default_factory=list)
+    refreshed: int = 0
+    cancelled: list[int] = field(default_factory=list)
 
     def send(self) -> tuple[int, ...]:
         self.sent += 1
@@ -288,34 +292,34 @@ class Requests:
 
     def receive(self, wait_s: float) -> None: ...
 
-    def answers(self, numbers: Sequence[int]) -> list[Any]:
+    def responses(self, numbers: Sequence[int]) -> list[Any]:
         return [self.answered[number] for number in numbers if number in self.answered]
 
-    def failure(self, event: Any) -> None: ...
+    def error_of(self, event: Any) -> None: ...
 
-    def give_up(self, numbers: Iterable[int]) -> None:
-        self.given_up += numbers
+    def cancel(self, numbers: Iterable[int]) -> None:
+        self.cancelled += numbers
 
-    def look_for_brokers(self) -> None:
-        self.looked += 1
+    def refresh_metadata(self) -> None:
+        self.refreshed += 1
 
 
-def test_a_question_is_sent_again_and_the_first_answer_of_any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker that does not answer is dead or slow: another one is asked, and this one's answer is still good."""
+def test_an_overdue_request_is_resent_and_the_first_response_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that does not respond is dead or slow: the request is resent, and a late response still counts."""
     clock = Clock()
     monkeypatch.setattr(requests, "time", clock)
-    asked: Any = Requests({})
-    question: PendingRequest[Any] = PendingRequest(asked, asked.send, itemgetter(0), asked.look_for_brokers)
-    assert (question.take(0), asked.sent, asked.looked) == (None, 1, 0)
+    admin: Any = FakeAdminRequests({})
+    pending: PendingRequest[Any] = PendingRequest(admin, admin.send, itemgetter(0), admin.refresh_metadata)
+    assert (pending.receive(0), admin.sent, admin.refreshed) == (None, 1, 0)
     for seconds in (1, 2):
-        clock.now_s += requests.OVERDUE_S
-        assert (question.take(0), asked.sent, asked.looked) == (None, 1 + seconds, seconds)
-    failure = Event(requests.NO_ANSWER, "no answer in time", TP, -1)
-    asked.answered = {1: failure}
-    assert question.take(0) == (failure, 0.0)
-    asked.answered = {2: records.Bounds(0, 9)}
-    assert question.take(0) == (records.Bounds(0, 9), requests.OVERDUE_S)
-    assert asked.given_up == [1, 2, 3]
+        clock.now_s += requests.RESEND_AFTER_S
+        assert (pending.receive(0), admin.sent, admin.refreshed) == (None, 1 + seconds, seconds)
+    failure = ClientEvent(requests.TIMED_OUT, "timed out", TP, -1)
+    admin.answered = {1: failure}
+    assert pending.receive(0) == (failure, 0.0)
+    admin.answered = {2: records.Watermarks(0, 9)}
+    assert pending.receive(0) == (records.Watermarks(0, 9), requests.RESEND_AFTER_S)
+    assert admin.cancelled == [1, 2, 3]
 
 
 @dataclass
@@ -326,97 +330,97 @@ class Clock:
         return self.now_s
 
 
-def test_the_deadline_stands_still_in_an_outage_and_goes_on_after_it() -> None:
-    patience = Patience(10, 60)
-    patience.progress(100)
-    assert (patience.left_s(104), patience.waited_s(104)) == (6, 4)
-    patience.asked(104, 104, answered=False)
-    assert (patience.left_s(124), patience.waited_s(124)) == (40, 20)
-    patience.asked(130, 130, answered=False)
-    assert patience.left_s(164) == 0
-    patience.asked(150, 150, answered=True)
-    assert (patience.left_s(152), patience.waited_s(152)) == (4, 6)
-    patience.asked(152, 152, answered=True)
-    assert patience.left_s(156) == 0
+def test_the_deadline_is_suspended_during_an_outage() -> None:
+    deadline = ReadDeadline(10, 60)
+    deadline.note_progress(100)
+    assert (deadline.remaining_s(104), deadline.waited_s(104)) == (6, 4)
+    deadline.note_request(104, 104, is_answered=False)
+    assert (deadline.remaining_s(124), deadline.waited_s(124)) == (40, 20)
+    deadline.note_request(130, 130, is_answered=False)
+    assert deadline.remaining_s(164) == 0
+    deadline.note_request(150, 150, is_answered=True)
+    assert (deadline.remaining_s(152), deadline.waited_s(152)) == (4, 6)
+    deadline.note_request(152, 152, is_answered=True)
+    assert deadline.remaining_s(156) == 0
 
 
-def test_one_bound_that_is_refused_is_no_bound(cluster: MockCluster) -> None:
-    """librdkafka's own call for both would tell [20,20) here, and the records before it as lost."""
+def test_one_failed_watermark_fails_the_request(cluster: MockCluster) -> None:
+    """librdkafka's ``query_watermark_offsets`` would return [20,20) here: the records before it would count as lost."""
     client = fetch.open_client(servers(cluster))
 
-    def bounds() -> object:
-        answer = client.ask_bounds(TP).take(2 * ANSWER_S_MAX)
-        assert answer is not None
-        return answer[0]
+    def watermarks() -> object:
+        received = client.request_watermarks(TP).receive(2 * REQUEST_TIMEOUT_S)
+        assert received is not None
+        return received[0]
 
-    def told() -> None:
-        """A busy machine may need more than one bound of a question for the first answer of a client."""
-        await_until(lambda: bounds() == (0, COUNT, -1), DEADLINE_S, what="bounds")
+    def await_watermarks() -> None:
+        """On a busy machine the first response to a client may take longer than one timeout."""
+        await_until(lambda: watermarks() == (0, COUNT, -1), DEADLINE_S, what="watermarks")
 
-    told()
+    await_watermarks()
     for _ in range(4):
         cluster.push_request_errors(Api.LIST_OFFSETS, [6])
-        assert isinstance(bounds(), Event)
+        assert isinstance(watermarks(), ClientEvent)
         cluster.clear_request_errors(Api.LIST_OFFSETS)
-    told()
+    await_watermarks()
     client.close()
 
 
-# --- another topic of that name, a shorter log
+# --- recreated topics, short logs
 
 
-def test_a_topic_made_anew_is_data_loss_even_if_its_log_covers_the_plan(cluster: MockCluster, read: Read) -> None:
+def test_a_recreated_topic_is_data_loss_even_if_its_log_covers_the_plan(cluster: MockCluster, read: Read) -> None:
     planned = {"orders": topic_id(cluster)}
     assert read(0, 5, topic_ids=planned) == [0, 1, 2, 3, 4]
-    make_anew(cluster)
-    with pytest.raises(DataLoss, match="made anew") as caught:
+    recreate(cluster)
+    with pytest.raises(DataLoss, match="recreated") as caught:
         read(5, COUNT, topic_ids=planned)
     assert caught.value.fields["expected"] == 5
     assert read(5, COUNT, topic_ids={"orders": topic_id(cluster)}) == list(range(5, COUNT))
 
 
-def test_a_topic_made_anew_is_skipped_in_full_and_counted(
+def test_a_recreated_topic_is_skipped_in_full_and_counted(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     planned = {"orders": topic_id(cluster)}
-    make_anew(cluster)
+    recreate(cluster)
     with caplog.at_level(logging.WARNING):
         assert read(5, COUNT, topic_ids=planned, fail_on_data_loss=False) == []
     assert caplog.text.count("data loss") == 1
-    assert "15 planned offsets were skipped, failOnDataLoss is false: orders-0[5,20) (15)" in caplog.text
+    assert "skipped 15 planned offsets because failOnDataLoss is false: orders-0[5,20) (15)" in caplog.text
 
 
 @pytest.mark.parametrize("loss_fails", [True, False])
-def test_a_topic_made_anew_while_it_is_read_is_found_at_the_end(
+def test_a_topic_recreated_while_it_is_read_is_detected_after_the_last_rows(
     cluster: MockCluster, monkeypatch: pytest.MonkeyPatch, loss_fails: bool
 ) -> None:
-    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 5)
-    monkeypatch.setattr(range_reader, "PROOF_S", 0)
+    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 5)
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", 0)
     planned = {"orders": topic_id(cluster)}
     wanted = [OffsetRange(TP, 0, COUNT)]
     found = read_batches(
         servers(cluster), wanted, topic_ids=planned, fail_on_data_loss=loss_fails, deadline_s=DEADLINE_S
     )
     assert next(found).num_rows == 5
-    make_anew(cluster)
-    with pytest.raises(DataLoss, match="made anew while it was read"):
+    recreate(cluster)
+    with pytest.raises(DataLoss, match="recreated while it was read"):
         list(found)
 
 
-@pytest.mark.parametrize(("proof_s", "asked"), [(1000, 1), (0, 2)])
-def test_how_often_a_small_task_asks_for_its_topic(
-    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, proof_s: float, asked: int
+@pytest.mark.parametrize(("valid_s", "requests_sent"), [(1000, 1), (0, 2)])
+def test_the_number_of_topic_checks_of_a_small_task(
+    cluster: MockCluster, read: Read, monkeypatch: pytest.MonkeyPatch, valid_s: float, requests_sent: int
 ) -> None:
-    monkeypatch.setattr(range_reader, "PROOF_S", proof_s)
-    monkeypatch.setattr(requests, "OVERDUE_S", DEADLINE_S)  # none is sent again, however slow the machine is
+    monkeypatch.setattr(range_reader, "TOPIC_CHECK_VALID_S", valid_s)
+    monkeypatch.setattr(requests, "RESEND_AFTER_S", DEADLINE_S)  # nothing is resent, even on a slow machine
     planned = {"orders": topic_id(cluster)}
     read(0, 1)  # the client and its connections
     cluster.forget_requests()
     assert read(topic_ids=planned) == list(range(COUNT))
-    assert cluster.asked(Api.METADATA) == asked
+    assert cluster.asked(Api.METADATA) == requests_sent
 
 
-def test_B38_records_that_aged_out_fail_the_task_with_their_place(cluster: MockCluster, read: Read) -> None:
+def test_records_deleted_by_retention_fail_the_task_with_their_offsets(cluster: MockCluster, read: Read) -> None:
     cluster.delete_records(TP, 8)
     with pytest.raises(DataLoss, match="failOnDataLoss=false") as caught:
         read(3, 12)
@@ -424,31 +428,31 @@ def test_B38_records_that_aged_out_fail_the_task_with_their_place(cluster: MockC
     assert not caught.value.retriable
 
 
-def test_B39_a_start_past_the_logs_end_gives_nothing(cluster: MockCluster, read: Read) -> None:
+def test_a_range_that_starts_past_the_logs_end_is_data_loss(cluster: MockCluster, read: Read) -> None:
     assert read(COUNT + 2, COUNT + 5, fail_on_data_loss=False) == []
     with pytest.raises(DataLoss) as caught:
         read(COUNT + 2, COUNT + 5)
     assert (caught.value.fields["expected"], caught.value.fields["available"]) == (COUNT + 2, (0, COUNT))
 
 
-def test_B39_a_topic_made_anew_with_fewer_records_is_data_loss(cluster: MockCluster, read: Read) -> None:
-    """Also where brokers have no topic ids."""
-    assert read() == list(range(COUNT)), "the kept client has seen the longer log"
-    make_anew(cluster, 2)
+def test_a_recreated_topic_with_fewer_records_is_data_loss(cluster: MockCluster, read: Read) -> None:
+    """Even if brokers have no topic ids."""
+    assert read() == list(range(COUNT)), "the idle client has read the longer log"
+    recreate(cluster, 2)
     with pytest.raises(DataLoss) as caught:
         read(5, 10)
     assert caught.value.fields["available"] == (0, 2)
     assert read(5, 10, fail_on_data_loss=False) == []
 
 
-def test_a_topic_deleted_after_it_was_read(cluster: MockCluster, read: Read) -> None:
+def test_a_topic_deleted_between_two_tasks_is_reported_as_missing(cluster: MockCluster, read: Read) -> None:
     assert read() == list(range(COUNT))
     cluster.delete_topic("orders")
     with pytest.raises(TopicMissing):
         read(0, COUNT + 5)
 
 
-def test_B33_a_log_that_is_short_is_believed_after_the_grace(
+def test_a_short_log_is_believed_after_the_grace_period(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     started = time.monotonic()
@@ -460,30 +464,30 @@ def test_B33_a_log_that_is_short_is_believed_after_the_grace(
     assert f"orders-0[{COUNT},{COUNT + 5}) (5)" in caplog.text
 
 
-def test_B37_records_that_aged_out_and_an_end_that_is_missing_are_one_warning(
+def test_all_skipped_ranges_of_a_task_are_one_warning(
     cluster: MockCluster, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.delete_records(TP, 4)
-    counts = read_counts.Tally()
-    assert read(0, COUNT + 2, fail_on_data_loss=False, tally=counts) == list(range(4, COUNT))
+    counts = read_counts.ReadCounts()
+    assert read(0, COUNT + 2, fail_on_data_loss=False, counts=counts) == list(range(4, COUNT))
     assert caplog.text.count("data loss") == 1
     assert "6 planned offsets" in caplog.text
     assert counts.lost == (OffsetRange(TP, 0, 4), OffsetRange(TP, COUNT, COUNT + 2))
-    assert counts.brokers == {TP: COUNT - 4}
+    assert counts.rows_from_brokers == {TP: COUNT - 4}
     assert read(0, 4, fail_on_data_loss=False) == []
 
 
-# --- what was skipped, by itself
+# --- skipped ranges
 
 
-def test_what_was_skipped_is_joined_where_they_touch() -> None:
-    lost = read_counts.Tally()
-    lost.skip(TP, 5, 7, "why")
-    lost.skip(TP, 0, 5, "why")
-    lost.skip(TP, 7, 7, "nothing")
-    lost.skip(TP, 9, 10, "why")
-    lost.skip(TP._replace(partition=1), 10, 12, "why")
-    assert [(str(one.range), one.range.size) for one in lost.joined()] == [
+def test_adjacent_skipped_ranges_are_merged() -> None:
+    counts = read_counts.ReadCounts()
+    counts.skip(TP, 5, 7, "why")
+    counts.skip(TP, 0, 5, "why")
+    counts.skip(TP, 7, 7, "nothing")
+    counts.skip(TP, 9, 10, "why")
+    counts.skip(TP._replace(partition=1), 10, 12, "why")
+    assert [(str(one.range), one.range.size) for one in counts.merged()] == [
         ("orders-0[0,7)", 7),
         ("orders-0[9,10)", 1),
         ("orders-1[10,12)", 2),
@@ -493,15 +497,14 @@ def test_what_was_skipped_is_joined_where_they_touch() -> None:
 # --- leader epochs
 
 
-def test_epochs_that_leader_and_records_count_in_different_ways_conclude_nothing(
-    cluster: MockCluster, read: Read
-) -> None:
-    """The mock's answers have no leader epoch, its records have one: others that speak Kafka's protocol may, too."""
+def test_incomparable_leader_epochs_are_ignored(cluster: MockCluster, read: Read) -> None:
+    """Responses of the mock brokers have no leader epoch, but their records do; other implementations of Kafka may do
+    the same."""
     assert read(0, COUNT, leader_epochs={TP: -1}) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(("epochs", "rows"), [((1, 1, 2, 2), 4), ((1, 2, 3, 3), 2), ((3, 3, 3, 3), 0), ((-1,) * 4, 4)])
-def test_a_record_of_a_later_leader_was_not_planned(epochs: Sequence[int], rows: int) -> None:
+def test_records_of_a_newer_leader_are_not_planned(epochs: Sequence[int], rows: int) -> None:
     chunk: Any = FakeChunk([Message(TP, 10 + at, epoch=epoch) for at, epoch in enumerate(epochs)])
-    later = None if rows == 4 else intake.LaterLeader(10 + rows, 3)
-    assert intake.next_rows(chunk, chunk.runs[0], 10, 99, 2) == (0, rows, 10 + rows, later)
+    later = None if rows == 4 else planned_rows.NewerRecord(10 + rows, 3)
+    assert planned_rows.select_rows(chunk, chunk.partition_rows[0], 10, 99, 2) == (0, rows, 10 + rows, later)

@@ -1,4 +1,4 @@
-"""Reading ranges from a real Kafka: which rows come, how a range ends, what a loss is, and what is waited for."""
+"""Reading ranges from a real Kafka: the rows, the end of a range, data loss, and timeouts."""
 
 import contextlib
 import ctypes
@@ -25,16 +25,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kafka_words import produce_to
 from kit.broker_cluster import BrokerCluster
-from kit.fake_reader import FakeChunk, FakeClient, FakeQuestion, Message
+from kit.fake_reader import FakeChunk, FakeClient, FakeRequest, Message
 from kit.mock_cluster import MockCluster
 from reading import read as read_batches
 
 from spark_group_source.errors import DataLoss, GroupError, OptionError, ReadTimeout, TopicMissing
 from spark_group_source.librdkafka import refused_setting
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
-from spark_group_source.reader import fetch, intake, native_client, range_reader, read_counts, records
+from spark_group_source.reader import fetch, native_client, planned_rows, range_reader, read_counts, records
 from spark_group_source.reader.native_client import NativeClient
-from spark_group_source.reader.records import Cut, arrow_schema, spark_ddl
+from spark_group_source.reader.records import RowSlice, arrow_schema, spark_ddl
 
 Row = dict[str, Any]
 Read = Callable[..., list[Row]]
@@ -43,7 +43,7 @@ DEADLINE_S = 60.0
 """Without any progress, on a machine that is busy."""
 NEVER_MS = 600_000
 LONG_S = 300.0
-"""A deadline that no test waits for: it would end in a ReadTimeout, and what is found at once does not wait for it."""
+"""A deadline longer than any test: a test that waited for it would fail with a ReadTimeout."""
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def transactions(broker: BrokerCluster) -> Iterator[Callable[..., None]]:
         producer.abort_transaction(5)
 
 
-# ------------------------------------------------------------------------------------------------------ schema, plan
+# ------------------------------------------------------------------------------------------------------ schema, ranges
 
 
-def test_the_schema_is_the_one_of_sparks_own_source() -> None:
+def test_the_schema_is_that_of_sparks_kafka_source() -> None:
     assert arrow_schema(False).names == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
     assert arrow_schema(True).field("headers").type == records.HEADERS_TYPE
     assert all(field.nullable for field in arrow_schema(True))
@@ -120,7 +120,7 @@ def test_the_schema_is_the_one_of_sparks_own_source() -> None:
         assert [name for name in names if name != "value:"] == spark_schema.names
 
 
-def test_ranges_that_cannot_be_are_refused(read: Read) -> None:
+def test_invalid_ranges_are_refused(read: Read) -> None:
     with pytest.raises(ValueError, match=r"t-0\[5,4\)"):
         read(of("t", 5, 4))
     with pytest.raises(ValueError, match=r"t-0\[0,10\), t-0\[40,50\)"):  # a client is assigned a partition only once
@@ -132,7 +132,7 @@ def test_ranges_that_cannot_be_are_refused(read: Read) -> None:
 # --------------------------------------------------------------------------------------------------------- the rows
 
 
-def test_rows_of_several_ranges_come_once_each_and_nothing_outside(
+def test_every_row_of_several_ranges_is_read_once_and_no_others(
     topic: TopicFactory, produce: Produce, read: Read
 ) -> None:
     name = topic(3)
@@ -145,16 +145,14 @@ def test_rows_of_several_ranges_come_once_each_and_nothing_outside(
     assert {row["topic"] for row in rows} == {name}
 
 
-def test_B28_records_that_were_fetched_ahead_are_read_by_the_next_batch(
-    topic: TopicFactory, produce: Produce, read: Read
-) -> None:
+def test_records_fetched_ahead_do_not_affect_the_next_range(topic: TopicFactory, produce: Produce, read: Read) -> None:
     name = topic()
     produce(name, [str(i) for i in range(1000)], partition=0)  # one answer of the broker holds them all
     for start, end in ((0, 5), (5, 10), (10, 12), (3, 7), (12, 1000)):
         assert offsets(read(of(name, start, end))) == list(range(start, end))
 
 
-def test_B26_committed_aborted_and_marker_only_ranges(
+def test_ranges_with_committed_and_aborted_transactions_and_markers(
     topic: TopicFactory, read: Read, transactions: Callable[..., None]
 ) -> None:
     name = topic()
@@ -169,7 +167,7 @@ def test_B26_committed_aborted_and_marker_only_ranges(
     assert offsets(read(of(name, 0, 16), isolation="read_uncommitted")) == [*range(5), *range(6, 11), 12, 13, 14]
 
 
-def test_B26_an_open_transaction_is_waited_for_until_the_deadline(
+def test_an_open_transaction_is_waited_for_until_the_deadline(
     topic: TopicFactory, read: Read, transactions: Callable[..., None]
 ) -> None:
     name = topic()
@@ -198,11 +196,11 @@ Path(scratch, "rows").write_bytes(pickle.dumps((table.schema, table.to_pylist())
 """
 
 
-def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
+def test_every_value_is_that_of_sparks_kafka_source(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster, read: Read, tmp_path: Path
 ) -> None:
-    kept = {"retention.ms": "-1"}
-    names = [topic(config=kept), topic(config={**kept, "message.timestamp.type": "LogAppendTime"})]
+    idle = {"retention.ms": "-1"}
+    names = [topic(config=idle), topic(config={**idle, "message.timestamp.type": "LogAppendTime"})]
     headers = (("b", b"1"), ("a", None), ("b", b""), ("b", b"1"), ("ü", b"\x00\xff"))
     written = [
         Record(b"v", b"k", timestamp_ms=1_234_567_890_123, headers=headers),
@@ -221,7 +219,7 @@ def test_B29_B30_B31_every_value_is_the_one_of_sparks_own_source(
     assert sorted(rows, key=place) == sorted(expected, key=place)
 
 
-def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: BrokerCluster) -> None:
+def test_large_records_are_batches_of_their_own(topic: TopicFactory, broker: BrokerCluster) -> None:
     name = topic(config={"max.message.bytes": "20000000"})
     producer = Producer({"bootstrap.servers": broker.bootstrap_servers, "message.max.bytes": 20_000_000})
     sizes = [1_500_000, 10, 17_000_000, 1_200_000, 3]
@@ -239,8 +237,8 @@ def test_large_records_make_batches_of_their_own(topic: TopicFactory, broker: Br
 def lists(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> Iterator[None]:
-    """This librdkafka, or one that keeps lists of messages in another way, or has no calls for them: then what only
-    this package relies on is done without."""
+    """This librdkafka, one with another layout of message lists, or one without functions for them: then the fallback
+    is used."""
     if request.param == "as expected":
         yield
         return
@@ -250,7 +248,7 @@ def lists(
         monkeypatch.setitem(native_client._LISTS, "no_such_call", (None,))
     native_client.list_calls.cache_clear()
     assert native_client.list_calls() is None
-    assert "destroyed singly" in caplog.text
+    assert "destroying messages one by one" in caplog.text
     monkeypatch.undo()
     yield
     native_client.list_calls.cache_clear()
@@ -258,12 +256,12 @@ def lists(
 
 @pytest.mark.parametrize("lists", ["as expected", "another layout", "no calls"], indirect=True)
 @pytest.mark.usefixtures("lists")
-def test_memory_is_given_back_after_every_batch(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
+def test_memory_is_freed_after_every_batch(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
     name = topic()
     produce(name, (b"%0200d" % i for i in range(50_000)), partition=0)
 
     def resident_mib() -> int:
-        fetch.close_idle()  # what it had fetched ahead depends on the machine
+        fetch.close_idle_clients()  # what it had fetched ahead depends on the machine
         ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) // 1024
@@ -288,13 +286,13 @@ def test_a_finished_range_is_no_longer_fetched(
         produce(name, (b"%0100d" % i for i in range(20_000)), partition=partition)
     client = NativeClient
     dropped: list[TopicPartition] = []
-    drop = client.drop
+    drop = client.incremental_unassign
 
     def spy(self: Any, tps: Sequence[TopicPartition]) -> None:
         dropped.extend(tps)
         drop(self, tps)
 
-    monkeypatch.setattr(client, "drop", spy)
+    monkeypatch.setattr(client, "incremental_unassign", spy)
     rows = read(of(name, 0, 5, 0), of(name, 0, 20_000, 1))
     assert len(rows) == 20_005
     assert dropped == [TopicPartition(name, 0)]
@@ -314,7 +312,7 @@ _records = st.lists(st.tuples(_bytes, _bytes, st.integers(0, 4_000_000_000_000),
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written=_records, compression=st.sampled_from(["none", "lz4", "zstd", "gzip", "snappy"]))
-def test_any_record_comes_back_as_it_was_written(
+def test_any_record_is_read_as_it_was_written(
     written: list[tuple[bytes | None, bytes | None, int, list[tuple[str, bytes | None]]]],
     compression: str,
     round_trip: tuple[str, str],
@@ -367,7 +365,7 @@ def round_trip(broker: BrokerCluster, topic: TopicFactory) -> tuple[str, str]:
 
 
 def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers: str) -> str:
-    """A topic with one key overwritten 100 times, of which compaction left few: the last offsets below 100 are gone."""
+    """A topic with one key overwritten 100 times and compacted: the last offsets below 100 are gone."""
     name = topic(
         config={
             "cleanup.policy": "compact",
@@ -377,7 +375,7 @@ def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers
             "delete.retention.ms": "0",
         }
     )
-    produce(name, [Record(b"kept", b"other")], partition=0)
+    produce(name, [Record(b"idle", b"other")], partition=0)
     produce(name, [Record(str(i).encode(), b"same") for i in range(99)], partition=0)
     held = Consumer({"bootstrap.servers": servers, "group.id": name, "enable.partition.eof": True})
 
@@ -398,7 +396,7 @@ def compacted(topic: TopicFactory, produce: Produce, admin: AdminClient, servers
     return name
 
 
-def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
+def test_a_range_whose_last_offsets_were_compacted_away_is_finished(
     topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster, read: Read
 ) -> None:
     name = compacted(topic, produce, admin, broker.bootstrap_servers)
@@ -407,24 +405,24 @@ def test_B32_a_range_whose_last_offsets_were_compacted_away_ends(
 
 
 class Silent(FakeClient):
-    """A client that brings nothing, and whose position is at 9 from the second look on."""
+    """A client without records, whose position is 9 from the second time it is read."""
 
-    looks = 0
+    position_reads = 0
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        self.looks += 1
-        return dict.fromkeys(tps, 9 if self.looks > 1 else -1001)
+        self.position_reads += 1
+        return dict.fromkeys(tps, 9 if self.position_reads > 1 else -1001)
 
-    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
-        return FakeQuestion([{"t": records.TopicTold(0, "", "", 1)}])
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([{"t": records.TopicDescription(0, "", "", 1)}])
 
-    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
-        return FakeQuestion([records.Bounds(0, 100)])
+    def request_watermarks(self, tp: TopicPartition) -> FakeRequest:
+        return FakeRequest([records.Watermarks(0, 100)])
 
 
 @dataclass
-class Held:
-    """A client that is not from the pool."""
+class FixedLease:
+    """A lease of a fixed client."""
 
     client: Any
 
@@ -436,7 +434,7 @@ def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iter
     """(partition, offset) of each row that a reader with this client hands over."""
     epochs = options.pop("leader_epochs", {})
     given = range_reader.ReadOptions({}, **{"deadline_s": LONG_S, "silence_s": LONG_S, **options})
-    reader = range_reader.RangeReader(Held(client), Piece(wanted, {}, epochs), given, read_counts.Tally())
+    reader = range_reader.RangeReader(FixedLease(client), Piece(wanted, {}, epochs), given, read_counts.ReadCounts())
     for batch in reader.batches():
         yield from ((row["partition"], row["offset"]) for row in batch.to_pylist())
 
@@ -444,9 +442,9 @@ def offsets_by(client: FakeClient, *wanted: OffsetRange, **options: Any) -> Iter
 T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 
 
-class Torn(Silent):
-    """Each fetch brings offsets in pairs; the first time, the second pair comes with a wrong checksum: librdkafka says
-    so, and goes on behind it."""
+class DamagedBatch(Silent):
+    """Each fetch returns offsets in pairs. The first time the second pair has a wrong checksum: librdkafka reports it
+    and continues after it."""
 
     polls = 0
 
@@ -455,115 +453,116 @@ class Torn(Silent):
 
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
-        at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.moves else [])
-        codes = {2: min(intake.DAMAGED), 4: intake.EOF}
-        events = [records.Event(codes[n], "", T0, 9) for n in codes if n == self.polls]
+        at = {1: [1, 2], 2: [5, 6], 3: [7, 8]}.get(self.polls, list(range(3, 9)) if self.reassigned else [])
+        codes = {2: min(planned_rows.DAMAGED), 4: planned_rows.EOF}
+        events = [records.ClientEvent(codes[n], "", T0, 9) for n in codes if n == self.polls]
         return FakeChunk([Message(T0, offset) for offset in at], events)
 
 
-def test_what_comes_behind_a_damaged_batch_is_fetched_again_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_reader, "TRIAGE_AFTER_S", 0.01)
-    client = Torn()
+def test_records_after_a_damaged_batch_are_fetched_again_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.01)
+    client = DamagedBatch()
     assert list(offsets_by(client, of("t", 1, 9))) == [(0, offset) for offset in range(1, 9)]
-    assert client.moves == [(T0, 3)]
+    assert client.reassigned == [(T0, 3)]
 
 
-def test_B26_a_position_that_reaches_the_end_without_a_record_ends_the_range() -> None:
+def test_a_position_that_reaches_the_end_without_a_record_finishes_the_range() -> None:
     client = Silent()
     assert list(offsets_by(client, of("t", 5, 9))) == []
-    assert client.looks == 2
+    assert client.position_reads == 2
 
 
-class Unanswered(Silent):
-    """Nobody answers its questions. Its position moves all the same, a while after the first one was sent."""
+class NoResponse(Silent):
+    """Requests get no response. The position moves all the same, some time after the first request."""
 
     asked = 0
 
-    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
         self.asked += 1
-        return FakeQuestion([])
+        return FakeRequest([])
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        self.looks += self.asked
-        return dict.fromkeys(tps, 9 if self.looks > 5 else -1001)
+        self.position_reads += self.asked
+        return dict.fromkeys(tps, 9 if self.position_reads > 5 else -1001)
 
 
-def test_a_range_is_read_while_a_question_about_it_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leader died: who is asked may be dead too, and its successor has the records long before that is clear."""
-    monkeypatch.setattr(range_reader, "TRIAGE_AFTER_S", 0.01)
-    client = Unanswered()
+def test_a_range_is_read_while_its_check_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader died: the broker that gets the request may be dead as well, and the new leader has the records long
+    before the request times out."""
+    monkeypatch.setattr(range_reader, "CHECK_AFTER_S", 0.01)
+    client = NoResponse()
     assert list(offsets_by(client, of("t", 5, 9))) == []
     assert client.asked == 1
 
 
-class LaterLeader(Silent):
-    """``t``-0 brings offset 0, and one of a later leader at 1, with the log's end behind it. ``t``-1 brings an offset
-    with each poll, and its leader answers when that partition is read to its end.
+class NewerLeader(Silent):
+    """``t``-0 returns offset 0, and one of a newer leader at 1, followed by the log's end. ``t``-1 returns one offset
+    per poll. The watermarks of ``t``-0 arrive after ``t``-1 is read.
 
     Args:
-        answer: what the leader of ``t``-0 says of its log.
+        watermarks: of ``t``-0.
     """
 
-    def __init__(self, answer: records.Bounds) -> None:
+    def __init__(self, watermarks: records.Watermarks) -> None:
         super().__init__()
-        self.answer = answer
+        self.watermarks = watermarks
         self.polls = 0
-        self.question = FakeQuestion([])
+        self.request = FakeRequest([])
 
     def poll(self, rows_max: int, wait_s: float) -> FakeChunk:
         self.polls += 1
-        if self.polls == 1 or self.moves:
-            first = [] if self.moves else [Message(T0, 0, epoch=1)]
+        if self.polls == 1 or self.reassigned:
+            first = [] if self.reassigned else [Message(T0, 0, epoch=1)]
             messages = [*first, *(Message(T0, at, epoch=2) for at in (1, 2))]
-            return FakeChunk(messages, [records.Event(intake.EOF, "", T0, 3)])
+            return FakeChunk(messages, [records.ClientEvent(planned_rows.EOF, "", T0, 3)])
         if self.polls == 7:
-            self.question.answers = [self.answer]
+            self.request.answers = [self.watermarks]
         return FakeChunk([Message(T1, self.polls - 2, epoch=1)] if self.polls < 7 else [])
 
     def positions(self, tps: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(tps, -1001)
 
-    def ask_topics(self, names: Sequence[str]) -> FakeQuestion:
-        return FakeQuestion([{"t": records.TopicTold(0, "", "", 2)}])
+    def describe_topics(self, names: Sequence[str]) -> FakeRequest:
+        return FakeRequest([{"t": records.TopicDescription(0, "", "", 2)}])
 
-    def ask_bounds(self, tp: TopicPartition) -> FakeQuestion:
+    def request_watermarks(self, tp: TopicPartition) -> FakeRequest:
         assert tp == T0
-        return self.question
+        return self.request
 
 
 EPOCHS = {T0: 1, T1: 1}
 
 
-def test_one_range_is_read_while_the_leader_of_another_one_is_asked() -> None:
-    """Nothing of a partition whose log may be cut is taken, nor does its log's end count, until its leader answers."""
-    client = LaterLeader(records.Bounds(0, 3, 2))
+def test_other_ranges_are_read_while_a_truncation_is_checked() -> None:
+    """Records and the log's end of a partition whose log may be truncated are ignored until its leader responds."""
+    client = NewerLeader(records.Watermarks(0, 3, 2))
     found: list[tuple[int, int]] = []
-    with pytest.raises(DataLoss, match=r"cut at 1 or before it.* in leader epoch 2"):
+    with pytest.raises(DataLoss, match=r"truncated at 1 or below.* have leader epoch 2"):
         found.extend(offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS))
     assert found == [(0, 0), *((1, offset) for offset in range(5))]
 
 
-def test_a_log_that_was_cut_is_skipped_where_loss_is_no_failure() -> None:
-    client, counts = LaterLeader(records.Bounds(0, 3, 2)), read_counts.Tally()
+def test_a_truncated_range_is_skipped_if_data_loss_does_not_fail() -> None:
+    client, counts = NewerLeader(records.Watermarks(0, 3, 2)), read_counts.ReadCounts()
     given = range_reader.ReadOptions({}, deadline_s=LONG_S, fail_on_data_loss=False)
     piece = Piece((of("t", 0, 3), of("t", 0, 5, 1)), {}, EPOCHS)
-    rows = sum(batch.num_rows for batch in range_reader.RangeReader(Held(client), piece, given, counts).batches())
+    rows = sum(batch.num_rows for batch in range_reader.RangeReader(FixedLease(client), piece, given, counts).batches())
     assert rows == 6
-    counts.end()
+    counts.complete()
     assert counts.lost == (of("t", 1, 3),)
 
 
-def test_a_leader_that_counts_in_another_way_than_its_records_concludes_nothing() -> None:
-    client = LaterLeader(records.Bounds(0, 3, 0))
+def test_records_with_incomparable_leader_epochs_are_read() -> None:
+    client = NewerLeader(records.Watermarks(0, 3, 0))
     rows = offsets_by(client, of("t", 0, 3), of("t", 0, 5, 1), leader_epochs=EPOCHS)
     assert sorted(rows) == [*((0, offset) for offset in range(3)), *((1, offset) for offset in range(5))]
-    assert client.moves == [(T0, 1)]
+    assert client.reassigned == [(T0, 1)]
 
 
-def test_B34_two_readers_in_one_process_each_get_their_range(
+def test_two_readers_in_one_process_read_their_own_ranges(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
+    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 10)  # so that both are half way at the same time
     name = topic()
     produce(name, [str(i) for i in range(100)], partition=0)
     servers = {"bootstrap.servers": broker.bootstrap_servers}
@@ -572,37 +571,35 @@ def test_B34_two_readers_in_one_process_each_get_their_range(
         for batch in read_batches(servers, [of(name, first, last)]):
             yield from batch.column("offset").to_pylist()
 
-    assert list(start(0, 1)) == [0]  # from now on a client is kept
+    assert list(start(0, 1)) == [0]  # from now on a client is idle
     one, two = start(0, 60), start(30, 100)
     begun = [next(one)], [next(two)]
     assert [*begun[0], *one] == list(range(60))
     assert [*begun[1], *two] == list(range(30, 100))
 
 
-def test_B35_the_client_is_kept_and_a_retry_after_an_error_has_a_fresh_one(
-    topic: TopicFactory, produce: Produce, read: Read
-) -> None:
+def test_the_client_is_reused_and_replaced_after_an_error(topic: TopicFactory, produce: Produce, read: Read) -> None:
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
 
-    def kept() -> list[object]:
-        return list(fetch.idle.values())
+    def idle() -> list[object]:
+        return list(fetch.idle_clients.values())
 
-    fetch.close_idle()
+    fetch.close_idle_clients()
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
-    first = kept()
+    first = idle()
     assert len(first) == 1
     assert offsets(read(of(name, 1, 3))) == [1, 2]
-    assert kept() == first
+    assert idle() == first
     with pytest.raises(GroupError):
         read(of(name, 0, 4), deadline_s=0.2)
-    assert kept() == []
+    assert idle() == []
     assert offsets(read(of(name, 0, 3))) == [0, 1, 2]
-    assert kept() != first
+    assert idle() != first
 
 
 @pytest.mark.parametrize("answers", ["refused", "never"])
-def test_B36_a_broker_that_does_not_answer_is_named_within_the_deadline(answers: str) -> None:
+def test_a_broker_that_does_not_respond_is_named_within_the_deadline(answers: str) -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         if answers == "never":
@@ -618,7 +615,7 @@ def test_B36_a_broker_that_does_not_answer_is_named_within_the_deadline(answers:
     assert caught.value.fields["ranges"] == [("orders", 0, 7, 9)]
 
 
-def test_B36_a_broker_that_stops_answering_half_way_is_bounded_and_has_lost_nothing() -> None:
+def test_a_broker_that_stops_responding_is_a_timeout_and_no_data_loss() -> None:
     with MockCluster() as cluster:
         cluster.create_topic("orders")
         servers = {"bootstrap.servers": cluster.bootstrap_servers}
@@ -630,21 +627,21 @@ def test_B36_a_broker_that_stops_answering_half_way_is_bounded_and_has_lost_noth
             list(found)
 
 
-# ------------------------------------------------------------------------------------------------------ what was lost
+# ------------------------------------------------------------------------------------------------------ data loss
 
 
-def forget(admin: AdminClient, name: str, before: int) -> None:
+def delete_records(admin: AdminClient, name: str, before: int) -> None:
     admin.delete_records([KafkaTopicPartition(name, 0, before)])[KafkaTopicPartition(name, 0)].result(30)
 
 
-def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
+def test_records_deleted_while_the_range_is_read_are_data_loss(
     topic: TopicFactory,
     produce: Produce,
     admin: AdminClient,
     broker: BrokerCluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "BATCH_ROWS_MAX", 10)
+    monkeypatch.setattr(planned_rows, "BATCH_ROWS_MAX", 10)
     name = topic()
     produce(name, [os.urandom(900_000) for _ in range(60)], partition=0)
     reading = read_batches(
@@ -656,14 +653,14 @@ def test_B38_records_that_age_out_while_the_range_is_read_are_loss_too(
         [of(name, 0, 60)],
     )
     next(reading)
-    forget(admin, name, 50)
+    delete_records(admin, name, 50)
     with pytest.raises(DataLoss) as caught:
         list(reading)
     assert caught.value.fields["available"] == (50, 60)
 
 
 @pytest.mark.parametrize("partition", [0, 1])
-def test_a_topic_or_partition_that_is_not_there(
+def test_a_missing_topic_or_partition_is_reported_or_skipped(
     topic: TopicFactory, produce: Produce, read: Read, partition: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     there = topic()
@@ -680,7 +677,7 @@ def test_a_topic_or_partition_that_is_not_there(
 # -------------------------------------------------------------------------------------------- clients and processes
 
 
-def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
+def test_a_thousand_small_ranges_are_read_by_one_client(
     topic: TopicFactory, produce: Produce, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = topic(1000)
@@ -691,7 +688,7 @@ def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
         opened.append(given)
         return NativeClient(given)
 
-    fetch.close_idle()
+    fetch.close_idle_clients()
     monkeypatch.setattr(fetch, "NativeClient", counted)
     wanted = [of(name, 0, 1, p) for p in range(1000)]
     rows = read(*wanted)
@@ -699,7 +696,7 @@ def test_a_thousand_small_ranges_are_read_by_one_client_in_one_go(
     assert len(opened) == 1
 
 
-def test_an_abandoned_read_leaves_nothing_behind(
+def test_an_abandoned_read_releases_its_client(
     topic: TopicFactory, produce: Produce, read: Read, broker: BrokerCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = NativeClient
@@ -722,10 +719,10 @@ def test_an_abandoned_read_leaves_nothing_behind(
         next(reading)
         cleared.clear()
         del reading
-        assert len(cleared) == 1  # nothing is fetched on while no one reads
+        assert len(cleared) == 1  # fetching stops when nobody reads
         assert offsets(read(of(other, 0, 2))) == [0, 1]
         assert offsets(read(of(name, 100, 103))) == [100, 101, 102]
-    assert len(fetch.idle) >= 1
+    assert len(fetch.idle_clients) >= 1
 
 
 FORKED = """
@@ -744,7 +741,7 @@ if child == 0:
     found = 99
     try:
         found = count()
-        fetch.close_idle()
+        fetch.close_idle_clients()
     finally:
         os._exit(found)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
@@ -753,10 +750,8 @@ assert count() == 3
 FORKED_S = 60
 
 
-def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
-    topic: TopicFactory, produce: Produce, broker: BrokerCluster
-) -> None:
-    """In a process that has no other clients, as Spark's daemon has none: a fork copies their locks as they are."""
+def test_a_forked_worker_uses_its_own_client(topic: TopicFactory, produce: Produce, broker: BrokerCluster) -> None:
+    """In a process without other clients, like Spark's daemon: a fork copies locks in their current state."""
     name = topic()
     produce(name, ["0", "1", "2"], partition=0)
     settings = {"bootstrap.servers": broker.bootstrap_servers}
@@ -764,7 +759,7 @@ def test_B72_a_forked_worker_reads_with_a_client_of_its_own(
     subprocess.run([sys.executable, "-c", FORKED, json.dumps(given)], timeout=FORKED_S, check=True)
 
 
-def test_settings_for_members_do_not_disturb_a_reader(
+def test_settings_of_members_do_not_affect_a_reader(
     topic: TopicFactory, produce: Produce, admin: AdminClient, broker: BrokerCluster
 ) -> None:
     name = topic()
@@ -780,12 +775,12 @@ def test_settings_for_members_do_not_disturb_a_reader(
         "enable.auto.commit": "true",
     }
     assert sum(batch.num_rows for batch in read_batches(odd, [of(name, 0, 1)])) == 1
-    forget(admin, name, 1)
+    delete_records(admin, name, 1)
     with pytest.raises(DataLoss):  # and not the earliest record that is left
         list(read_batches(odd, [of(name, 0, 2)], deadline_s=DEADLINE_S))
 
 
-# ------------------------------------------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------------------------------------------ masked secrets
 
 
 def test_a_refused_setting_is_named_without_its_value() -> None:
@@ -796,17 +791,17 @@ def test_a_refused_setting_is_named_without_its_value() -> None:
     assert caught.value.fields == {"names": ["no.such"]}
 
 
-def test_a_secret_in_the_librarys_own_words_is_taken_out() -> None:
-    told = {"ssl.key.password": "hush", "client.id": "etl"}
-    refused = refused_setting(told, 'cannot use "hush" of "ssl.key.password" for etl')
+def test_a_secret_in_librdkafkas_error_is_masked() -> None:
+    given = {"ssl.key.password": "hush", "client.id": "etl"}
+    refused = refused_setting(given, 'cannot use "hush" of "ssl.key.password" for etl')
     assert str(refused).endswith('cannot use "***" of "ssl.key.password" for etl')
     assert refused.fields == {"names": ["ssl.key.password"]}
 
 
-# ------------------------------------------------------------------------------------- what is trusted of librdkafka
+# ------------------------------------------------------------------------------------- private details of librdkafka
 
 
-def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
+def test_timestamps_are_read_one_by_one_if_the_layout_is_unexpected(
     topic: TopicFactory,
     produce: Produce,
     read: Read,
@@ -818,10 +813,10 @@ def test_timestamps_are_asked_for_singly_when_the_layout_is_not_as_expected(
     monkeypatch.setattr(native_client, "_STAMP", native_client._OFFSET)
     stamps = [row["timestamp"].microsecond for row in read(of(name, 0, 5))]
     assert stamps == [0, 1000, 2000, 3000, 4000]
-    assert "asked for singly" in caplog.text
+    assert "reading timestamps one by one" in caplog.text
 
 
-def test_a_batch_has_the_rows_of_its_cuts_and_no_others(
+def test_a_batch_has_exactly_the_rows_of_its_slices(
     topic: TopicFactory, produce: Produce, broker: BrokerCluster
 ) -> None:
     name = topic(2)
@@ -830,8 +825,8 @@ def test_a_batch_has_the_rows_of_its_cuts_and_no_others(
     client = native_client.NativeClient({"bootstrap.servers": broker.bootstrap_servers, "group.id": "reader"})
     client.assign([(TopicPartition(name, partition), 0) for partition in range(2)])
     chunk = client.poll(200, 30)
-    assert sorted((run.tp.partition, len(run.offsets)) for run in chunk.runs) == [(0, 100), (1, 100)]
-    cuts = [Cut(run.tp, run.first + 10, run.first + 20) for run in chunk.runs]
+    assert sorted((run.tp.partition, len(run.offsets)) for run in chunk.partition_rows) == [(0, 100), (1, 100)]
+    cuts = [RowSlice(run.tp, run.first + 10, run.first + 20) for run in chunk.partition_rows]
     rows = chunk.batch(cuts, include_headers=False).to_pylist()
     assert [row["value"].decode() for row in rows] == [f"{c.tp.partition}:{i}" for c in cuts for i in range(10, 20)]
     assert [row["partition"] for row in rows] == [c.tp.partition for c in cuts for _ in range(10)]

@@ -56,7 +56,7 @@ def test_members_questions_commits_deletions_and_tasks_work(
     assert "transactions are not allowed" not in caplog.text
     assert PASSWORD not in caplog.text + repr(engine.options)
     assert CLIENT_SECRET not in caplog.text + repr(engine.options)
-    assert PASSWORD not in repr(fetch.idle)
+    assert PASSWORD not in repr(fetch.idle_clients)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.reader.records import Cut, Ints
+from spark_group_source.reader.records import Ints, RowSlice
 
 ROW_BYTES = 48
 """At most what a row takes besides key, value, headers and the topic's name: ends of three texts, four numbers, the
@@ -67,7 +67,7 @@ class Piece:
 class Reached(NamedTuple):
     """How far a cut came: the rows of ``cut`` are all records of [start, end)."""
 
-    cut: Cut
+    cut: RowSlice
     held: "Held"
     turn: int
     start: int

@@ -62,9 +62,9 @@ class Confirmer:
             number = buffers.number
         try:
             self._client = self._client or self._open()
-            question = self._client.ask_topics(names)
-            answer = question.take(ANSWER_S)
-            question.give_up()
+            question = self._client.describe_topics(names)
+            answer = question.receive(ANSWER_S)
+            question.cancel()
         except (SourceError, RuntimeError) as exc:
             log.warning("topics cannot be asked about: %s", exc)
             answer = None

@@ -22,7 +22,7 @@ from spark_group_source.agents.task_messages import ClaimGranted, Part, Served
 from spark_group_source.model import OffsetRange, Piece
 from spark_group_source.reader.fetch import read_ranges
 from spark_group_source.reader.range_reader import ReadOptions
-from spark_group_source.reader.read_counts import Tally
+from spark_group_source.reader.read_counts import ReadCounts
 from spark_group_source.reader.records import arrow_schema
 
 T = TypeVar("T")
@@ -36,21 +36,21 @@ READ_BYTES = 64 << 10
 """Columns that are larger are read into their place; a larger buffer would hold a copy of each."""
 
 
-def read_near(home: Home, piece: Piece, options: ReadOptions, tally: Tally) -> Iterator[pa.RecordBatch]:
+def read_near(home: Home, piece: Piece, options: ReadOptions, counts: ReadCounts) -> Iterator[pa.RecordBatch]:
     """What :func:`~spark_group_source.reader.fetch.read_ranges` yields, and from the agent what that has in memory.
 
     Raises:
         GroupError: as ``read_ranges`` does. Nothing is raised for an agent.
     """
-    batches, rest = ask(home, piece, include_headers=options.include_headers, tally=tally)
+    batches, rest = ask(home, piece, include_headers=options.include_headers, counts=counts)
     batches.reverse()
     while batches:
         yield batches.pop()  # and its memory goes when Spark has it
-    yield from read_ranges(piece._replace(ranges=tuple(rest)), options, tally)
+    yield from read_ranges(piece._replace(ranges=tuple(rest)), options, counts)
 
 
 def ask(
-    home: Home, piece: Piece, *, include_headers: bool, tally: Tally | None = None
+    home: Home, piece: Piece, *, include_headers: bool, counts: ReadCounts | None = None
 ) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
     """The rows that the agent has of the beginnings of a piece's ranges, and what is left of them."""
     ranges = piece.ranges
@@ -69,8 +69,8 @@ def ask(
     except (OSError, WireError, pa.ArrowException) as exc:
         log.info("reading directly, because the agent in %s did not answer: %s: %s", home.path, type(exc).__name__, exc)
         return [], list(ranges)
-    if tally is not None:
-        tally.memory.update({ranges[part.place].tp: part.rows for part in served.parts if part.rows})
+    if counts is not None:
+        counts.rows_from_agent.update({ranges[part.place].tp: part.rows for part in served.parts if part.rows})
     return batches, rest
 
 

@@ -18,10 +18,10 @@ from spark_group_source.agents.prefetch.buffers import UNKNOWN, Buffers, Piece, 
 from spark_group_source.agents.task_messages import Ahead
 from spark_group_source.errors import SourceError
 from spark_group_source.model import TopicPartition
-from spark_group_source.reader.intake import EOF, RecordSize, next_rows
 from spark_group_source.reader.native_client import NativeChunk, NativeClient
+from spark_group_source.reader.planned_rows import EOF, RecordSize, select_rows
 from spark_group_source.reader.range_reader import LINGER_S
-from spark_group_source.reader.records import Cut, Event, Ints, Run, bounded
+from spark_group_source.reader.records import ClientEvent, Ints, PartitionRows, RowSlice, group_by_batch
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +157,9 @@ class Reader:
             turns = {tp: wanted[tp].turn for tp in kept | others}
         dropped = self._assigned.keys() - kept
         if dropped:
-            client.drop(list(dropped))
+            client.incremental_unassign(list(dropped))
         if new:
-            client.add(new)
+            client.incremental_assign(new)
         self._assigned, self._full = turns, full
 
     def _poll(self, client: NativeClient) -> None:
@@ -167,10 +167,10 @@ class Reader:
             rows_max = self._record_size.rows_max(max(1, buffers.free_bytes // SMALL_ROW_BYTES))
         chunk = client.poll(rows_max, LINGER_S) if self._busy else client.poll(1, IDLE_S)
         try:
-            self._busy = bool(chunk.runs)
+            self._busy = bool(chunk.partition_rows)
             if self._busy and self._include_headers:
                 chunk.count_headers()
-            self._record_size.see(chunk.sizes)
+            self._record_size.update(chunk.sizes)
             self._take_in(chunk)
         finally:
             chunk.free()
@@ -181,17 +181,17 @@ class Reader:
         # What came damaged has its place somewhere among the rows: none of them is taken.
         stopped = {event.tp for event in chunk.events if event.code != EOF and event.tp is not None}
         torn = frozenset(stopped)
-        if chunk.runs:
-            offsets = np.concatenate([run.offsets for run in chunk.runs])
-            cuts = [Cut(run.tp, run.first, run.first + len(run.offsets)) for run in chunk.runs]
-            for group in bounded(cuts, chunk.sizes):
+        if chunk.partition_rows:
+            offsets = np.concatenate([run.offsets for run in chunk.partition_rows])
+            cuts = [RowSlice(run.tp, run.first, run.first + len(run.offsets)) for run in chunk.partition_rows]
+            for group in group_by_batch(cuts, chunk.sizes):
                 self._convert(chunk, group, offsets, stopped)
         with self._stock.locked() as buffers:
             for event in chunk.events:
                 self._on_event(buffers, event, stopped)
             for tp in torn:
                 buffers.halt(tp)
-            for tp in {run.tp for run in chunk.runs}:
+            for tp in {run.tp for run in chunk.partition_rows}:
                 if tp in buffers.partitions and buffers.is_full(tp):
                     self._full.add(tp)
             cut_short = stopped & self._assigned.keys()
@@ -199,7 +199,7 @@ class Reader:
             self._assigned[tp] = 0  # no turn: what its client has is not next
             self._full.add(tp)  # look again
 
-    def _convert(self, chunk: NativeChunk, group: list[Cut], offsets: Ints, stopped: set[TopicPartition]) -> None:
+    def _convert(self, chunk: NativeChunk, group: list[RowSlice], offsets: Ints, stopped: set[TopicPartition]) -> None:
         """Take in those rows of the group that are next and that there is room for."""
         parts: list[Reached] = []
         reached: dict[TopicPartition, int] = {}
@@ -229,7 +229,7 @@ class Reader:
         self,
         buffers: Buffers,
         chunk: NativeChunk,
-        cut: Cut,
+        cut: RowSlice,
         offsets: Ints,
         reached: dict[TopicPartition, int],
         stopped: set[TopicPartition],
@@ -239,7 +239,7 @@ class Reader:
             return None
         start = reached.get(cut.tp, held.position)
         epoch = held.epoch if held.epoch != UNKNOWN else None
-        first, last, _, later = next_rows(chunk, Run(cut.tp, cut.first, offsets), start, OFFSET_MAX, epoch)
+        first, last, _, later = select_rows(chunk, PartitionRows(cut.tp, cut.first, offsets), start, OFFSET_MAX, epoch)
         if later is not None:
             held.halted = True
             stopped.add(cut.tp)
@@ -250,10 +250,10 @@ class Reader:
             stopped.add(cut.tp)
         if not count:
             return None
-        wanted = Cut(cut.tp, cut.first + first, cut.first + first + count)
+        wanted = RowSlice(cut.tp, cut.first + first, cut.first + first + count)
         return Reached(wanted, held, held.turn, start, int(offsets[first + count - 1]) + 1, room)
 
-    def _on_event(self, buffers: Buffers, event: Event, stopped: Collection[TopicPartition]) -> None:
+    def _on_event(self, buffers: Buffers, event: ClientEvent, stopped: Collection[TopicPartition]) -> None:
         if event.code != EOF:
             log.info("reading ahead of %s: %s", event.tp or "all partitions", event.text)
         elif event.tp is not None and event.tp not in stopped and event.tp in self._assigned:
