@@ -34,10 +34,10 @@ def offset(
     group: str = "etl",
     stream: str = "s1",
     followed: Sequence[tuple[str, int]] = (),
-    began: Sequence[tuple[str, int]] = (),
-    cut: Mapping[tuple[str, int], int] = MappingProxyType({}),
+    started: Sequence[tuple[str, int]] = (),
+    truncated_from: Mapping[tuple[str, int], int] = MappingProxyType({}),
     topic_id: str = "id-1",
-    epoch: int = 0,
+    reset_number: int = 0,
 ) -> StreamOffset:
     """An offset as the Kafka source would make it; ``ranges`` maps (topic, partition) to (from, until)."""
     return StreamOffset(
@@ -47,10 +47,10 @@ def offset(
         topic_ids={topic: topic_id for topic, _ in ranges},
         known={topic: 1 for topic, _ in ranges},
         ranges={TopicPartition(*tp): pair for tp, pair in ranges.items()},
-        epoch=epoch,
+        reset_number=reset_number,
         followed=frozenset(TopicPartition(*tp) for tp in followed),
-        began=frozenset(TopicPartition(*tp) for tp in began),
-        cut={TopicPartition(*tp): at for tp, at in cut.items()},
+        started=frozenset(TopicPartition(*tp) for tp in started),
+        truncated_from={TopicPartition(*tp): at for tp, at in truncated_from.items()},
     )
 
 

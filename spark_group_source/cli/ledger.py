@@ -37,8 +37,8 @@ def show(table: TableArgument, as_json: JsonOption = False) -> None:
     columns = ("group", "commits", "written", "by", "reset", "topic", "partition", "next offset")
     shown = Table(*columns)
     for one in found:
-        number, epoch = ("" if one[key] is None else str(one[key]) for key in ("number", "epoch"))
-        head = (one["group"], number, one["written"] or "before the history", one["by"], epoch)
+        number, reset_number = ("" if one[key] is None else str(one[key]) for key in ("number", "reset"))
+        head = (one["group"], number, one["written"] or "before the history", one["by"], reset_number)
         for topic, offsets in one["topics"].items():
             for partition, offset in offsets.items():
                 shown.add_row(*head, topic, partition, str(offset))
@@ -91,7 +91,7 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Ma
     if ledger is None or commit is None:
         gone = "the table's log does not go back to it"
         return {"group": group, "number": None, "version": version, "written": written, "by": gone} | {
-            "epoch": None, "streams": {}, "topics": {}
+            "reset": None, "streams": {}, "topics": {}
         }  # fmt: skip
     batches = [f"batch {offset.seq} of stream {offset.stream}" for offset in commit.batches(group)]
     return {
@@ -100,7 +100,7 @@ def _group(group: str, ledger: "Ledger | None", commit: "Commit | None", at: "Ma
         "version": version,
         "written": written,
         "by": ", ".join(batches) or "an operator",
-        "epoch": ledger.reset_number,
+        "reset": ledger.reset_number,
         "streams": {stream: batch.seq for stream, batch in ledger.streams.items()},
         "topics": {
             name: {str(p): n for p, n in sorted(topic.offsets.items())} for name, topic in ledger.topics.items()

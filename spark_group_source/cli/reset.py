@@ -187,7 +187,7 @@ class Reset(NamedTuple):
     """One reset of a group: its number, and what it commits. ``offsets`` has every partition that the group ever had,
     because each of them must say that plans of before are void."""
 
-    epoch: int
+    reset_number: int
     offsets: dict[TopicPartition, int]
     notes: dict[TopicPartition, str]
 
@@ -212,30 +212,34 @@ def plan(
         topics: those that exist now. Partitions of others are left out: Kafka would refuse all for one of them.
     """
     notes = {tp: identifiers.parse_note(at.metadata) for tp, at in committed.items()}
-    epoch = 1 + max([note.epoch for note in notes.values()] + [0 if ledger is None else ledger.reset_number])
+    reset_number = 1 + max(
+        [note.reset_number for note in notes.values()] + [0 if ledger is None else ledger.reset_number]
+    )
     offsets = {tp: at.offset for tp, at in committed.items()}
     if ledger is not None:
         for tp, at in ledger.offsets.items():
             if tp.topic in topics and ledger.topics[tp.topic].is_same(topics[tp.topic].id):
                 note = notes.get(tp)
-                if note is not None and note.epoch > ledger.reset_number:
+                if note is not None and note.reset_number > ledger.reset_number:
                     continue
                 offsets[tp] = at if _of_void_batch(note, ledger) else max(at, offsets.get(tp, 0))
     offsets |= targets
     offsets = {
         tp: at for tp, at in offsets.items() if tp.topic in topics and tp.partition < topics[tp.topic].partitions
     }
-    texts = dict.fromkeys(offsets, identifiers.reset_text(epoch))
+    texts = dict.fromkeys(offsets, identifiers.reset_text(reset_number))
     for tp in offsets.keys() & notes.keys() - targets.keys():
         note = notes[tp]
         if note.stream is not None:
-            texts[tp] = identifiers.note_text(note.stream, note.seq, epoch, followed=note.followed, cut=note.cut)
-    return Reset(epoch, offsets, texts)
+            texts[tp] = identifiers.note_text(
+                note.stream, note.seq, reset_number, followed=note.followed, truncated_from=note.truncated_from
+            )
+    return Reset(reset_number, offsets, texts)
 
 
 def _of_void_batch(note: identifiers.Note | None, ledger: Ledger) -> bool:
     """Whether the stream that made a commit had a batch left out for a reset that it did not know of."""
-    return note is not None and note.stream in ledger.void and note.epoch < ledger.reset_number
+    return note is not None and note.stream in ledger.void and note.reset_number < ledger.reset_number
 
 
 def reset(
@@ -280,11 +284,18 @@ def reset(
     if spark is not None and table is not None:
         ids = {tp.topic: topics[tp.topic].id for tp in found.offsets}
         gone = {tp.topic for tp in known} - topics.keys()
-        reason = f"spark-group reset {found.epoch}"
+        reason = f"spark-group reset {found.reset_number}"
         ledger_store.set_ledger(
-            spark, table, group, found.offsets, reason=reason, topic_ids=ids, reset_number=found.epoch, deleted=gone
+            spark,
+            table,
+            group,
+            found.offsets,
+            reason=reason,
+            topic_ids=ids,
+            reset_number=found.reset_number,
+            deleted=gone,
         )
-    return GroupReset(group, moves, found.epoch)
+    return GroupReset(group, moves, found.reset_number)
 
 
 def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:

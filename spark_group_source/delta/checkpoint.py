@@ -35,7 +35,7 @@ RUN_ID = "spark.jobGroup.id"
 ONLY_RUN = "-"
 """The run id where there is no such property: on Spark Connect a worker for ``foreachBatch`` serves one run."""
 
-_BEFORE_GROUP = r'("(began|cut|epoch|followed)"\s*:\s*(\d+|\{.*?\})\s*,\s*)*'
+_BEFORE_GROUP = r'("followed"\s*:\s*\{.*?\}\s*,\s*)?'
 _OURS = re.compile(r"\{\s*" + _BEFORE_GROUP + r'"group"\s*:\s*(?!\{)')
 """Matches the start of an offset of this source, whose keys are sorted, also of a damaged one. An offset of Spark's own
 connector has topics as keys, with objects as values."""
@@ -245,7 +245,7 @@ def positions(files: CheckpointFiles, root: str, group: str, batch: int | None =
     found: dict[TopicPartition, int] = {}
     for offset in (parse(line) for line in lines.values() if is_kafka_group(line)):
         if offset.group == group:
-            found |= offset.owed
+            found |= offset.uncommitted
             found |= {tp: bounds[side] for tp, bounds in offset.ranges.items()}
     if not found:
         raise OptionError(f"batch {number} in {root} has no partition of group {group!r}", checkpoint=root)

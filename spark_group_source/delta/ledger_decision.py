@@ -78,9 +78,13 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
         ledger: the group's ledger; None if the group never wrote to the table.
     """
     known = ledger if ledger is not None else Ledger(group=batch.group)
-    void = batch.epoch < known.reset_number
+    void = batch.reset_number < known.reset_number
     # A newer reset makes the batches of all streams void that were planned before it.
-    after = known if batch.epoch <= known.reset_number else replace(known, reset_number=batch.epoch, void=frozenset())
+    after = (
+        known
+        if batch.reset_number <= known.reset_number
+        else replace(known, reset_number=batch.reset_number, void=frozenset())
+    )
     drop: list[OffsetRange] = []
     skipped: list[OffsetRange] = []
     refused: list[RefusedPartition] = []
@@ -95,9 +99,9 @@ def compare(batch: StreamOffset, ledger: Ledger | None) -> Comparison:
             recorded = offsets.get(tp.partition)
             if void:
                 offsets.setdefault(tp.partition, start)
-            elif recorded is None or start >= recorded or batch.cut.get(tp) == recorded:
+            elif recorded is None or start >= recorded or batch.truncated_from.get(tp) == recorded:
                 if recorded is not None and start > recorded:
-                    if tp in batch.began:
+                    if tp in batch.started:
                         refused.append(RefusedPartition(tp, start, recorded))
                         continue
                     skipped.append(OffsetRange(tp, recorded, start))
@@ -171,7 +175,7 @@ def decide(
         for offset in offsets:
             if missing := missing_from_ledger(offset, current[offset.group]):
                 raise _other_batch_of_this_number(table, offset, batch_id, missing)
-        return AlreadyWritten(durable=tuple(o for o in offsets if o.epoch >= current[o.group].reset_number))
+        return AlreadyWritten(durable=tuple(o for o in offsets if o.reset_number >= current[o.group].reset_number))
     comparisons = []
     for offset in offsets:
         before = current[offset.group]
@@ -212,7 +216,7 @@ def missing_from_ledger(batch: StreamOffset, ledger: Ledger) -> list[OffsetRange
     None are missing if the batch is the stream's newest one in the table, wherever the ledger was moved since, or if
     it is void, because its positions are not comparable.
     """
-    if batch.epoch < ledger.reset_number or ledger.streams.get(batch.stream) == LastBatch.of(batch):
+    if batch.reset_number < ledger.reset_number or ledger.streams.get(batch.stream) == LastBatch.of(batch):
         return []
     missing = []
     for r in batch.batch():

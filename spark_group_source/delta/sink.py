@@ -293,7 +293,7 @@ class _BatchCommit:
             return number
         batch_id, table = self.planned.batch_id, self.table.table
         mine = [offset for offset in self.planned.offsets if offset.group == group]
-        unknown = sorted({tp for offset in mine for tp in offset.followed | offset.began})
+        unknown = sorted({tp for offset in mine for tp in offset.followed | offset.started})
         why = (
             f"batch {batch_id} starts {unknown[0]} at an offset that no query of the group committed" if unknown else ""
         )

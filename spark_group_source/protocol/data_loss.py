@@ -36,7 +36,7 @@ class DataLossDetector:
     def __init__(self, *, fail_on_data_loss: bool) -> None:
         self._fail = fail_on_data_loss
         self.topic_ids: dict[str, str] = {}
-        self.epoch = 0
+        self.reset_number = 0
         self.ends: Numbers = {}
         """The ends seen last, of all partitions that were asked for; who is missing was not answered."""
         self.records_lost = 0
@@ -71,18 +71,18 @@ class DataLossDetector:
         """Go on from a checkpoint."""
         self.heights.remember(offset)
         self.topic_ids = {topic: id_ for topic, id_ in offset.topic_ids.items() if id_}
-        self.epoch = offset.epoch
+        self.reset_number = offset.reset_number
 
-    def begin(self, positions: Numbers, now_ms: int, epoch: int = 0) -> ev.ReadLogEnds:
+    def begin(self, positions: Numbers, now_ms: int, reset_number: int = 0) -> ev.ReadLogEnds:
         """Start a look at these partitions. Returns the first question.
 
         Args:
-            epoch: the last reset of the group, if it was ever reset. Its positions are of the topics that are there
-                now, whichever these are: Kafka deletes what was committed of a topic with it.
+            reset_number: the number of the group's last reset. After a further one all positions belong to the
+                present topics: Kafka deletes a topic's committed offsets with the topic.
         """
-        if epoch != self.epoch:
+        if reset_number != self.reset_number:
             self.heights.forget(set(self.topic_ids))
-            self.epoch, self.topic_ids, self._checked = epoch, {}, set()
+            self.reset_number, self.topic_ids, self._checked = reset_number, {}, set()
         self._left = (self._left | {tp.topic for tp in self._positions}) - {tp.topic for tp in positions}
         self._positions, self._now_ms, self.took_ms = positions, now_ms, 0
         self.error, self.warnings = None, []
@@ -118,7 +118,7 @@ class DataLossDetector:
         if not self._gone:
             return None
         return ev.RecordsMissing(
-            offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), cut=frozenset(self._cut)
+            offsets=self._gone, reason=self._reason, topics=tuple(sorted(self._renewed)), truncated=frozenset(self._cut)
         )
 
     def leader_epochs(self, positions: Numbers) -> dict[TopicPartition, int]:

@@ -239,9 +239,9 @@ class Committed:
     offset: int
     stream: str | None = None
     seq: int = -1
-    epoch: int = 0
+    reset_number: int = 0
     followed: bool = False
-    cut: int | None = None
+    truncated_from: int | None = None
     at_ms: int | None = None
     """When it was committed, on the run's clock; None if the note has no time."""
 
@@ -251,13 +251,13 @@ class CommittedOffsetsRead:
     """The group's committed offsets: the response to :class:`FetchCommittedOffsets`.
 
     ``offsets``: None where the group has no committed offset; requested partitions that are missing got no answer.
-    ``epoch``: the highest reset number in any of the group's notes; None if only ``asked`` was read. ``silent``:
+    ``reset_number``: the highest reset number in any of the group's notes; None if only ``asked`` was read. ``silent``:
     partitions that were requested for their notes alone and got no answer.
     """
 
     offsets: Mapping[TopicPartition, Committed | None]
     asked: tuple[TopicPartition, ...] = ()
-    epoch: int | None = None
+    reset_number: int | None = None
     silent: tuple[TopicPartition, ...] = ()
 
 
@@ -384,13 +384,13 @@ class RecordsMissing:
     """Positions that must change because their records, or their whole topic, are gone.
 
     ``offsets``: the new positions. ``topics``: recreated topics; what is remembered of their other partitions belongs
-    to the deleted ones. ``cut``: the partitions that go back to the point where their log was truncated.
+    to the deleted ones. ``truncated``: the partitions that go back to the point where their log was truncated.
     """
 
     offsets: Mapping[TopicPartition, int]
     reason: str
     topics: tuple[str, ...] = ()
-    cut: frozenset[TopicPartition] = frozenset()
+    truncated: frozenset[TopicPartition] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,18 +538,18 @@ class CommitOffsets:
 
     ``slots``: the slot that holds each partition now. The commit names its member, and the broker refuses the offsets
     of a member that no longer holds the partition: a commit that was overtaken by a loss moves no offset back.
-    ``followed``: partitions whose position came from a commit that no stream made. ``cut``: partitions that went back
-    because their log was truncated, and their position before that. These, ``stream``, ``seq`` and ``epoch`` are
-    written into the note.
+    ``followed``: partitions whose position came from a commit that no stream made. ``truncated_from``: partitions that
+    went back because their log was truncated, and their position before that. These, ``stream``, ``seq`` and
+    ``reset_number`` are written into the note.
     """
 
     offsets: Mapping[TopicPartition, int]
     slots: Mapping[TopicPartition, int] = field(default_factory=dict, compare=False)
     stream: str
     seq: int
-    epoch: int = 0
+    reset_number: int = 0
     followed: frozenset[TopicPartition] = frozenset()
-    cut: Mapping[TopicPartition, int] = field(default_factory=dict)
+    truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,16 @@
-"""The names by which a stream is known to Kafka, and the note beside each offset that it commits.
+"""The names of a stream in Kafka, and the note beside each offset that it commits.
 
-Runs in: the stream reader, the command line, tests. Deliberately absent: asking Kafka.
+Runs in: the stream reader, the command line, tests. Deliberately absent: requests to Kafka.
 
-A stream is ``<group>.<stream id>`` as a committing process and ``<group>.<stream id>.<slot>`` as a static member. The
-note beside a committed offset (Kafka calls it metadata) says who committed it:
+A stream commits with the transactional id ``<group>.<stream id>``, and its members have the instance ids
+``<group>.<stream id>.<slot>``. The note is the metadata of a committed offset and says who committed it
+(``docs/formats.md``)::
 
-- ``spark-group:<stream>:<seq>:<epoch>``, with ``:followed`` behind it where the position came from a commit that no
-  stream made: a stream, when its batch ``seq`` was durable; ``:at=<ms since the epoch>`` is when, which Kafka keeps
-  to itself;
-- ``spark-group-reset:<epoch>``: ``spark-group reset``. The *epoch* counts the resets of a group. Plans that were made
-  before the newest one are void, and every later commit carries its number on;
-- anything else: somebody else.
+    spark-group:<stream id>:<batch>:<reset number>[:followed][:truncated_from=<offset>][:at=<ms>]
+    spark-group-reset:<reset number>
+
+Any other text is a foreign commit. Resets of a group are numbered: plans that were made before the newest one are void,
+and every later commit repeats its number.
 """
 
 import re
@@ -19,58 +19,72 @@ from typing import NamedTuple
 STREAM_PREFIX = "spark-group"
 RESET_PREFIX = "spark-group-reset"
 FOLLOWED = "followed"
-CUT = "cut"
+TRUNCATED_FROM = "truncated_from"
 AT = "at"
 NOT_A_NAME = r"[^\w.:]"
-"""What does not belong into the name of a host."""
+"""Characters that are replaced in the name of an agent."""
 
 
 class Note(NamedTuple):
-    """Who committed an offset. ``stream`` is None, and ``seq`` -1, for an operator and for anyone who is not ours.
-
-    ``followed``: the position came from a commit that no stream made. ``cut``: where the stream stood before it went
-    back, because the log had been cut. ``at_ms``: when it was committed, by the host's clock; None: the note does not
-    say.
-    """
+    """The parsed note of a committed offset. A foreign commit has no stream and no reset number."""
 
     stream: str | None = None
+    """The id of the stream that committed it; None for an operator's reset and for foreign commits."""
     seq: int = -1
-    epoch: int = 0
+    """The number of its last durable batch at the commit."""
+    reset_number: int = 0
+    """The number of the group's last reset; 0 before the first."""
     followed: bool = False
-    cut: int | None = None
+    """Whether the position came from a commit that no stream made."""
+    truncated_from: int | None = None
+    """The position before the log was truncated and the stream went back; None if it did not."""
     at_ms: int | None = None
+    """When it was committed, in milliseconds since 1970 by the driver's clock; None if unknown."""
 
 
 def note_text(
-    stream: str, seq: int, epoch: int = 0, *, followed: bool = False, cut: int | None = None, at_ms: int | None = None
+    stream: str,
+    seq: int,
+    reset_number: int = 0,
+    *,
+    followed: bool = False,
+    truncated_from: int | None = None,
+    at_ms: int | None = None,
 ) -> str:
     """The note of a stream's commit."""
-    words = [STREAM_PREFIX, stream, str(seq), str(epoch)]
+    words = [STREAM_PREFIX, stream, str(seq), str(reset_number)]
     if followed:
         words.append(FOLLOWED)
-    if cut is not None:
-        words.append(f"{CUT}={cut}")
+    if truncated_from is not None:
+        words.append(f"{TRUNCATED_FROM}={truncated_from}")
     if at_ms is not None:
         words.append(f"{AT}={at_ms}")
     return ":".join(words)
 
 
-def reset_text(epoch: int) -> str:
+def reset_text(reset_number: int) -> str:
     """The note of an operator's reset."""
-    return f"{RESET_PREFIX}:{epoch}"
+    return f"{RESET_PREFIX}:{reset_number}"
 
 
 def parse_note(text: str) -> Note:
-    """Read a note. Whatever is not one of ours is somebody else's: no text is an error."""
+    """Parse a note. Any text is valid: one of another form is a foreign commit."""
     prefix, *parts = text.split(":")
     try:
         if prefix == RESET_PREFIX and len(parts) == 1:
-            return Note(epoch=int(parts[0]))
+            return Note(reset_number=int(parts[0]))
         if prefix == STREAM_PREFIX and len(parts) >= 3 and parts[0]:
-            stream, seq, epoch, *words = parts
+            stream, seq, reset_number, *words = parts
             more = dict(word.split("=", 1) for word in words if "=" in word)
-            cut, at_ms = (int(more[name]) if name in more else None for name in (CUT, AT))
-            return Note(stream, int(seq), int(epoch), followed=FOLLOWED in words, cut=cut, at_ms=at_ms)
+            truncated_from, at_ms = (int(more[name]) if name in more else None for name in (TRUNCATED_FROM, AT))
+            return Note(
+                stream,
+                int(seq),
+                int(reset_number),
+                followed=FOLLOWED in words,
+                truncated_from=truncated_from,
+                at_ms=at_ms,
+            )
     except ValueError:
         pass
     return Note()
@@ -84,21 +98,21 @@ def instance_id(group: str, stream: str, slot: int) -> str:
     return f"{group}.{stream}.{slot}"
 
 
-def is_place(group: str, stream: str, instance_id: str) -> bool:
+def is_instance_id_of(group: str, stream: str, instance_id: str) -> bool:
     """Whether an instance id is that of a slot of the stream."""
     before, _, number = instance_id.rpartition(".")
     return before == transactional_id(group, stream) and number.isdecimal()
 
 
-def client_id(stream: str, slot: int, host: str = "") -> str:
-    """``host``: the name of the agent where the member lives, if it is lent to one."""
-    at = f"-at-{re.sub(NOT_A_NAME, '_', host)}" if host else ""
+def client_id(stream: str, slot: int, agent: str = "") -> str:
+    """The client id of a slot's member. ``agent``: the name of the agent on which it is placed, if any."""
+    at = f"-at-{re.sub(NOT_A_NAME, '_', agent)}" if agent else ""
     return f"spark-group-{stream}{at}-{slot}"
 
 
 def slot_of(stream: str, client_id: str) -> int | None:
-    """The slot of this stream whose member has, or had, that client id, wherever it lived: a classic broker goes on to
-    show the first one when a place is taken over."""
+    """The slot of this stream whose member has, or had, this client id; None if it is not one of this stream. The agent
+    in it may be an earlier one: a classic broker keeps showing the first client id of a static member."""
     before, _, number = client_id.rpartition("-")
     ours = before == f"spark-group-{stream}" or before.startswith(f"spark-group-{stream}-at-")
     return int(number) if ours and number.isdecimal() else None

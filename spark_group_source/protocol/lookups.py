@@ -75,13 +75,17 @@ class PositionLookups:
             self.ask_later(event.asked, f"the answer left out {len(event.silent)} others that may tell of a reset")
             return
         self._silences = 0
-        if event.epoch is not None:
+        if event.reset_number is not None:
             self._knows_resets |= self._asked_for_resets == self._stay
             self._asked_for_resets = None
-        epoch = max([at.epoch for at in event.offsets.values() if at is not None] + [event.epoch or 0])
-        if epoch > self._positions.epoch:
-            self._out.say(f"the group was reset (for the {epoch}. time): every partition goes on where the reset says")
-            self._positions.reset_seen(epoch)
+        reset_number = max(
+            [at.reset_number for at in event.offsets.values() if at is not None] + [event.reset_number or 0]
+        )
+        if reset_number > self._positions.reset_number:
+            self._out.say(
+                f"the group was reset (for the {reset_number}. time): every partition goes on where the reset says"
+            )
+            self._positions.reset_seen(reset_number)
         unknown, restored = [], []
         for tp, committed in event.offsets.items():
             partition = self._positions.answered(tp, PartitionState.FETCHING)

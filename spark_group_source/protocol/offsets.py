@@ -1,30 +1,8 @@
-"""The offset JSON: what Spark keeps in its checkpoint and the sink keeps in the table.
+"""The offset of a batch as JSON: Spark keeps it in the checkpoint, ``DeltaSink`` in the table.
 
-Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``plan``,
-``positions``) and any I/O.
-
-::
-
-    {"group": "etl", "seq": 17, "stream": "9f2c", "topics": {"orders": {"id": "<topic id>", "known": 4,
-     "ranges": {"0": [100, 250], "1": [40, 40]}}}, "v": 1}
-
-``ranges`` lists every partition held when the batch was planned, as ``[from, until)``: the batch that *ends* at this
-offset reads exactly these, whatever came before it, so a replay never depends on another offset. ``[n, n]`` is a
-position where nothing was read. ``known`` is the number of partitions the topic had when the stream first saw it: the
-ones beyond it are new and start at their beginning, whatever ``startingOffsets`` says. Eight optional members:
-``leaders`` of a topic has, in the order of its ranges, the leader epochs under which their ends were planned
-(:class:`data_loss.LeaderEpochs`), -1 where they were not told; ``cut`` has, for partitions that go back to where their
-log was cut, the position that they had before; ``lost`` has it for those that begin after it, because their next
-records were gone; ``began`` lists partitions of which the group had no offset, so that they begin where
-``startingOffsets`` says, and that is not at their first record; ``epoch`` counts the resets of the group that this plan
-knows of (:mod:`names`); ``followed`` lists the partitions whose start followed a commit that no stream of ours made (an
-operator's reset, an ordinary consumer);
-``owed`` has the next offset of partitions that were not held at the plan although Kafka may not
-know yet how far the batches before it came; and ``since`` has, for some of them, the number of the last batch that read
-them, and where it began.
-
-Spark compares offsets as text, so the form is canonical: keys sorted, integers only, optional members absent when
-empty.
+Runs in: the stream reader, the user's driver. Deliberately absent: arithmetic on offsets (``planner``, ``partitions``)
+and I/O. ``docs/formats.md`` describes each member. Spark compares offsets as text, so the form is canonical: keys are
+sorted, numbers are integers, and optional members are absent when empty.
 """
 
 import json
@@ -36,37 +14,50 @@ from spark_group_source.errors import CheckpointMismatch
 from spark_group_source.model import OffsetRange, TopicPartition
 
 VERSION = 1
-NOT_TOLD = -1
-"""In ``leaders``: nobody told the leader epoch of this partition."""
+UNKNOWN_EPOCH = -1
+"""In ``leaders``: the leader epoch of this partition is unknown."""
 SHOWN_CHARS_MAX = 200
-"""Of a damaged offset in an error."""
+"""How much of a damaged offset an error shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOffset:
-    """One point of a stream: the batch that ends there, and with it the position of every held partition.
+    """A point of a stream: the batch that ends there, and the position of every assigned partition.
 
-    ``stream`` is empty and ``seq`` is -1 only in the constant that stands before batch 0 (:meth:`initial`).
+    The constant before batch 0 (:meth:`initial`) has no stream id.
     """
 
     group: str
     stream: str = ""
+    """The stream id; empty in the constant before batch 0."""
     seq: int = -1
+    """The number of the batch; -1 in the constant before batch 0."""
     topic_ids: Mapping[str, str] = field(default_factory=dict)
+    """By topic; a topic whose id is unknown is missing."""
     known: Mapping[str, int] = field(default_factory=dict)
+    """By topic: the number of partitions when the stream first saw it. Later partitions start at their first record."""
     ranges: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
-    epoch: int = 0
+    """``(from, until)`` of every partition that was assigned at the plan; equal where nothing is read."""
+    reset_number: int = 0
+    """The number of the last reset of the group that the plan knows; 0 before the first."""
     followed: frozenset[TopicPartition] = frozenset()
-    began: frozenset[TopicPartition] = frozenset()
+    """Partitions whose start came from a commit that no stream made."""
+    started: frozenset[TopicPartition] = frozenset()
+    """Partitions without a committed offset that start where ``startingOffsets`` says, after their first record."""
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    cut: Mapping[TopicPartition, int] = field(default_factory=dict)
-    lost: Mapping[TopicPartition, int] = field(default_factory=dict)
-    owed: Mapping[TopicPartition, int] = field(default_factory=dict)
-    since: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
+    """The leader epochs under which the ends were read, where known (:class:`data_loss.LeaderEpochs`)."""
+    truncated_from: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions that went back because their log was truncated: their position before that."""
+    lost_from: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Partitions whose next records were gone: their position before that."""
+    uncommitted: Mapping[TopicPartition, int] = field(default_factory=dict)
+    """Positions of partitions that were not assigned at the plan and may not be committed yet."""
+    last_batches: Mapping[TopicPartition, tuple[int, int]] = field(default_factory=dict)
+    """For some of those: the number of the last batch that read them, and the start of its range."""
 
     @classmethod
     def initial(cls, group: str) -> "StreamOffset":
-        """The constant before batch 0. Spark asks for it again on a replay, so it must never depend on anything."""
+        """The constant before batch 0. Spark requests it again on a replay, so it depends on nothing else."""
         return cls(group=group)
 
     @property
@@ -74,22 +65,22 @@ class StreamOffset:
         return not self.stream
 
     def batch(self) -> list[OffsetRange]:
-        """The ranges to read for the batch that ends here, without the empty ones, sorted."""
+        """The non-empty ranges of the batch that ends here, sorted."""
         return [OffsetRange(tp, a, b) for tp, (a, b) in sorted(self.ranges.items()) if a < b]
 
     @property
-    def takes(self) -> Mapping[TopicPartition, tuple[int, int]]:
-        """The ranges, each with the records before it that were gone: who stands there stands behind it afterwards."""
-        if not self.lost:
+    def spans(self) -> Mapping[TopicPartition, tuple[int, int]]:
+        """The ranges, each with the lost records before it: a position in such a span is at its end after the batch."""
+        if not self.lost_from:
             return self.ranges
-        return {tp: (min(a, self.lost.get(tp, a)) if a < b else a, b) for tp, (a, b) in self.ranges.items()}
+        return {tp: (min(a, self.lost_from.get(tp, a)) if a < b else a, b) for tp, (a, b) in self.ranges.items()}
 
     def positions(self) -> dict[TopicPartition, int]:
-        """The next offset of every partition held at the plan."""
+        """The next offset of every partition that was assigned at the plan."""
         return {tp: until for tp, (_, until) in self.ranges.items()}
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The canonical form, with its keys in sorted order so that plain ``json.dumps`` keeps it."""
+        """The canonical form, with sorted keys: plain ``json.dumps`` keeps their order."""
         by_topic: dict[str, dict[str, tuple[int, int]]] = {}
         leaders: dict[str, dict[str, int]] = {}
         for tp, bounds in self.ranges.items():
@@ -97,43 +88,37 @@ class StreamOffset:
             by_topic.setdefault(tp.topic, {})[partition] = bounds
             if (epoch := self.leader_epochs.get(tp)) is not None:
                 leaders.setdefault(tp.topic, {})[partition] = epoch
-        doc: dict[str, Any] = {"began": _listed(self.began)} if self.began else {}
-        if self.cut:
-            doc["cut"] = _nested(self.cut)
-        if self.epoch:
-            doc["epoch"] = self.epoch
-        if self.followed:
-            doc["followed"] = _listed(self.followed)
-        doc["group"] = self.group
-        if self.lost:
-            doc["lost"] = _nested(self.lost)
-        if self.owed:
-            doc["owed"] = _nested(self.owed)
-        doc["seq"] = self.seq
-        if self.since:
-            doc["since"] = _nested(self.since)
-        doc["stream"] = self.stream
-        doc["topics"] = {}
+        optional = {
+            "followed": _listed(self.followed),
+            "last_batches": _nested(self.last_batches),
+            "lost_from": _nested(self.lost_from),
+            "reset": self.reset_number,
+            "started": _listed(self.started),
+            "truncated_from": _nested(self.truncated_from),
+            "uncommitted": _nested(self.uncommitted),
+        }
+        topics: dict[str, dict[str, Any]] = {}
+        doc = {name: value for name, value in optional.items() if value}
+        doc |= {"group": self.group, "seq": self.seq, "stream": self.stream, "topics": topics, "v": VERSION}
         for topic in sorted(by_topic.keys() | self.topic_ids.keys() | self.known.keys()):
             entry: dict[str, Any] = {"id": self.topic_ids.get(topic, ""), "known": self.known.get(topic, 0)}
             ranges = dict(sorted(by_topic.get(topic, {}).items()))
             if topic in leaders:
-                entry["leaders"] = [leaders[topic].get(partition, NOT_TOLD) for partition in ranges]
+                entry["leaders"] = [leaders[topic].get(partition, UNKNOWN_EPOCH) for partition in ranges]
             entry["ranges"] = ranges
-            doc["topics"][topic] = entry
-        doc["v"] = VERSION
-        return doc
+            topics[topic] = entry
+        return dict(sorted(doc.items()))
 
     def to_json(self) -> str:
         return json.dumps(self.to_json_dict(), separators=(",", ":"))
 
 
 def parse(document: str | Mapping[str, Any]) -> StreamOffset:
-    """Read an offset from its JSON text or from the dict that Spark hands back.
+    """Read an offset from its JSON text, or from the dict that Spark passes.
 
     Raises:
         CheckpointMismatch: it is not JSON, not an offset of this source, of another version, or damaged. The message
-            shows the part at fault; no part of a damaged offset is ever used.
+            shows the faulty part; no part of a damaged offset is ever used.
     """
     doc: Any = document
     if isinstance(document, str):
@@ -143,14 +128,14 @@ def parse(document: str | Mapping[str, Any]) -> StreamOffset:
             raise CheckpointMismatch(f"the offset in the checkpoint is not JSON: {_short(document)}") from exc
     if not isinstance(doc, Mapping) or "v" not in doc or "group" not in doc:
         raise CheckpointMismatch(
-            f"the checkpoint's offset is not one of kafka-group: {_short(doc)}. A checkpoint belongs to one source; "
-            "give this query a checkpointLocation of its own. To take over from Spark's Kafka connector: spark-group "
-            "migrate"
+            f"the checkpoint's offset was not written by kafka-group: {_short(doc)}. A checkpoint belongs to one "
+            "source: give this query its own checkpointLocation. To continue where a query of Spark's Kafka connector "
+            "stopped, see `spark-group migrate --help`"
         )
     if doc["v"] != VERSION:
         raise CheckpointMismatch(
-            f"the checkpoint's offset has format version {doc['v']!r}; this release reads version {VERSION}. "
-            "Run the release that wrote it, or a newer one",
+            f"the checkpoint's offset has format version {doc['v']!r}, and this release reads version {VERSION} only. "
+            "Use the release that wrote it, or a newer one",
             found=doc["v"],
             known=VERSION,
         )
@@ -166,12 +151,12 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     known: dict[str, int] = {}
     leaders: dict[TopicPartition, int] = {}
     for topic, entry in doc["topics"].items():
-        if entry["id"]:  # empty for a topic that was known before any of its partitions was held
+        if entry["id"]:  # empty for a topic of which no partition was assigned yet
             ids[topic] = str(entry["id"])
         known[topic] = int(entry["known"])
         if "leaders" in entry:
             for partition, epoch in zip(sorted(entry["ranges"]), entry["leaders"], strict=True):
-                if epoch != NOT_TOLD:
+                if epoch != UNKNOWN_EPOCH:
                     leaders[TopicPartition(topic, int(partition))] = int(epoch)
         for partition, pair in entry["ranges"].items():
             a, b = pair
@@ -181,9 +166,9 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
     stream, seq = doc["stream"], doc["seq"]
     if not isinstance(stream, str) or type(seq) is not int or bool(stream) != (seq >= 0):
         raise ValueError(f"stream {stream!r}, seq {seq!r}")
-    epoch = doc.get("epoch", 0)
-    if type(epoch) is not int or epoch < 0:
-        raise ValueError(f"epoch {epoch!r}")
+    reset_number = doc.get("reset", 0)
+    if type(reset_number) is not int or reset_number < 0:
+        raise ValueError(f"reset {reset_number!r}")
     return StreamOffset(
         group=str(doc["group"]),
         stream=stream,
@@ -191,19 +176,19 @@ def _parse(doc: Mapping[str, Any]) -> StreamOffset:
         topic_ids=ids,
         known=known,
         ranges=ranges,
-        epoch=epoch,
+        reset_number=reset_number,
         followed=_partitions(doc.get("followed", {})),
-        began=_partitions(doc.get("began", {})),
+        started=_partitions(doc.get("started", {})),
         leader_epochs=leaders,
-        cut=_numbers(doc.get("cut", {})),
-        lost=_numbers(doc.get("lost", {})),
-        owed=_numbers(doc.get("owed", {})),
-        since={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("since", {})).items()},
+        truncated_from=_numbers(doc.get("truncated_from", {})),
+        lost_from=_numbers(doc.get("lost_from", {})),
+        uncommitted=_numbers(doc.get("uncommitted", {})),
+        last_batches={tp: (int(seq), int(start)) for tp, (seq, start) in _flat(doc.get("last_batches", {})).items()},
     )
 
 
 def _listed(tps: Iterable[TopicPartition]) -> dict[str, list[int]]:
-    """By topic, in sorted order."""
+    """Partitions by topic, sorted."""
     found: dict[str, list[int]] = {}
     for tp in sorted(tps):
         found.setdefault(tp.topic, []).append(tp.partition)
@@ -211,12 +196,12 @@ def _listed(tps: Iterable[TopicPartition]) -> dict[str, list[int]]:
 
 
 def _partitions(listed: Mapping[str, Iterable[Any]]) -> frozenset[TopicPartition]:
-    """The inverse."""
+    """The inverse of :func:`_listed`."""
     return frozenset(TopicPartition(topic, int(p)) for topic, partitions in listed.items() for p in partitions)
 
 
 def _nested(values: Mapping[TopicPartition, Any]) -> dict[str, dict[str, Any]]:
-    """By topic and partition, in sorted order."""
+    """Values by topic and partition, sorted."""
     found: dict[str, dict[str, Any]] = {}
     for tp, value in values.items():
         found.setdefault(tp.topic, {})[str(tp.partition)] = value
@@ -224,7 +209,7 @@ def _nested(values: Mapping[TopicPartition, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[TopicPartition, Any]:
-    """The inverse."""
+    """The inverse of :func:`_nested`."""
     return {TopicPartition(t, int(p)): value for t, values in nested.items() for p, value in values.items()}
 
 

@@ -140,7 +140,7 @@ class Partitions:
         self._counts = counts
         self.seq = -1
         """Number of the last durable batch; -1 before the first."""
-        self.epoch = 0
+        self.reset_number = 0
         """The last reset of the group that this run knows of; 0: none."""
         self.all: dict[TopicPartition, Partition] = {}
         self.ours: dict[TopicPartition, Partition] = {}
@@ -154,16 +154,16 @@ class Partitions:
 
     def adopt(self, offset: StreamOffset, *, replay: bool) -> None:
         """What a checkpoint says after its last batch; ``replay``: before it, because that is to be run again."""
-        self.epoch = offset.epoch
-        for tp, at in offset.owed.items():  # the batch itself did not read these
-            as_of, start = offset.since.get(tp, (offset.seq - 1, None))
+        self.reset_number = offset.reset_number
+        for tp, at in offset.uncommitted.items():  # the batch itself did not read these
+            as_of, start = offset.last_batches.get(tp, (offset.seq - 1, None))
             self.all[tp] = Partition(position=at, as_of=as_of, start=start)
         if replay:
-            self.seq, self._in_flight = offset.seq - 1, offset.takes  # what it reads joins it as the partitions come
+            self.seq, self._in_flight = offset.seq - 1, offset.spans  # what it reads joins it as the partitions come
         else:
             self.seq = offset.seq
         for tp, (start, until) in offset.ranges.items():
-            cut, lost = offset.cut.get(tp), offset.lost.get(tp)
+            cut, lost = offset.truncated_from.get(tp), offset.lost_from.get(tp)
             self.all[tp] = (
                 Partition(position=start, as_of=self.seq, planned=True, cut=cut, lost=lost)
                 if replay
@@ -354,10 +354,10 @@ class Partitions:
             self._move(tp, partition, ev.Replay)
         self._stand(tp, partition, at)
 
-    def reset_seen(self, epoch: int) -> None:
+    def reset_seen(self, reset_number: int) -> None:
         """An operator moved the whole group: what we remember and what is in flight belongs to the past, but for
         partitions that the group never committed: those a reset cannot move."""
-        self.epoch, self._in_flight = epoch, {}
+        self.reset_number, self._in_flight = reset_number, {}
         for tp in [tp for tp, partition in self.all.items() if partition.state is PartitionState.UNASSIGNED]:
             gone = self.all[tp]
             self.all[tp] = Partition(questions=gone.questions, before=gone.without_last)
@@ -520,6 +520,6 @@ def _we_committed(partition: Partition, committed: ev.Committed) -> int:
     if ours is not None and is_older(committed, partition):
         at = max(at, ours) if partition.cut is None else ours
     else:
-        partition.cut = committed.cut
+        partition.cut = committed.truncated_from
     partition.committed, partition.followed = committed.offset, committed.followed and at == committed.offset
     return at

@@ -88,7 +88,7 @@ class Planner:
         known = run.lookups.known
         read = {tp.topic for tp in until}
         followed = run.positions.followed()
-        owed = {tp: at for tp, at in run.positions.owed().items() if tp not in until}
+        uncommitted = {tp: at for tp, at in run.positions.owed().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
             stream=run.stream,
@@ -96,14 +96,14 @@ class Planner:
             topic_ids={topic: id_ for topic, id_ in topic_ids.items() if topic in known or topic in read},
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
-            epoch=run.positions.epoch,
+            reset_number=run.positions.reset_number,
             followed=followed & until.keys() if followed else followed,
-            began=frozenset(run.lookups.began & until.keys()),
+            started=frozenset(run.lookups.began & until.keys()),
             leader_epochs=leader_epochs(positions),
-            cut={tp: at for tp, at in run.positions.cut().items() if tp in until},
-            lost={tp: at for tp, at in run.positions.lost().items() if tp in until},
-            owed=owed,
-            since=run.positions.since(owed),
+            truncated_from={tp: at for tp, at in run.positions.cut().items() if tp in until},
+            lost_from={tp: at for tp, at in run.positions.lost().items() if tp in until},
+            uncommitted=uncommitted,
+            last_batches=run.positions.since(uncommitted),
         )
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:

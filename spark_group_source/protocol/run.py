@@ -283,7 +283,7 @@ class Run:
             case ev.Durable():
                 self._durable(event.offset)
             case ev.RecordsMissing():
-                self.positions.gone(event.offsets, event.topics, event.cut)
+                self.positions.gone(event.offsets, event.topics, event.truncated)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
             # positions of new partitions
@@ -451,7 +451,7 @@ class Run:
         leaving = offset.ranges.keys() & set(self.slots.leaving())
         _require(not leaving, f"batch {offset.seq} reads {leaving}, which are being revoked")
         self._move(ev.Planned)
-        self.positions.planned(offset.ranges, offset.takes)
+        self.positions.planned(offset.ranges, offset.spans)
         self.plan = offset
 
     def _durable(self, offset: StreamOffset) -> None:
@@ -507,7 +507,7 @@ class Run:
     def _order_commit(self, due: Iterable[TopicPartition]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
-        followed, cut = [], {}
+        followed, truncated_from = [], {}
         ours, excluded = self.positions.ours, self._commits.excluded_slots
         for tp in due:
             partition = ours[tp]
@@ -517,7 +517,7 @@ class Run:
             if partition.followed:
                 followed.append(tp)
             if partition.cut is not None:
-                cut[tp] = partition.cut
+                truncated_from[tp] = partition.cut
         if offsets:
             self._commits.started(offsets, slots.values())
             self._out.order(
@@ -526,9 +526,9 @@ class Run:
                     slots=slots,
                     stream=self.stream,
                     seq=self.seq,
-                    epoch=self.positions.epoch,
+                    reset_number=self.positions.reset_number,
                     followed=frozenset(followed),
-                    cut=cut,
+                    truncated_from=truncated_from,
                 )
             )
 
@@ -701,7 +701,7 @@ class Run:
         return None
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
-        return self.lookout.begin(self.plannable(), self._now_ms, self.positions.epoch)
+        return self.lookout.begin(self.plannable(), self._now_ms, self.positions.reset_number)
 
     def _fetching_ends(self) -> ev.Step | None:
         """Read the log ends, request by request, then plan the next batch."""

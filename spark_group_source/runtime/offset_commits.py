@@ -175,7 +175,8 @@ class OffsetCommits:
             (
                 member
                 for member in found
-                if identifiers.is_place(self._group, self._stream, member.instance_id) and member.member_id not in mine
+                if identifiers.is_instance_id_of(self._group, self._stream, member.instance_id)
+                and member.member_id not in mine
             ),
             None,
         )
@@ -203,12 +204,12 @@ class OffsetCommits:
         """
         echo, left = order.echo, dict(order.left)
         at_ms = self._environment.wall_ms()
-        usual = identifiers.note_text(echo.stream, echo.seq, echo.epoch, at_ms=at_ms)
+        usual = identifiers.note_text(echo.stream, echo.seq, echo.reset_number, at_ms=at_ms)
         notes = dict.fromkeys(echo.offsets, usual)
-        for tp in echo.followed | echo.cut.keys():
-            followed, cut = tp in echo.followed, echo.cut.get(tp)
+        for tp in echo.followed | echo.truncated_from.keys():
+            followed, truncated_from = tp in echo.followed, echo.truncated_from.get(tp)
             notes[tp] = identifiers.note_text(
-                echo.stream, echo.seq, echo.epoch, followed=followed, cut=cut, at_ms=at_ms
+                echo.stream, echo.seq, echo.reset_number, followed=followed, truncated_from=truncated_from, at_ms=at_ms
             )
         try:
             self._commit(order.shares, notes, left)

@@ -183,11 +183,11 @@ class Worker:
         began_ms = self._environment.wall_ms() - self._environment.now_ms()
         read = self._offsets.read(order.partitions + order.beside)
         found = {tp: _committed(at, began_ms) for tp, at in read.items()}
-        epoch = max((at.epoch for at in found.values() if at is not None), default=0)
+        reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.beside if tp not in found)
-        known = epoch if order.beside else None
-        return ev.CommittedOffsetsRead(offsets=offsets, asked=order.partitions, epoch=known, silent=silent)
+        known = reset_number if order.beside else None
+        return ev.CommittedOffsetsRead(offsets=offsets, asked=order.partitions, reset_number=known, silent=silent)
 
     def _on_failure(self, work: Order, exc: SourceError) -> None:
         if isinstance(exc, Fenced):

@@ -73,8 +73,8 @@ def test_G10_of_what_nobody_wrote_down_nothing_is_concluded() -> None:
 
 
 def test_a_streams_note_says_when_it_was_committed() -> None:
-    text = note_text("s", 4, 2, followed=True, cut=9, at_ms=1_700_000_000_123)
-    rest = parse_note(note_text("s", 4, 2, followed=True, cut=9))
+    text = note_text("s", 4, 2, followed=True, truncated_from=9, at_ms=1_700_000_000_123)
+    rest = parse_note(note_text("s", 4, 2, followed=True, truncated_from=9))
     assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
     assert parse_note(note_text("s", 4, at_ms=5)).at_ms == 5
     for other in (note_text("s", 4), reset_text(1), "", "at=5", "x:y:1:2:at=5", "spark-group:s:1:2:at=x"):

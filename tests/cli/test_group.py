@@ -226,7 +226,7 @@ def test_a_reset_says_its_number_beside_every_offset_of_the_group(scene: Scene, 
         assert f"moved 2 partitions of group {scene.group}; this was its reset {number}" in shown.output
         here = {TopicPartition(one, 0): 0, TopicPartition(one, 1): 0, TopicPartition(other, 0): 0}
         assert scene.committed() == here
-        assert notes(scene) == dict.fromkeys(here, Note(epoch=number))
+        assert notes(scene) == dict.fromkeys(here, Note(reset_number=number))
 
 
 def times(*counts: tuple[int, int, int]) -> dict[tuple[int, int], int]:
@@ -351,14 +351,16 @@ def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goe
     assert offsets_in(table) == {at: n for at, n in times((0, 12, 1)).items() if at[1] not in skipped}
     plans = planned(one.checkpoint)
     assert plans[2] == pending
-    assert {number: plan.epoch for number, plan in plans.items() if number > 2} == dict.fromkeys(
+    assert {number: plan.reset_number for number, plan in plans.items() if number > 2} == dict.fromkeys(
         range(3, len(plans)), 2
     )
     ledger = read_ledger(scene.spark, str(table), scene.group)
     assert ledger is not None
     assert (ledger.reset_number, set(ledger.offsets.values())) == (2, {12})
     found = notes(scene)
-    assert {(note.stream, note.epoch) for note in found.values()} == {(pending.stream, 2)}, "the number is carried on"
+    assert {(note.stream, note.reset_number) for note in found.values()} == {(pending.stream, 2)}, (
+        "the number is carried on"
+    )
 
 
 def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(scene: Scene, run: Run) -> None:
@@ -392,7 +394,7 @@ def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
     with monkeypatch.context() as killed:
         killed.setattr(ledger_store, "set_ledger", die)
         assert run("reset", "--to-offset", "3", "--table", str(table), "--execute").code == 1
-    assert {note.epoch for note in notes(scene).values()} == {1}
+    assert {note.reset_number for note in notes(scene).values()} == {1}
     with pytest.raises(Exception, match=r"committed offset 3, the table holds up to 10"):
         into(one, table)
     await_left(scene)

@@ -27,17 +27,17 @@ def ledger(offsets: dict[TopicPartition, int], *, reset_number: int = 0, topic_i
 
 def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_offset() -> None:
     found = plan({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
-    assert found.epoch == 1
+    assert found.reset_number == 1
     assert found.offsets == {P0: 5, P1: 7}
     assert found.notes == {P0: reset_text(1), P1: reset_text(1)}
 
 
 def test_a_reset_counts_on_from_the_newest_that_kafka_or_the_table_knows() -> None:
     before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
-    assert plan({P0: 5}, before, None, TOPICS).epoch == 4
-    assert plan({P0: 5}, before, ledger({}, reset_number=2), TOPICS).epoch == 4
-    assert plan({P0: 5}, before, ledger({}, reset_number=6), TOPICS).epoch == 7
-    assert plan({P0: 5}, {}, None, TOPICS).epoch == 1
+    assert plan({P0: 5}, before, None, TOPICS).reset_number == 4
+    assert plan({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
+    assert plan({P0: 5}, before, ledger({}, reset_number=6), TOPICS).reset_number == 7
+    assert plan({P0: 5}, {}, None, TOPICS).reset_number == 1
 
 
 def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new_number() -> None:
@@ -45,9 +45,9 @@ def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new
     found = plan({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
     assert [parse_note(found.notes[tp]) for tp in (P1, P2)] == [Note("s1", 3, 2)] * 2
-    more = note_text("s1", 3, followed=True, cut=90)
+    more = note_text("s1", 3, followed=True, truncated_from=90)
     kept = plan({P0: 5}, committed({P1: (7, more)}), None, TOPICS)
-    assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, cut=90)
+    assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_from=90)
 
 
 def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows_it() -> None:

@@ -379,7 +379,7 @@ def test_a_batch_refused_because_two_sinks_wrote_it_is_written_whole_after_the_p
     assert there is not None and there.offsets == {TopicPartition("orders", 0): 100}, "where the batch started"
     set_ledger(scripted, str(table), "etl", there.offsets, reason="--to-ledger", reset_number=1)
     corrected = DeltaSink(table, transform=lambda df: df.where(odd).unionByName(df.where(even)))
-    script.append(offset(1, one(100, 120), followed=[("orders", 0)], epoch=1))
+    script.append(offset(1, one(100, 120), followed=[("orders", 0)], reset_number=1))
     run(stream(scripted, tmp_path, script), corrected, tmp_path / "c")
     assert rows(table) == records(100, 120)
 

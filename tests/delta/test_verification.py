@@ -69,7 +69,7 @@ def test_the_command_shows_a_correct_table_rows_behind_the_ledger_and_a_restore(
     anew = new_query("anew")  # after a deleted checkpoint, and a reset
     anew.run(anew.sink(written), 0, offset(0, one(25, 35), stream="s2"))
     set_ledger(query.spark, table, "etl", {P0: 35}, reason="r", reset_number=1)
-    anew.run(anew.sink(written), 1, offset(1, one(35, 40), stream="s2", epoch=1))
+    anew.run(anew.sink(written), 1, offset(1, one(35, 40), stream="s2", reset_number=1))
     clean = run.invoke(app, ["ledger", "verify", table])
     assert (clean.exit_code, clean.output.strip()) == (0, "1 groups, 7 commits, 43 rows: all of it fits")
     query.rows(offset(9, one(50, 51))).write.format("delta").mode("append").save(table)

@@ -88,10 +88,10 @@ class Accounts(Books):
             book.holders[name] = Holding(held.reader, held.since_ms, 0, loss=loss)
             book.losses += [] if loss is None else [loss]
 
-    def resets(self, epoch: int) -> None:
+    def resets(self, reset_number: int) -> None:
         """``spark-group reset`` moves the group now: what was planned before is void, also where nothing was committed
         and so nothing can be moved."""
-        self._reset = epoch
+        self._reset = reset_number
         for offset in self.last():
             for tp, (start, end) in self._of(offset.ranges):
                 book = self.books[tp]
@@ -108,7 +108,7 @@ class Accounts(Books):
         """An operator moved a partition on purpose: forward, and what is left out is nobody's; or back, and then all
         from there on has to be processed once more."""
         book, at, note = self.books[tp], new.offset, parse_note(new.note)
-        void, meant = note.epoch > 0, note.stream is None  # a reset keeps the notes of what it does not move
+        void, meant = note.reset_number > 0, note.stream is None  # a reset keeps the notes of what it does not move
         book.commits.append((self._world.now_ms, new))
         book.away |= book.chain.keys()
         back = meant and at < book.whole
@@ -144,7 +144,7 @@ class Accounts(Books):
         reset, the stream does not know of it, and its table cannot tell that batch from one of before the reset: its
         records are left out for good, and the log says so. Kafka has no other place for such a note."""
         notes = [parse_note(book.commits[-1][1].note) for book in self.books.values() if book.commits]
-        if not any(note.epoch >= self._reset for note in notes):
+        if not any(note.reset_number >= self._reset for note in notes):
             for tp, (_, end) in self._of(ranges):
                 self._nobodys(tp, end)
 

@@ -188,7 +188,7 @@ class GroupHarness:
             tp: ev.Committed(offset=found, stream=STREAM) if isinstance(found, int) else found
             for tp, found in offsets.items()
         }
-        return self.feed(ev.CommittedOffsetsRead(offsets=read, asked=tuple(read), epoch=0))
+        return self.feed(ev.CommittedOffsetsRead(offsets=read, asked=tuple(read), reset_number=0))
 
     def resolved(self, offsets: Mapping[TopicPartition, int | None]) -> Commands:
         """What the starting options stand for."""

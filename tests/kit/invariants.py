@@ -225,7 +225,7 @@ class Invariants(Accounts):
             if start != last and start > book.stale and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
-            if offset.epoch < self._reset:
+            if offset.reset_number < self._reset:
                 # Others committed over all notes of the reset (see left_out); when it hears of it, this is void.
                 book.undone.add(start)
                 book.losses.append(Loss(self._nobody, start, Cause.OPERATOR, end))
@@ -241,7 +241,7 @@ class Invariants(Accounts):
 
     def replaying(self, reader: Reader, offset: StreamOffset) -> None:
         """A batch of a former run is in flight again: as it was planned, also where somebody else came in between."""
-        for tp, (start, end) in self._of(offset.ranges) if offset.epoch >= self._reset else ():
+        for tp, (start, end) in self._of(offset.ranges) if offset.reset_number >= self._reset else ():
             book = self.books[tp]
             if start < end:
                 book.flight[reader] = (start, end)

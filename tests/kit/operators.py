@@ -111,8 +111,8 @@ class Operator:
             known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
             topics = self._admin.existing(tp.topic for tp in known)
             plan = reset.plan(targets, committed, ledger, topics)
-            self._world.note(f"operator: reset {plan.epoch} to {_text(targets)}: {_text(plan.offsets)}")
-            self._truth.resets(plan.epoch)
+            self._world.note(f"operator: reset {plan.reset_number} to {_text(targets)}: {_text(plan.offsets)}")
+            self._truth.resets(plan.reset_number)
             try:
                 self._admin.move_committed(self._group, plan.offsets, notes=plan.notes)
             except GroupError:
@@ -122,7 +122,7 @@ class Operator:
                 self._truth.half_done(plan.offsets)
             elif table is not None:
                 ids = {tp.topic: topics[tp.topic].id for tp in plan.offsets}
-                table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.epoch)
+                table.set_ledger(plan.offsets, topic_ids=ids, reset_number=plan.reset_number)
 
     def settle(self, table: Table, tables: Sequence[Table]) -> None:
         """What the message of a LedgerConflict says: go on where the table stands, or write it again on purpose.

@@ -236,9 +236,13 @@ class RunHarness:
                 return ev.MemberEnded(slot=command.slot, client=self.clients[command.slot])
             case ev.FetchCommittedOffsets():
                 read = {tp: self.committed.get(tp) for tp in command.partitions}
-                noted = [self.committed[tp].epoch for tp in command.partitions + command.beside if tp in self.committed]
-                epoch = max(noted, default=0) if command.beside else None
-                return ev.CommittedOffsetsRead(offsets=read, asked=command.partitions, epoch=epoch)
+                noted = [
+                    self.committed[tp].reset_number
+                    for tp in command.partitions + command.beside
+                    if tp in self.committed
+                ]
+                reset_number = max(noted, default=0) if command.beside else None
+                return ev.CommittedOffsetsRead(offsets=read, asked=command.partitions, reset_number=reset_number)
             case ev.ResolveStarts():
                 found = {tp: self._start_of(tp, at) for tp, at in command.starts.items()}
                 return ev.StartsResolved(offsets=found, asked=tuple(command.starts))
@@ -246,7 +250,11 @@ class RunHarness:
                 for tp, at in command.offsets.items():
                     followed = tp in command.followed
                     self.committed[tp] = ev.Committed(
-                        offset=at, stream=command.stream, seq=command.seq, epoch=command.epoch, followed=followed
+                        offset=at,
+                        stream=command.stream,
+                        seq=command.seq,
+                        reset_number=command.reset_number,
+                        followed=followed,
                     )
                 return ev.OffsetsCommitted(offsets=command.offsets)
             case ev.CheckReplaced():

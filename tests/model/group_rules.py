@@ -29,7 +29,7 @@ class Model:
     """What is true, in as few words as possible."""
 
     kafka: dict[TopicPartition, ev.Committed] = field(default_factory=dict)
-    epoch: int = 0  # the newest reset that this run knows of
+    reset_number: int = 0  # the newest reset that this run knows of
     seq: int = -1  # the last durable batch
     flight: Ranges = field(default_factory=dict)
     held: dict[TopicPartition, int] = field(default_factory=dict)  # -> slot
@@ -105,10 +105,10 @@ class Model:
                 self.pending[tp] = start, end
         self.flight = {}
 
-    def reset(self, epoch: int) -> None:
+    def reset(self, reset_number: int) -> None:
         """A reset of the group shows: nothing that was known of before counts any more, but where nothing else says
         where to go on."""
-        self.epoch = epoch
+        self.reset_number = reset_number
         begins = {tp: start for tp, (start, _) in self.pending.items()}
         stood = {tp: at for tp, (at, _) in self.memory.items()} | self.position | self.start
         self.before, self.start = self.before | begins | stood, {}

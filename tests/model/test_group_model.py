@@ -109,7 +109,7 @@ class GroupRun:
         assert echo.offsets == {tp: at for tp, at in model.dirty().items() if model.held[tp] in named}
         assert {model.held[tp] for tp in model.dirty()} <= named | self.out
         assert echo.slots == {tp: model.held[tp] for tp in echo.offsets}
-        assert (echo.seq, echo.epoch) == (model.seq, model.epoch)
+        assert (echo.seq, echo.reset_number) == (model.seq, model.reset_number)
         assert echo.followed == model.followed & echo.offsets.keys()
 
     def on_its_way(self) -> set[TopicPartition]:
@@ -204,11 +204,11 @@ class GroupRun:
             self.machine, ends, {}, lambda _: {}, first=True, unlimited=False, now_ms=self.now_ms
         )
         assert offset is not None
-        assert (offset.seq, offset.epoch, offset.ranges) == (model.seq + 1, model.epoch, ranges)
-        assert offset.owed == {tp: at for tp, at in model.owed().items() if tp not in ranges}
-        away = offset.owed.keys() & model.start.keys() - model.position.keys()
+        assert (offset.seq, offset.reset_number, offset.ranges) == (model.seq + 1, model.reset_number, ranges)
+        assert offset.uncommitted == {tp: at for tp, at in model.owed().items() if tp not in ranges}
+        away = offset.uncommitted.keys() & model.start.keys() - model.position.keys()
         since = {tp: (model.memory[tp][1], model.start[tp]) for tp in away}
-        assert offset.since == since
+        assert offset.last_batches == since
         assert offset.followed == model.followed & ranges.keys()
         self.logged = offset
         model.flight = {tp: pair for tp, pair in ranges.items() if pair[0] < pair[1]}
@@ -238,12 +238,14 @@ class GroupRun:
         self.begin(slots=1 + offset.seq % SLOTS)
         model = self.model
         if reset is not None:
-            epoch = 1 + max([offset.epoch, *(found.epoch for found in model.kafka.values())])
-            model.kafka = {tp: ev.Committed(offset=reset[ALL.index(tp)], epoch=epoch) for tp in model.kafka}
-        model.epoch, model.seq = offset.epoch, offset.seq - (not durable)
-        positions = dict(offset.owed) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
-        model.memory = {tp: (at, offset.since.get(tp, (model.seq, 0))[0]) for tp, at in positions.items()}
-        model.start = {tp: start for tp, (_, start) in offset.since.items()}
+            reset_number = 1 + max([offset.reset_number, *(found.reset_number for found in model.kafka.values())])
+            model.kafka = {
+                tp: ev.Committed(offset=reset[ALL.index(tp)], reset_number=reset_number) for tp in model.kafka
+            }
+        model.reset_number, model.seq = offset.reset_number, offset.seq - (not durable)
+        positions = dict(offset.uncommitted) | {tp: pair[durable] for tp, pair in offset.ranges.items()}
+        model.memory = {tp: (at, offset.last_batches.get(tp, (model.seq, 0))[0]) for tp, at in positions.items()}
+        model.start = {tp: start for tp, (_, start) in offset.last_batches.items()}
         if durable:
             model.start |= {tp: start for tp, (start, _) in offset.ranges.items()}
             self.send(ev.NextBatchRequested(start=offset, name=STREAM))
@@ -285,17 +287,19 @@ class GroupRun:
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
             twice = self.machine.statistics().maybe_twice - self.model.twice
-            notes = [found.epoch for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
-            epoch = max(notes, default=0)
+            notes = [found.reset_number for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
+            reset_number = max(notes, default=0)
             self.knows |= bool(lookup.beside) and stay == self.stay
-            if epoch > self.model.epoch:
-                self.model.reset(epoch)
+            if reset_number > self.model.reset_number:
+                self.model.reset(reset_number)
                 self.arrivals.update(ALL)
             else:
                 for tp in counts:
                     if read[tp] is not None or self.model.reached(tp) is not None or tp in self.model.before:
                         self.model.resolve(tp)
-            self.send(ev.CommittedOffsetsRead(offsets=read, asked=asked, epoch=epoch if lookup.beside else None))
+            self.send(
+                ev.CommittedOffsetsRead(offsets=read, asked=asked, reset_number=reset_number if lookup.beside else None)
+            )
             assert self.machine.statistics().maybe_twice - self.model.twice == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
@@ -318,7 +322,7 @@ class GroupRun:
         if landed or heard:
             for tp, at in done.items():
                 self.model.kafka[tp] = ev.Committed(
-                    offset=at, stream=STREAM, seq=echo.seq, epoch=echo.epoch, followed=tp in echo.followed
+                    offset=at, stream=STREAM, seq=echo.seq, reset_number=echo.reset_number, followed=tp in echo.followed
                 )
         if not heard:
             self.send(ev.OffsetCommitFailed(reason="test"))
@@ -329,15 +333,15 @@ class GroupRun:
         self.send(ev.OffsetsCommitted(offsets=done, left=dict.fromkeys(self.out & ordered, "test")))
 
     def commit_of_others(self, tp: TopicPartition, by: str | None, offset: int) -> None:
-        """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which knows of no epoch and may
-        delete an offset."""
+        """Another stream, an ordinary consumer, or an operator with Kafka's own tool, which writes no reset number
+        and may delete an offset."""
         if tp in self.model.held or tp in self.on_its_way():
             return
         if by == "nobody":
             self.model.kafka.pop(tp, None)
         else:
-            epoch = max((found.epoch for found in self.model.kafka.values()), default=0) if by else 0
-            self.model.kafka[tp] = ev.Committed(offset=offset, stream=by, epoch=epoch)
+            reset_number = max((found.reset_number for found in self.model.kafka.values()), default=0) if by else 0
+            self.model.kafka[tp] = ev.Committed(offset=offset, stream=by, reset_number=reset_number)
 
     def tick(self, ms: int) -> None:
         self.now_ms += ms

@@ -38,12 +38,12 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
         known={topic: draw(st.integers(0, 10_000)) for topic in named},
         ranges=read,
         followed=frozenset(draw(st.sets(st.sampled_from(sorted(read)), max_size=3))) if read else frozenset(),
-        began=frozenset(draw(st.sets(partitions, max_size=2))),
+        started=frozenset(draw(st.sets(partitions, max_size=2))),
         leader_epochs=draw(st.dictionaries(st.sampled_from(sorted(read)), offsets, max_size=3)) if read else {},
-        cut=draw(st.dictionaries(partitions, offsets, max_size=2)),
-        lost=draw(st.dictionaries(partitions, offsets, max_size=2)),
-        epoch=draw(st.integers(0, 5)),
-        owed=draw(st.dictionaries(partitions, offsets, max_size=3)),
+        truncated_from=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        lost_from=draw(st.dictionaries(partitions, offsets, max_size=2)),
+        reset_number=draw(st.integers(0, 5)),
+        uncommitted=draw(st.dictionaries(partitions, offsets, max_size=3)),
     )
 
 
@@ -67,5 +67,5 @@ def test_the_sink_tells_every_offset_of_this_source_from_another_sources(offset:
 
 
 def test_an_offset_of_kafkas_own_connector_is_not_ours_whatever_its_topics_are_called() -> None:
-    for topics in (["group"], ["cut", "group"], ["began", "cut", "group"], ["epoch", "group"], ["orders"]):
+    for topics in (["group"], ["followed", "group"], ["followed", "group", "reset"], ["orders"]):
         assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))

@@ -422,7 +422,7 @@ def test_without_failing_it_goes_on_where_the_log_was_cut(end: int, first: int, 
     (said,) = brokers.look({A: 100}, after_ms=GRACE_MS)
     assert f"cut at {goes_on}" in said and f"It ends at {end} now" in said
     found = brokers.lookout.gone
-    assert found is not None and found.offsets == {A: goes_on} and found.cut == {A}
+    assert found is not None and found.offsets == {A: goes_on} and found.truncated == {A}
     brokers.plan({A: (goes_on, end)})
     assert brokers.look({A: end}) == [] and brokers.lookout.gone is None
 

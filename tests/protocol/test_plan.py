@@ -113,11 +113,11 @@ def test_it_carries_the_positions_that_kafka_may_not_have_and_that_it_does_not_r
     fresh.assigned(A)
     fresh.committed({A: 150})
     # B and C have not come yet: whether Kafka has their offsets nobody knows.
-    assert planned(fresh, {A: 160}).owed == {B: 40, C: 9}
+    assert planned(fresh, {A: 160}).uncommitted == {B: 40, C: 9}
     fresh.durable()
     fresh.assigned(B)
     fresh.committed({B: 40})
-    assert planned(fresh, {A: 170}).owed == {C: 9}
+    assert planned(fresh, {A: 170}).uncommitted == {C: 9}
 
 
 def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
@@ -125,7 +125,7 @@ def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
     fresh.assigned(A)
     fresh.committed({A: 150})
     offset = planned(fresh, {A: 160})
-    assert offset.owed == parse(offset.to_json()).owed == {B: 40, OTHER: 9}
+    assert offset.uncommitted == parse(offset.to_json()).uncommitted == {B: 40, OTHER: 9}
 
 
 def test_it_keeps_what_was_known_when_the_stream_began_and_the_ids_of_what_it_reads() -> None:

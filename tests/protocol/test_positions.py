@@ -299,7 +299,7 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
 
 
 def cut_below(group: GroupHarness, at: int) -> None:
-    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was cut", cut=frozenset({A})))
+    group.feed(ev.RecordsMissing(offsets={A: at}, reason="the log was cut", truncated=frozenset({A})))
 
 
 def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
@@ -326,7 +326,7 @@ def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(gro
 
 
 def test_after_a_restart_the_checkpoint_says_what_was_cut(fresh: GroupHarness) -> None:
-    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, cut={A: 100})
+    past = StreamOffset(group="etl", stream=STREAM, seq=7, ranges={A: (60, 80)}, truncated_from={A: 100})
     fresh.goes_on(past)
     fresh.join()
     fresh.assigned(A)
@@ -342,12 +342,12 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
     fresh.goes_on(past)
     fresh.join()
     fresh.assigned(A)
-    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, cut=cut)})
+    fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, truncated_from=cut)})
     assert fresh.machine.plannable() == {A: 60}
     assert fresh.machine.positions.cut() == ({} if cut is None else {A: cut})
 
 
 def test_a_commit_where_the_log_was_cut_says_where_we_stood(group: GroupHarness) -> None:
     group.settled(A)
-    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was cut", cut=frozenset({A})))
-    assert only(ev.CommitOffsets, commands)[-1].cut == {A: 100}
+    commands = group.feed(ev.RecordsMissing(offsets={A: 60}, reason="the log was cut", truncated=frozenset({A})))
+    assert only(ev.CommitOffsets, commands)[-1].truncated_from == {A: 100}

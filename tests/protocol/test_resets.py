@@ -35,12 +35,12 @@ def test_offsets_that_were_deleted_are_committed_again_when_their_partition_come
     assert group.committed({A: None}) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
-def reset(offset: int, epoch: int = 1) -> ev.Committed:
-    return ev.Committed(offset=offset, epoch=epoch)
+def reset(offset: int, reset_number: int = 1) -> ev.Committed:
+    return ev.Committed(offset=offset, reset_number=reset_number)
 
 
 def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
-    replayed = fresh.replays({A: (100, 150), B: (40, 40)}, owed={C: 9})
+    replayed = fresh.replays({A: (100, 150), B: (40, 40)}, uncommitted={C: 9})
     assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
@@ -48,7 +48,7 @@ def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHa
     assert fresh.machine.positions.owed() == {}
     assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
     assert fresh.committed({A: reset(20), B: reset(30)}) == [
-        ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, epoch=1, followed=frozenset({A, B}))
+        ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, reset_number=1, followed=frozenset({A, B}))
     ]
     fresh.echoed()
     fresh.feed(ev.Durable(offset=replayed))  # a sink with a ledger wrote nothing of it
@@ -71,22 +71,24 @@ def test_a_batch_that_a_hidden_reset_made_void_is_not_taken_for_read(fresh: Grou
 
 def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:
     group.assigned(A)
-    group.committed({A: reset(20, epoch=2)})
-    group.taken({A: reset(20, epoch=2)})
+    group.committed({A: reset(20, reset_number=2)})
+    group.taken({A: reset(20, reset_number=2)})
     group.plan({A: (20, 30)})
-    assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={A: 30}, stream=STREAM, seq=0, epoch=2)]
+    assert only(ev.CommitOffsets, group.durable()) == [
+        ev.CommitOffsets(offsets={A: 30}, stream=STREAM, seq=0, reset_number=2)
+    ]
 
 
 def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
     """A former run had taken the reset, and failed before it planned anything."""
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
-    ours = ev.Committed(offset=20, stream=STREAM, seq=6, epoch=1, followed=True)
+    ours = ev.Committed(offset=20, stream=STREAM, seq=6, reset_number=1, followed=True)
     assert fresh.committed({A: ours}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     fresh.committed({A: ours})
     assert fresh.machine.plannable() == {A: 20}
     assert fresh.machine.positions.followed() == {A}
-    assert fresh.machine.positions.epoch == 1
+    assert fresh.machine.positions.reset_number == 1
 
 
 def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
@@ -115,7 +117,7 @@ def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_afte
 def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for_again(group: GroupHarness) -> None:
     asked = group.assigned(A)
     silent = ev.CommittedOffsetsRead(
-        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,)
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
     )
     assert group.feed(silent) == []
     assert not group.machine.positions.resolved
@@ -127,7 +129,7 @@ def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for
 def test_a_note_that_is_never_told_does_not_keep_everything_waiting(group: GroupHarness) -> None:
     group.assigned(A)
     silent = ev.CommittedOffsetsRead(
-        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), epoch=0, silent=(B,)
+        offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
     )
     for _ in range(SILENCES_MAX):
         group.feed(silent)

@@ -53,7 +53,7 @@ def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bo
     second.ends = {A: 15, B: 50}
     planned = second.batch()
     assert planned.ranges == {A: (10, 15)}
-    assert planned.owed == {B: 30}
+    assert planned.uncommitted == {B: 30}
 
     third = after_a_crash(second, planned, durable=durable, starting=starting)
     assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
@@ -84,14 +84,14 @@ def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
 
 def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     past = RunHarness.returning(PAST)
-    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=False)
     run.pass_time(1_000)  # while Spark reads the batch: its sink writes nothing of it
     planned = run.batch()
-    assert (planned.epoch, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
+    assert (planned.reset_number, planned.ranges) == (1, {A: (20, 150), B: (30, 40)})
     run.latest()
     run.pass_time(ANSWER_MS)
-    assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, epoch=1)
+    assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, reset_number=1)
 
 
 def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:
@@ -121,7 +121,7 @@ def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_
     planning.firsts, planning.ends = {A: 30, B: 0}, {A: 80, B: 40}
     planned = planning.batch()
     assert planned.ranges[A] == (30, 80)
-    assert planned.lost == {A: 20}
+    assert planned.lost_from == {A: 20}
     assert planned.followed == {A}
 
     again = after_a_crash(planning, planned, durable=durable, fail_on_data_loss=False)
@@ -136,7 +136,7 @@ def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable:
     run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
-    assert planned.lost == {A: 150}
+    assert planned.lost_from == {A: 150}
     again = after_a_crash(run, planned, durable=durable, fail_on_data_loss=False)
     again.committed[A] = ev.Committed(offset=20, stream=STREAM, seq=7, followed=True)
     again.firsts, again.ends = {A: 0, B: 0}, {A: 190, B: 40}
@@ -149,7 +149,7 @@ def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
     planned = run.batch()
-    assert (planned.ranges[A], planned.lost) == ((170, 180), {A: 150})
+    assert (planned.ranges[A], planned.lost_from) == ((170, 180), {A: 150})
     run.lost(A, B)
     run.committed[A] = ev.Committed(offset=150, stream=STREAM, seq=7)
     if returns == "behind it":
@@ -163,7 +163,7 @@ def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_
 def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
     """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
     past = RunHarness.returning(PAST)
-    past.committed = {tp: ev.Committed(offset=at, epoch=1) for tp, at in {A: 20, B: 30}.items()}
+    past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=True)
     run.ids = {"orders": "id-new"}
     run.ends = {A: 25, B: 30}

@@ -157,8 +157,8 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     assert pair.fenced() == [ev.CheckReplaced(slot=0)]
     assert pair.machine.statistics().slots == ("checking", "assigned")
     assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
-    asking = "asking the broker whether a newer driver runs this stream"
-    assert f"slot 0's place was taken (FENCED_INSTANCE_ID): {asking}" in pair.warned()
+    checking = "checking whether a newer driver runs this stream"
+    assert f"another client has the instance id of slot 0 (FENCED_INSTANCE_ID); {checking}" in pair.warned()
     assert only(ev.CommitOffsets, pair.durable())[0].offsets == {B: 110}
     assert pair.tick(ms=60_000) == []  # it does not join before it knows
 

@@ -27,7 +27,7 @@ from spark_group_source.protocol.states import (
 A, B, C = tps("orders", 0, 1, 2)
 REPLAYED = StreamOffset(group="etl", stream="9f2c", seq=3, known={"orders": 2}, ranges={A: (100, 150)})
 BY_HAND = ev.Committed(offset=120)
-RESET = ev.Committed(offset=5, epoch=1)
+RESET = ev.Committed(offset=5, reset_number=1)
 
 Row = tuple[Any, type]
 Way = list[Callable[[GroupHarness], object]]

@@ -170,7 +170,7 @@ def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
     scene.run(scene.order(FETCH))
     assert scene.handled == [
         ev.CommittedOffsetsRead(
-            offsets={A0: ev.Committed(offset=9, stream="s", seq=3, epoch=2, followed=True), A1: None},
+            offsets={A0: ev.Committed(offset=9, stream="s", seq=3, reset_number=2, followed=True), A1: None},
             asked=(A0, A1, B0),
         )
     ]
@@ -402,7 +402,7 @@ def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
 
 def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
-    scene.run(scene.order(echo(epoch=2, followed=frozenset({A1}))))
+    scene.run(scene.order(echo(reset_number=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
     assert scene.environment.called("send_offsets") == [
         (1, {A0: (5, "spark-group:s:4:2:at=7")}),

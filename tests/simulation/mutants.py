@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "ignores-a-reset",
         P,
-        "self.epoch, self._in_flight = epoch, {}",
-        "self.epoch = epoch",
+        "self.reset_number, self._in_flight = reset_number, {}",
+        "self.reset_number = reset_number",
         "a plan of before a reset is void",
     ),
     Mutant(
@@ -195,15 +195,15 @@ MUTANTS = [
     Mutant(
         "writes-no-debts",
         "protocol/planner.py",
-        "owed = {tp: at for tp, at in run.positions.owed().items() if tp not in until}",
-        "owed = {}",
+        "uncommitted = {tp: at for tp, at in run.positions.owed().items() if tp not in until}",
+        "uncommitted = {}",
         "the next offset carries what Kafka may not have",
     ),
     Mutant(
         "plans-under-the-first-epoch",
         "protocol/planner.py",
-        "epoch=run.positions.epoch,",
-        "epoch=0,",
+        "reset_number=run.positions.reset_number,",
+        "reset_number=0,",
         "a plan says which reset it knows",
     ),
     Mutant(
@@ -354,7 +354,7 @@ MUTANTS = [
     Mutant(
         "writes-void-plans",
         "delta/ledger_decision.py",
-        "    void = batch.epoch < known.reset_number",
+        "    void = batch.reset_number < known.reset_number",
         "    void = False",
         "a plan made before a reset writes nothing",
     ),

@@ -105,7 +105,7 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
     with Engine({**options, "failOnDataLoss": "false"}, log) as engine, caplog.at_level(logging.WARNING):
         await_batch(engine)
         assert engine.rows == rows_of(name, range(6, 18), 100), "what was never read, from where the log was cut"
-        assert json.loads(engine.log[-1])["cut"] == {name: {"0": 10}}
+        assert json.loads(engine.log[-1])["truncated_from"] == {name: {"0": 10}}
         engine.plan()
         admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
         await_until(lambda: committed_of(admin, f"g-{name}") == end_offsets_of(admin, name), what="the commit")

@@ -55,7 +55,7 @@ class Admin:
 
     @property
     def resets(self) -> int:
-        return parse_note(self.offsets[P0].metadata).epoch
+        return parse_note(self.offsets[P0].metadata).reset_number
 
     def committed(self, group: str) -> Mapping[TopicPartition, CommittedOffset]:
         assert group == "etl"
@@ -133,7 +133,7 @@ def refused(run: Callable[[], object]) -> pytest.ExceptionInfo[SourceError]:
 
 def continue_query(query: Query, table: Path, admin: Admin, batch_id: int, end: int) -> None:
     """Run the batch after the reset: it starts at the committed offset, and its plan knows the reset."""
-    batch = offset(batch_id, one(admin.position, end), followed=FOLLOWED, epoch=admin.resets)
+    batch = offset(batch_id, one(admin.position, end), followed=FOLLOWED, reset_number=admin.resets)
     query.run(query.sink(table), batch_id, batch)
 
 
@@ -173,7 +173,7 @@ def test_commands_after_the_committed_offset_was_lost(
 ) -> None:
     query.run(query.sink(table), 0, offset(0, one(0, 10)))
     admin.commit(15)  # where startingOffsets says
-    refused_batch = offset(1, one(15, 20), began=[("orders", 0)])
+    refused_batch = offset(1, one(15, 20), started=[("orders", 0)])
     printed = commands(refused(lambda: query.run(query.sink(table), 1, refused_batch)))
     assert len(printed) == 2
     run_command(printed[number])

@@ -106,7 +106,7 @@ def test_a_restore_is_refused_and_after_a_reset_to_the_ledger_every_record_is_in
     set_ledger(query.spark, str(table), "etl", there.offsets, reason="--to-ledger", reset_number=1)
     query.run(query.sink(table), 3, offset(3, one(30, 40)))
     followed = [("orders", 0), ("orders", 1)]
-    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, epoch=1)
+    last = offset(4, {("orders", 0): (10, 50), ("orders", 1): (7, 9)}, followed=followed, reset_number=1)
     query.run(sink, 4, last)
     assert rows(table) == sorted(records(0, 50) + records(7, 9, partition=1))
 
@@ -190,7 +190,7 @@ def test_with_an_expired_log_a_position_that_no_query_committed_is_refused(query
         read_ledger(query.spark, str(table), "etl")
     set_ledger(query.spark, str(table), "etl", {P0: 10}, reason="reset", reset_number=1)
     query.run(query.sink(table), 1, offset(1, one(5, 20), followed=[("orders", 0)]))  # planned before the reset
-    query.run(query.sink(table), 2, offset(2, one(10, 20), epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(10, 20), reset_number=1))
     assert offsets_in(table) == list(range(20))
 
 
@@ -204,7 +204,7 @@ def test_a_restore_of_a_table_with_an_expired_log_is_refused(query: Query, table
         query.run(query.sink(table), 2, offset(2, one(20, 30)))
     set_ledger(query.spark, str(table), "etl", {P0: 20}, reason="reset", reset_number=1)
     query.run(query.sink(table), 2, offset(2, one(20, 30)))  # planned before the reset
-    query.run(query.sink(table), 3, offset(3, one(20, 30), epoch=1))
+    query.run(query.sink(table), 3, offset(3, one(20, 30), reset_number=1))
     assert offsets_in(table) == list(range(30))
 
 

@@ -81,11 +81,13 @@ class Case:
             offset(4, ranges((100, 200)), followed=FOLLOWED), {P0: 100}, {P0: 200}
         ),
         "records of a truncated log are new, and the ledger moves back": Case(
-            offset(4, ranges((60, 80)), cut=CUT), {P0: 100}, {P0: 80}
+            offset(4, ranges((60, 80)), truncated_from=CUT), {P0: 100}, {P0: 80}
         ),
-        "after the truncation it continues": Case(offset(5, ranges((80, 120)), cut=CUT), {P0: 80}, {P0: 120}),
+        "after the truncation it continues": Case(
+            offset(5, ranges((80, 120)), truncated_from=CUT), {P0: 80}, {P0: 120}
+        ),
         "records of a truncated log that another query wrote are not written again": Case(
-            offset(4, ranges((60, 90)), cut=CUT), {P0: 80}, {P0: 90}, drop=[(P0, 60, 80)]
+            offset(4, ranges((60, 90)), truncated_from=CUT), {P0: 80}, {P0: 90}, drop=[(P0, 60, 80)]
         ),
     }.items(),
     ids=lambda case: case[0].replace(" ", "-"),
@@ -108,7 +110,7 @@ def test_a_foreign_commit_below_the_ledger_is_refused_also_for_an_empty_range(en
 
 def test_G5_a_batch_above_the_ledger_is_refused_after_the_committed_offset_was_lost() -> None:
     """A consumer that read the records in between would have committed. ``startingOffsets`` decides where it starts."""
-    begins = replace(offset(0, ranges((120, 130), (40, 50))), began=frozenset({P0, P1}))
+    begins = replace(offset(0, ranges((120, 130), (40, 50))), started=frozenset({P0, P1}))
     comparison = compare(begins, ledger({P0: 100}))
     assert [(r.tp, r.start, r.recorded) for r in comparison.refused] == [(P0, 120, 100)], (
         "the other partition is not in the ledger"
@@ -184,7 +186,7 @@ def test_former_topics_are_kept_through_resets_up_to_a_maximum(monkeypatch: pyte
     monkeypatch.setattr(ledger_format, "FORMER_MAX", 4)
     now = None
     for n in range(8):
-        now = compare(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", epoch=n), now).ledger
+        now = compare(offset(n, ranges((0, n + 1)), topic_id=f"id-{n}", reset_number=n), now).ledger
     assert now is not None
     assert now.former == {f"id-{n}": Topic("orders", f"id-{n}", {0: n + 1}) for n in range(3, 7)}
 
@@ -193,12 +195,12 @@ def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -
     old = Ledger(group="etl").with_offsets({P0: 30, OTHER: 7}, {"orders": "id-1", "other": "id-7"})
     now = old.after_reset(1, {}, deleted=["orders", "never-seen"])
     assert (now.offsets, list(now.former)) == ({OTHER: 7}, ["id-1"])
-    recreated = compare(offset(9, ranges((0, 5)), topic_id="id-2", epoch=1), now).ledger
+    recreated = compare(offset(9, ranges((0, 5)), topic_id="id-2", reset_number=1), now).ledger
     assert (recreated.offsets, list(recreated.former)) == ({P0: 5, OTHER: 7}, ["id-1"])
-    there = compare(offset(9, ranges((20, 40)), epoch=1), now)
+    there = compare(offset(9, ranges((20, 40)), reset_number=1), now)
     assert there.drop == (OffsetRange(P0, 20, 30),)
     assert (there.ledger.offsets, there.ledger.former) == ({P0: 40, OTHER: 7}, {})
-    void = compare(offset(9, ranges((20, 40)), epoch=0), now)
+    void = compare(offset(9, ranges((20, 40)), reset_number=0), now)
     assert (void.ledger.offsets, void.ledger.former) == (now.offsets, now.former), "planned before the reset"
     without_id = Ledger(group="etl").with_offsets({P0: 30}).after_reset(1, {}, deleted=["orders"])
     assert without_id.offsets == {P0: 30}, "without an id it cannot be told from a new topic"
@@ -209,7 +211,7 @@ def test_records_of_a_topic_that_a_reset_found_deleted_are_not_written_again() -
 
 def test_a_batch_planned_before_a_reset_is_void_and_does_not_move_the_ledger() -> None:
     old = ledger({P0: 100, P1: 7}, reset_number=2)
-    batch = offset(9, ranges((90, 130), (0, 5)), followed=FOLLOWED, epoch=1)
+    batch = offset(9, ranges((90, 130), (0, 5)), followed=FOLLOWED, reset_number=1)
     comparison = compare(batch, old)
     assert comparison == Comparison(ledger=old.with_batch(batch, void=True), drop=tuple(batch.batch()), void=True)
     assert (comparison.ledger.reset_number, comparison.ledger.void) == (2, frozenset({"s1"}))
@@ -220,7 +222,7 @@ def test_a_void_batch_records_its_start_for_partitions_that_the_ledger_does_not_
     topic_id: str, offsets: dict[TopicPartition, int]
 ) -> None:
     """Kafka's offset may be above it by the time of the next reset: a reset to the ledger must lose nothing."""
-    batch = offset(9, ranges((90, 130), (3, 5)), topic_id=topic_id, epoch=1)
+    batch = offset(9, ranges((90, 130), (3, 5)), topic_id=topic_id, reset_number=1)
     comparison = compare(batch, ledger({P0: 100}, reset_number=2))
     assert comparison.void
     assert comparison.ledger.offsets == offsets
@@ -229,15 +231,15 @@ def test_a_void_batch_records_its_start_for_partitions_that_the_ledger_does_not_
 
 def test_the_first_batch_after_a_reset_stores_the_reset_number_in_the_ledger() -> None:
     before = replace(ledger({P0: 100}, reset_number=1), void=frozenset({"s0"}))
-    comparison = compare(offset(4, ranges((120, 130)), followed=FOLLOWED, epoch=2), before)
+    comparison = compare(offset(4, ranges((120, 130)), followed=FOLLOWED, reset_number=2), before)
     assert not comparison.void
     assert (comparison.ledger.reset_number, comparison.ledger.void, comparison.ledger.offsets) == (
         2,
         frozenset(),
         {P0: 130},
     )
-    assert compare(offset(0, ranges((0, 5)), epoch=3), None).ledger.reset_number == 3
-    assert compare(offset(4, ranges((10, 30)), followed=FOLLOWED, epoch=1), ledger({P0: 100})).refused, (
+    assert compare(offset(0, ranges((0, 5)), reset_number=3), None).ledger.reset_number == 3
+    assert compare(offset(4, ranges((10, 30)), followed=FOLLOWED, reset_number=1), ledger({P0: 100})).refused, (
         "a reset without the table"
     )
 
@@ -289,7 +291,7 @@ def test_streams_are_kept_up_to_a_maximum_and_a_void_one_stays(monkeypatch: pyte
     monkeypatch.setattr(ledger_format, "STREAMS_MAX", 3)
     now = ledger({P0: 100}, reset_number=1)
     for n in range(6):
-        now = compare(offset(9, ranges((90, 130)), stream=f"s{n}", epoch=min(n, 1)), now).ledger
+        now = compare(offset(9, ranges((90, 130)), stream=f"s{n}", reset_number=min(n, 1)), now).ledger
     assert list(now.streams) == ["s0", "s3", "s4", "s5"]
     with pytest.raises(LedgerConflict, match="knows reset #1 of group 'etl', and stream s0 does not"):
         deciding(offset(10, ranges((130, 140)), stream="s0"), before=now)
@@ -325,7 +327,7 @@ def test_rows_to_leave_out_that_two_sources_may_have_read_are_refused() -> None:
 def test_a_batch_that_moves_no_position_needs_no_commit_unless_it_knows_a_newer_reset() -> None:
     idle = deciding(offset(4, ranges((100, 100))), before=ledger({P0: 100}))
     assert isinstance(idle, WriteBatch) and not idle.changes_ledger
-    newer = deciding(offset(4, ranges((100, 100)), epoch=1), before=ledger({P0: 100}))
+    newer = deciding(offset(4, ranges((100, 100)), reset_number=1), before=ledger({P0: 100}))
     assert isinstance(newer, WriteBatch) and newer.changes_ledger
 
 
@@ -453,8 +455,10 @@ class Writers(RuleBasedStateMachine):
         """``late``: the number of resets between the plan and its write."""
         self.seq += 1
         spans = {tp: (start, start + size) for tp, (start, size) in batch.items()}
-        epoch = max(0, self.resets - late)
-        planned = offset(self.seq, spans, followed=sorted(followed & set(spans)), epoch=epoch, stream=stream)
+        reset_number = max(0, self.resets - late)
+        planned = offset(
+            self.seq, spans, followed=sorted(followed & set(spans)), reset_number=reset_number, stream=stream
+        )
         before = self.ledger or Ledger(group="etl")
         try:
             decision = decide([planned], {"etl": self.ledger}, table="/t", batch_id=self.seq)
@@ -462,7 +466,7 @@ class Writers(RuleBasedStateMachine):
             return
         assert isinstance(decision, WriteBatch)
         after = decision.ledgers["etl"]
-        if epoch < before.reset_number:
+        if reset_number < before.reset_number:
             assert not decision.reads_rows
             assert after.reset_number == before.reset_number
             assert before.offsets.items() <= after.offsets.items()

@@ -136,7 +136,7 @@ def test_a_batch_planned_before_a_reset_writes_no_rows_and_counts_as_done(
     assert notes(commit)[0]["ledger"]["streams"]["s1"][0] == 1
     assert next_offsets(table) == {("orders", 0): 3}
     assert f"group etl: batch 1, table {table}: planned before reset #1" in caplog.text
-    query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(3, 12), followed=[("orders", 0)], reset_number=1))
     assert Counter(rows(table)) == Counter(records(0, 10) + records(3, 12))
     assert next_offsets(table) == {("orders", 0): 12}
 
@@ -148,7 +148,7 @@ def test_a_refused_batch_is_void_after_the_reset_that_the_refusal_names(query: Q
         query.run(sink, 1, refused)
     set_ledger(query.spark, str(table), "etl", {TopicPartition("orders", 0): 10}, reason="--to-ledger", reset_number=1)
     query.run(query.sink(table), 1, refused)
-    query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], epoch=1))
+    query.run(query.sink(table), 2, offset(2, one(10, 12), followed=[("orders", 0)], reset_number=1))
     assert rows(table) == records(0, 12)
 
 
