@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from spark_group_source.agents.connected_agents import PlacedMembers
     from spark_group_source.agents.control_server import ControlServer
-    from spark_group_source.agents.task import Call
+    from spark_group_source.agents.task import PlannedTask
     from spark_group_source.host.run_files import LoadLock, Publisher
     from spark_group_source.metrics.endpoint import Endpoint
     from spark_group_source.runtime.coordinator import Coordinator
@@ -49,12 +49,12 @@ METRICS_WAIT_S = 12.0
 
 
 class RangesPartition(InputPartition):
-    """Spark's piece of work: what one task reads, in full, so that any executor can read it at any time; and whom to
-    ask where the stream reader says which task reads what."""
+    """Spark's input partition: the piece that one task reads. Where tasks talk to the stream reader it also names the
+    task in its plan."""
 
-    def __init__(self, piece: Piece, call: "Call | None" = None) -> None:
+    def __init__(self, piece: Piece, task: "PlannedTask | None" = None) -> None:
         super().__init__(None)
-        self.piece, self.call = piece, call
+        self.piece, self.task = piece, task
 
 
 class KafkaGroupDataSource(Packed, DataSource):
@@ -109,11 +109,11 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         self._load = load
         self._held: LoadLock | None = None
         self._coordinator: Coordinator | None = None
-        self._reception: ControlServer | None = None
+        self._control_server: ControlServer | None = None
         self._endpoint: Endpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        unopened = dict.fromkeys(("_held", "_coordinator", "_reception", "_endpoint"))
+        unopened = dict.fromkeys(("_held", "_coordinator", "_control_server", "_endpoint"))
         return {"_options": self._options, "_path": self._path, "_load": self._load, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
@@ -132,8 +132,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         parsed = self._parse(start)
         coordinator = self._started()
         latest = coordinator.latest(parsed, unlimited=isinstance(limit, ReadAllAvailable))
-        if self._reception is not None and latest is not parsed:
-            self._reception.read_ahead(latest, coordinator.lent())
+        if self._control_server is not None and latest is not parsed:
+            self._control_server.prefetch_after(latest, coordinator.placed_members())
         return start if latest is parsed else latest.to_json_dict()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
@@ -146,8 +146,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         parsed = self._parse(end)
         coordinator = self._started()
         coordinator.replay(parsed)
-        if self._reception is not None:
-            return self._claimed(self._reception, parsed, coordinator.lent())
+        if self._control_server is not None:
+            return self._planned_tasks(self._control_server, parsed, coordinator.placed_members())
         tasks = pack(
             parsed.batch(),
             min_partitions=self._options.min_partitions,
@@ -155,27 +155,27 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         )
         return [RangesPartition(Piece.of(ranges, parsed.topic_ids, parsed.leader_epochs)) for ranges in tasks]
 
-    def _claimed(
-        self, reception: "ControlServer", batch: StreamOffset, lent: "list[PlacedMembers]"
+    def _planned_tasks(
+        self, server: "ControlServer", batch: StreamOffset, placed: "list[PlacedMembers]"
     ) -> Sequence[InputPartition]:
-        from spark_group_source.agents.task import Call
+        from spark_group_source.agents.task import PlannedTask
 
-        plan = reception.cut(batch, lent)
+        plan = server.plan_tasks(batch, placed)
         late = plan.binding == "late"
         return [
             RangesPartition(
                 Piece.of(() if late else piece.ranges, batch.topic_ids, batch.leader_epochs),
-                Call(
-                    reception.addresses,
-                    reception.secret,
-                    reception.run,
+                PlannedTask(
+                    server.addresses,
+                    server.secret,
+                    server.run,
                     plan.name,
-                    task,
+                    number,
                     late,
-                    agents=self._options.member_host != "driver",
+                    uses_agents=self._options.member_host != "driver",
                 ),
             )
-            for task, piece in enumerate(plan.pieces)
+            for number, piece in enumerate(plan.pieces)
         ]
 
     def commit(self, end: dict[str, Any]) -> None:
@@ -189,8 +189,8 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             if self._endpoint is not None:
                 self._endpoint.stop()  # first: the query's next run may wait for the port
             self._coordinator.close()
-            if self._reception is not None:
-                self._reception.stop()
+            if self._control_server is not None:
+                self._control_server.stop()
         if self._held is not None:
             self._held.release()
 
@@ -210,7 +210,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
                 self._endpoint = _measured(self._options, publisher)
             coordinator = Coordinator(self._options, publisher=publisher)
             if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
-                self._reception = _received(self._options, coordinator)
+                self._control_server = _start_control_server(self._options, coordinator)
             self._coordinator = coordinator
             atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
         return self._coordinator
@@ -241,27 +241,27 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             deadline_s=options.poll_timeout_ms / 1000,
             silence_s=options.broker_timeout_ms / 1000 or math.inf,
         )
-        if partition.call is None:  # what agents need is not even loaded: a worker's first task would wait for it
+        if partition.task is None:  # what agents need is not even loaded: a worker's first task would wait for it
             return read_ranges(partition.piece, read)
         from spark_group_source.agents.task import read_piece
 
-        return read_piece(options, partition.piece, partition.call, read)
+        return read_piece(options, partition.piece, partition.task, read)
 
 
-def _received(options: Options, coordinator: "Coordinator") -> "ControlServer | None":
-    """Where agents and tasks reach this run, if it can listen."""
+def _start_control_server(options: Options, coordinator: "Coordinator") -> "ControlServer | None":
+    """Start the server that agents and tasks connect to. Returns None if it cannot listen and is not required."""
     from spark_group_source.agents.control_server import ControlServer
 
-    reception = ControlServer(options, hosts=coordinator.hosts, died=coordinator.died, read=coordinator.read)
+    server = ControlServer(options, agents=coordinator.agents, died=coordinator.died, on_task_report=coordinator.read)
     try:
-        reception.start()
+        server.start()
     except ChannelBroken as exc:
         if options.member_host == "executor":
             raise OptionError(f"memberHost is executor, and {exc}", option="memberHost") from exc
         without = "members stay in the stream reader, and what tasks skip is not counted"
         logging.getLogger(__name__).warning("%s: %s", without, exc)
         return None
-    return reception
+    return server
 
 
 def _measured(options: Options, publisher: "Publisher") -> "Endpoint":

@@ -1,8 +1,8 @@
-"""Agents of executors as tests see them: started, asked, looked at, ended.
+"""Agents as tests use them: start them, request their state, end them.
 
-Runs in: tests, and in the agents that they start: the shipped one, with a server that also takes the next plan's start
-and tells how the agent is, and members that a test chooses. Deliberately absent: fixtures
-(``executor/agent/conftest.py``).
+Runs in: tests, and in the agents that they start. These are the shipped agent with a server that also takes positions
+and returns the agent's state, and with a connection that the test chooses. Deliberately absent: fixtures
+(``agents/conftest.py``).
 """
 
 import logging
@@ -21,32 +21,32 @@ from kafka_words import STALLED_S, await_progress, await_until, size_of
 
 from spark_group_source.agents import main as agent_main
 from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, Home
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
 from spark_group_source.agents.channel.codec import Codec, WireError
-from spark_group_source.agents.channel.frames import framed, receive
-from spark_group_source.agents.hosted_member import Buffered
-from spark_group_source.agents.membership import Membership
-from spark_group_source.agents.prefetch import near, server
-from spark_group_source.agents.prefetch.buffers import Taken
-from spark_group_source.agents.processes import Process
-from spark_group_source.agents.task_messages import Ahead, ClaimGranted, Served
+from spark_group_source.agents.channel.frames import frame, receive_frame
+from spark_group_source.agents.control_connection import ControlConnection
+from spark_group_source.agents.hosted_members import PrefetchSize
+from spark_group_source.agents.prefetch import client, server
+from spark_group_source.agents.prefetch.buffers import TakenRanges
+from spark_group_source.agents.processes import ProcessId
+from spark_group_source.agents.task_messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.model import TopicPartition
 
 READY_S = END_S = STALLED_S
-"""Bounds of a hang, in an agent that starts or reads, and in one that ends."""
-BEGIN = start._BEGIN.replace("spark_group_source.agents.main", "agent_words")
-"""What a process runs that is to be such an agent, in place of ``start._BEGIN``."""
+"""Bounds of a hang: of an agent that starts or prefetches, and of one that ends."""
+MAIN = start._MAIN.replace("spark_group_source.agents.main", "agent_words")
+"""The program of an agent of a test, in place of ``start._MAIN``."""
 
 
 def living() -> list[int]:
-    """The agents that have this process's temporary folder, however far they got."""
+    """The agents that use this process's temporary directory, in any stage of their start."""
     place = f"TMPDIR={os.environ['TMPDIR']}".encode()
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if is_agent(pid) and place in _read(pid, "environ").split(b"\0")]
 
 
 def is_agent(pid: int) -> bool:
-    return b"spark-group-agent" in _read(pid, "cmdline") and Process.of(pid) is not None
+    return b"spark-group-agent" in _read(pid, "cmdline") and ProcessId.of(pid) is not None
 
 
 def _read(pid: int, name: str) -> bytes:
@@ -57,93 +57,97 @@ def _read(pid: int, name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A question to an agent: how it is."""
+class StateRequest:
+    """Requests the state of an agent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The answer. ``first``, ``next``: of each partition the first offset in memory, and the next one to be read."""
+class AgentState:
+    """The response. ``first``, ``next``: by partition, the first buffered offset, and the next one to fetch."""
 
-    used: int
+    used_bytes: int
     rows: int
     first: Mapping[TopicPartition, int]
     next: Mapping[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
-    """The agent is to end."""
+class End:
+    """Orders the agent to end; also the response to it, and to positions."""
 
 
-CODEC = Codec((ClaimGranted, Served, Ahead, Look, Looked, Bye), bytes_max=near.CODEC.bytes_max)
-"""What agents of tests understand."""
+CODEC = Codec(
+    (ClaimGranted, ServedRanges, PrefetchPositions, StateRequest, AgentState, End), bytes_max=client.CODEC.bytes_max
+)
+"""The messages of agents of tests."""
 
 
-def exchange(home: Home, message: object) -> object:
-    """One request and its answer. Raises OSError or WireError where there was none."""
-    until_s = time.monotonic() + near.ASK_S
-    with near.connected(home, until_s) as connection:
-        connection.sendall(framed(CODEC.encode(message)))
-        return CODEC.decode(receive(connection, CODEC.bytes_max, until_s)).message
+def exchange(folder: AgentFolder, message: object) -> object:
+    """Send a request and return its response. Raises OSError or WireError if there is none."""
+    until_s = time.monotonic() + client.RESPONSE_S
+    with client.connect(folder, until_s) as connection:
+        connection.sendall(frame(CODEC.encode(message)))
+        return CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
 
 
-def tell(home: Home, ahead: Ahead) -> None:
-    """Let the agent read on from there."""
-    assert exchange(home, ahead) == Bye()
+def prefetch(folder: AgentFolder, positions: PrefetchPositions) -> None:
+    """Let the agent prefetch from these positions."""
+    assert exchange(folder, positions) == End()
 
 
-def state(home: Home) -> Looked | None:
-    """How the agent is; None while it does not answer."""
+def state(folder: AgentFolder) -> AgentState | None:
+    """The agent's state; None while it does not answer."""
     try:
-        found = exchange(home, Look())
+        found = exchange(folder, StateRequest())
     except OSError:
         return None
-    assert isinstance(found, Looked)
+    assert isinstance(found, AgentState)
     return found
 
 
-def looked(home: Home) -> Looked:
-    """How an agent is that answers."""
-    found = state(home)
+def state_of(folder: AgentFolder) -> AgentState:
+    """The state of an agent that answers."""
+    found = state(folder)
     assert found is not None
     return found
 
 
-def bye(home: Home) -> None:
+def end(folder: AgentFolder) -> None:
     """Let the agent end."""
-    exchange(home, Bye())
+    exchange(folder, End())
 
 
-def await_ready(home: Home) -> None:
-    await_progress(lambda: state(home), lambda: size_of(home.log), what=f"an answer of the agent in {home.path}")
+def await_ready(folder: AgentFolder) -> None:
+    await_progress(lambda: state(folder), lambda: size_of(folder.log), what=f"an answer of the agent in {folder.path}")
 
 
 def await_ended(pid: int) -> None:
     def ended() -> bool:
         start._reap()
-        return Process.of(pid) is None  # its command line is gone sooner than its lock
+        return ProcessId.of(pid) is None  # /proc may lose the command line before the lock is released
 
     await_until(ended, END_S, what="the end of the agent")
 
 
-def has_let_go(home: Home) -> bool:
-    """Whether nobody has the lock. A killed process lets go of it when the last of its threads is gone."""
-    lock = home.try_lock()
+def is_unlocked(folder: AgentFolder) -> bool:
+    """Whether no agent holds the lock. A killed process releases it when the last of its threads has ended."""
+    lock = folder.try_lock()
     if lock is not None:
         os.close(lock)
     return lock is not None
 
 
-def await_read(home: Home, positions: Mapping[TopicPartition, int]) -> Looked:
-    """Until the agent has read up to these positions; its state then."""
+def await_prefetched(folder: AgentFolder, positions: Mapping[TopicPartition, int]) -> AgentState:
+    """Wait until the agent has prefetched up to these positions; returns its state."""
 
-    def read() -> Looked | None:
-        found = state(home)
+    def prefetched() -> AgentState | None:
+        found = state(folder)
         there = found is not None and all(found.next.get(tp, -1) >= position for tp, position in positions.items())
         return found if there else None
 
-    found = await_progress(read, lambda: state(home), what=f"an agent that has read up to {dict(positions)}")
+    found = await_progress(
+        prefetched, lambda: state(folder), what=f"an agent that has prefetched up to {dict(positions)}"
+    )
     assert found is not None
     return found
 
@@ -152,13 +156,15 @@ def await_read(home: Home, positions: Mapping[TopicPartition, int]) -> Looked:
 
 
 def main(given: Mapping[str, Any]) -> None:
-    members: Mapping[str, type[Nobody]] = {each.__name__: each for each in (Nobody, Noted, Hanging, Talkative)}
-    chosen = members[given["given"].get("members", "Nobody")]
-    agent_main.main(given, partial(agent_main.Agent, members=chosen, server=Server))
+    kinds: Mapping[str, type[NoConnection]] = {
+        each.__name__: each for each in (NoConnection, NotingConnection, HangingConnection, LoggingConnection)
+    }
+    chosen = kinds[given["connection"].get("kind", "NoConnection")]
+    agent_main.main(given, partial(agent_main.Agent, connection=chosen, server=TestedServer))
 
 
-class Server(server.Server):
-    """The shipped one, which answers tests besides."""
+class TestedServer(server.PrefetchServer):
+    """The shipped server, which also answers requests of tests."""
 
     rows = 0
 
@@ -166,80 +172,81 @@ class Server(server.Server):
         try:
             with connection:
                 until_s = time.monotonic() + server.REQUEST_S
-                message = CODEC.decode(receive(connection, CODEC.bytes_max, until_s)).message
+                message = CODEC.decode(receive_frame(connection, CODEC.bytes_max, until_s)).message
                 match message:
                     case ClaimGranted():
-                        self._answer(connection, message)
-                    case Ahead():
-                        self._stock.follow(message)
-                        connection.sendall(framed(CODEC.encode(Bye())))
-                    case Look():
-                        connection.sendall(framed(CODEC.encode(self._state())))
-                    case Bye():
-                        connection.sendall(framed(CODEC.encode(message)))
+                        self._respond(connection, message)
+                    case PrefetchPositions():
+                        self._buffers.follow(message)
+                        connection.sendall(frame(CODEC.encode(End())))
+                    case StateRequest():
+                        connection.sendall(frame(CODEC.encode(self._state())))
+                    case End():
+                        connection.sendall(frame(CODEC.encode(message)))
                         os.kill(os.getpid(), signal.SIGTERM)
         except (OSError, WireError) as exc:
             logging.getLogger(__name__).info("a connection ended: %s", exc)
         finally:
-            self._places.release()
+            self._slots.release()
 
-    def _take(self, wanted: ClaimGranted) -> list[Taken]:
-        taken = super()._take(wanted)
-        self.rows += sum(piece.last - piece.first for one in taken for piece in one.pieces)
+    def _take(self, request: ClaimGranted) -> list[TakenRanges]:
+        taken = super()._take(request)
+        self.rows += sum(each.last - each.first for one in taken for each in one.ranges)
         return taken
 
-    def _state(self) -> Looked:
-        with self._stock.locked() as buffers:
-            held = buffers.partitions
-            first = {tp: one.pieces[0].start if one.pieces else one.position for tp, one in held.items()}
-            at = {tp: one.position for tp, one in held.items()}
-            return Looked(buffers.used, self.rows, first, at)
+    def _state(self) -> AgentState:
+        with self._buffers.locked() as buffers:
+            partitions = buffers.partitions.items()
+            first = {tp: one.ranges[0].start if one.ranges else one.position for tp, one in partitions}
+            at = {tp: one.position for tp, one in partitions}
+            return AgentState(buffers.used_bytes, self.rows, first, at)
 
 
-class Nobody(Membership):
-    """No members, and no coordinator."""
+class NoConnection(ControlConnection):
+    """No members, and no stream reader."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        """``given``: what the test wants of it."""
+        """``given``: arguments of the test."""
 
-    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
-        """Nothing to begin."""
+    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
+        """Nothing to start."""
 
-    def ended(self) -> str:
+    @property
+    def end_reason(self) -> str:
         return ""
 
     def stop(self, timeout_s: float) -> None:
         """Nothing to end."""
 
 
-class Noted(Nobody):
-    """Leaves files where it is told, and ends when it finds one."""
+class NotingConnection(NoConnection):
+    """Writes files into a folder, and ends when it finds one there."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.folder = Path(given["folder"])
-        (self.folder / "package").write_text(str(near.__file__))
+        (self.folder / "package").write_text(str(client.__file__))
 
-    def start(self, read_ahead: Callable[[Ahead], None], buffered: Buffered) -> None:
+    def start(self, prefetch: Callable[[PrefetchPositions], None], prefetched: PrefetchSize) -> None:
         (self.folder / "started").touch()
-        held = buffered([TopicPartition("nothing", 0)])
-        assert held == (0, 0)
+        assert prefetched([TopicPartition("nothing", 0)]) == (0, 0)
 
-    def ended(self) -> str:
+    @property
+    def end_reason(self) -> str:
         return "the run is over" if (self.folder / "over").exists() else ""
 
     def stop(self, timeout_s: float) -> None:
         (self.folder / "stopped").touch()
 
 
-class Hanging(Nobody):
-    """One that never ends by itself."""
+class HangingConnection(NoConnection):
+    """Never ends."""
 
     def stop(self, timeout_s: float) -> None:
         threading.Event().wait()
 
 
-class Talkative(Nobody):
-    """One that says more than there is room for, also past the log."""
+class LoggingConnection(NoConnection):
+    """Writes more than the log's limit, also directly to standard error."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         for _ in range(3 * LOG_BYTES_MAX // 1000):

@@ -1,4 +1,4 @@
-"""What the channel's tests say to each other."""
+"""Messages, a server and a client for tests of the control channel."""
 
 import queue
 import socket
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from spark_group_source.agents.channel.client import Client
+from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.codec import Codec, Envelope
 from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.server import Limits, Peer, Server
+from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import OffsetRange, TopicPartition
 
 SOON_S = 20.0
-"""Far above what anything takes here, on any machine."""
+"""Bound of a hang: far above what anything takes here, on any machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,31 +52,31 @@ class Pong:
 CODEC = Codec([Everything, Ping, Pong, Inner])
 
 
-class Listening:
-    """A server that answers each Ping with its Pong, and keeps all that it is told."""
+class RecordingServer:
+    """A server that answers each Ping request with a Pong, and records messages and closed connections."""
 
     def __init__(
         self,
         *,
-        limits: Limits | None = None,
+        limits: ChannelLimits | None = None,
         secret: Secret | None = None,
         codec: Codec = CODEC,
         hosts: Sequence[str] = ("127.0.0.1",),
         port: int = 0,
     ) -> None:
         self.secret = secret or Secret.new()
-        self.heard: queue.Queue[tuple[Peer, Any]] = queue.Queue()
-        self.closed: queue.Queue[tuple[Peer, str]] = queue.Queue()
+        self.received: queue.Queue[tuple[ChannelPeer, Any]] = queue.Queue()
+        self.closed: queue.Queue[tuple[ChannelPeer, str]] = queue.Queue()
         self.died: queue.Queue[BaseException] = queue.Queue()
-        self.server = Server(
+        self.server = ChannelServer(
             codec,
             self.secret,
-            on_message=self._hear,
+            on_message=self._on_message,
             on_closed=lambda peer, reason: self.closed.put((peer, reason)),
             died=self.died.put,
             hosts=hosts,
             port=port,
-            limits=limits or Limits(),
+            limits=limits or ChannelLimits(),
         )
         self.port = self.server.start()
 
@@ -87,37 +87,37 @@ class Listening:
         assert self.server.stop()
         assert self.died.empty()
 
-    def _hear(self, peer: Peer, message: Any, asks: int) -> None:
-        self.heard.put((peer, message))
+    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+        self.received.put((peer, message))
         if asks:
             assert peer.send(Pong(number=message.number), answers=asks)
 
-    def client(self, *, secret: Secret | None = None, within_s: float = SOON_S) -> "Connected":
-        return Connected([("127.0.0.1", self.port)], secret or self.secret, within_s)
+    def client(self, *, secret: Secret | None = None, within_s: float = SOON_S) -> "ScopedClient":
+        return ScopedClient([("127.0.0.1", self.port)], secret or self.secret, within_s)
 
-    def peer(self) -> Peer:
-        """Of the client that sent something first."""
-        return self.heard.get(timeout=SOON_S)[0]
+    def peer(self) -> ChannelPeer:
+        """The peer whose message is the next in the record."""
+        return self.received.get(timeout=SOON_S)[0]
 
     def raw(self) -> socket.socket:
-        """A connection of somebody who speaks another language."""
+        """A TCP connection without a handshake."""
         connected = socket.create_connection(("127.0.0.1", self.port), timeout=SOON_S)
         connected.settimeout(SOON_S)
         return connected
 
-    def serves(self) -> None:
-        """Somebody with the secret is served."""
+    def assert_serves(self) -> None:
+        """A client with the secret is served."""
         with self.client() as client:
             assert client.request(Ping(number=7), SOON_S) == Pong(number=7)
 
 
-class Connected(Client):
-    """A client as a test uses it."""
+class ScopedClient(ChannelClient):
+    """A client that closes at the end of its ``with`` block."""
 
     def __init__(self, addresses: list[tuple[str, int]], secret: Secret, within_s: float = SOON_S) -> None:
         super().__init__(addresses, CODEC, secret, within_s)
 
-    def __enter__(self) -> "Connected":
+    def __enter__(self) -> "ScopedClient":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,18 +129,18 @@ class Connected(Client):
         assert found is not None
         return found
 
-    def gone(self) -> str:
-        """Why the connection ended, which it has or will."""
+    def await_end(self) -> str:
+        """Wait for the connection to end; returns why it did."""
         try:
             while self.receive(SOON_S):
                 pass
         except ChannelBroken as exc:
             return str(exc)
-        raise AssertionError("it is still open")
+        raise AssertionError("the connection is still open")
 
 
 def until_closed(connected: socket.socket) -> bytes:
-    """All that comes until the other end closes."""
+    """All bytes received until the peer closes."""
     found = b""
     try:
         while data := connected.recv(1 << 16):

@@ -1,12 +1,12 @@
-"""Reading ranges like a task, from a test's arguments."""
+"""Read ranges as a task does, with arguments that suit tests."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from spark_group_source.agents.agent_folder import Home
-from spark_group_source.agents.prefetch import near
+from spark_group_source.agents.agent_folder import AgentFolder
+from spark_group_source.agents.prefetch import client
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.reader import fetch
 from spark_group_source.reader.range_reader import ReadOptions
@@ -14,19 +14,19 @@ from spark_group_source.reader.read_counts import ReadCounts
 
 
 def read(settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any) -> Iterator[pa.RecordBatch]:
-    """The batches, fetched from brokers; ``options`` as for :func:`read_near`."""
+    """The batches, from the brokers; ``options`` as for :func:`read_with_agent`."""
     return fetch.read_ranges(*_arguments(settings, ranges, **options))
 
 
-def read_near(
-    home: Home, settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any
+def read_with_agent(
+    folder: AgentFolder, settings: Mapping[str, str], ranges: Iterable[OffsetRange], **options: Any
 ) -> Iterator[pa.RecordBatch]:
-    """The batches, those in the agent's memory from there.
+    """The same; prefetched records come from the agent.
 
     Args:
         options: those of :class:`ReadOptions`; ``topic_ids``, ``leader_epochs``, ``counts``.
     """
-    return near.read_near(home, *_arguments(settings, ranges, **options))
+    return client.read_with_agent(folder, *_arguments(settings, ranges, **options))
 
 
 def _arguments(

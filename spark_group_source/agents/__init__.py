@@ -1,5 +1,5 @@
-"""The agent: one process beside an executor that reads ahead between batches and hands tasks what it has.
+"""Agents: a process beside each executor that runs group members placed there, and prefetches records for its tasks.
 
-Runs in: executor workers (they start it and ask it) and the agent itself. Deliberately absent: what
-members do (``members``).
+Runs in: the stream reader, executor workers (they start an agent and read from it), and agents. Deliberately absent:
+the behaviour of members (``members``), and the decision which slot is placed where (``protocol.placement``).
 """

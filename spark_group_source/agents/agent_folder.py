@@ -1,10 +1,10 @@
-"""The folder of one agent: its lock, its socket, what it says, and how often it was tried to start it.
+"""The folder of one agent: its lock, its socket, its log, and the count of attempts to start it.
 
-Runs in: executor workers and agents. Deliberately absent: starting (``start``), listening (``server``).
+Runs in: executor workers and agents. Deliberately absent: starting agents (``start``), listening (``prefetch.server``).
 
-All agents of a user on a host are below one directory of this user's (``host.runs``). An agent is named after its run
-and its executor; it holds the lock as long as it lives, by a file that it inherits from the task that starts it, so
-there is no moment without.
+The folders of all agents of a user on a host are in one directory (``host.run_files``). A folder is named after the run
+and the executor. An agent holds the lock as long as it lives: it inherits the locked file from the task that starts it,
+so there is no moment without the lock.
 """
 
 import contextlib
@@ -17,43 +17,45 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from spark_group_source.agents.processes import Process
+from spark_group_source.agents.processes import ProcessId
 from spark_group_source.host.run_files import directory, unusable_reason
 
 LOG_BYTES_MAX = 1 << 20
-"""What an agent keeps of what it said."""
-LAST_WORDS_CHARS_MAX = 300
-SWEPT_MAX = 100
-"""Folders that one look for leftovers looks at."""
+"""Size limit of an agent's log."""
+LAST_LINE_CHARS_MAX = 300
+STALE_FOLDERS_MAX = 100
+"""Folders that one search for leftovers checks."""
 
 
-class Home:
-    """The folder of the agent of one run at one executor; it may not exist."""
+class AgentFolder:
+    """The folder of the agent of one run on one executor. It may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.log, self.tries = path / "log", path / "tries"
+        self.log = path / "log"
+        self.attempts = path / "attempts"
+        """JSON: how often it was tried to start the agent, and when last, in seconds since the epoch."""
 
     @classmethod
-    def of(cls, run: str, executor: Process) -> "Home":
-        # Containers that share a temporary folder count processes each from 1.
-        space = os.readlink("/proc/self/ns/pid")
-        digest = hashlib.sha256(f"{run}\0{space}".encode()).hexdigest()[:16]
-        return cls(agents() / f"{executor.pid}-{executor.started}-{digest}")
+    def of(cls, run: str, executor: ProcessId) -> "AgentFolder":
+        # The pids of containers that share a temporary directory are not unique.
+        namespace = os.readlink("/proc/self/ns/pid")
+        digest = hashlib.sha256(f"{run}\0{namespace}".encode()).hexdigest()[:16]
+        return cls(agents_directory() / f"{executor.pid}-{executor.started}-{digest}")
 
-    def make(self) -> None:
-        """Make it, for this user alone.
+    def create(self) -> None:
+        """Create the folder, for this user only.
 
         Raises:
-            OSError: it cannot be made, or the place is somebody else's.
+            OSError: it cannot be created, or the path belongs to another user.
         """
-        for folder in (directory(), agents(), self.path):
+        for folder in (directory(), agents_directory(), self.path):
             folder.mkdir(mode=0o700, exist_ok=True)
             if why := unusable_reason(folder):
                 raise OSError(why)
 
     def try_lock(self) -> int | None:
-        """The lock, as a file to be closed; None while an agent has it."""
+        """The lock, as a file descriptor to close; None while an agent holds it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,49 +71,50 @@ class Home:
 
     @property
     def pid(self) -> int:
-        """Of the agent that lives there; 0 if it has not said so yet, or there is none."""
+        """Of the agent that holds the lock; 0 if it has not written it yet, or there is none."""
         with contextlib.suppress(OSError, ValueError):
             return int((self.path / "lock").read_text())
         return 0
 
     @contextlib.contextmanager
-    def address(self, name: str = "socket") -> Iterator[str]:
-        """Where the agent's socket is: a path to it may have 107 characters, and a folder's path more."""
+    def socket_path(self, name: str = "socket") -> Iterator[str]:
+        """A path of the agent's socket that fits the limit of 107 characters, however long the folder's path is."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             yield f"/proc/self/fd/{fd}/{name}"
         finally:
             os.close(fd)
 
-    def last_words(self) -> str:
-        """The end of what an agent said; it was to be the reason why it ended."""
+    def last_log_line(self) -> str:
+        """The last line of the agent's log, which names the reason if the agent ended; empty if there is none."""
         with contextlib.suppress(OSError):
             lines = self.log.read_text(errors="replace").strip().splitlines()
-            return lines[-1][:LAST_WORDS_CHARS_MAX] if lines else ""
+            return lines[-1][:LAST_LINE_CHARS_MAX] if lines else ""
         return ""
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def agents() -> Path:
+def agents_directory() -> Path:
     return directory() / "agents"
 
 
-def sweep() -> None:
-    """Remove what agents left that were killed, together with their executors."""
+def remove_stale_folders() -> None:
+    """Remove the folders of agents that were killed together with their executors."""
     with contextlib.suppress(OSError):
-        for path in sorted(agents().iterdir())[:SWEPT_MAX]:
+        for path in sorted(agents_directory().iterdir())[:STALE_FOLDERS_MAX]:
             with contextlib.suppress(OSError, ValueError):
                 pid, started, _ = path.name.split("-")
-                home = Home(path)
-                if not Process(int(pid), int(started)).lives() and (fd := home.try_lock()) is not None:
-                    home.remove()
+                folder = AgentFolder(path)
+                executor = ProcessId(int(pid), int(started))
+                if not executor.is_alive() and (fd := folder.try_lock()) is not None:
+                    folder.remove()
                     os.close(fd)
 
 
-def is_ours(connection: socket.socket) -> bool:
-    """Whether the other end of a socket is a process of this user."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", told)
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the peer of a Unix socket is a process of this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

@@ -1,10 +1,10 @@
-"""The agents of a run as the stream reader meets them: their channels, and the members of ours that live there.
+"""The agents of a run as the stream reader sees them: their connections, and the members that are placed on them.
 
-Runs in: the stream reader. Deliberately absent: the channel itself (a :class:`Peer` is all that is seen of it), and
-decisions: who is a host, and which slot is lent to it, says ``group``.
+Runs in: the stream reader. Deliberately absent: the channel itself (an :class:`AgentConnection` is its interface), and
+decisions: ``protocol.placement`` decides which agents get which slots.
 
-Messages come on the channel's thread, one after the other from each peer. Orders come under the coordinator's lock, so
-nothing here waits, and no lock of this module is held while an event is handed in.
+Messages arrive on the channel's thread, in order from each connection. Orders are given under the coordinator's lock:
+nothing here waits, and no lock of this module is held while an event is handled.
 """
 
 import logging
@@ -17,43 +17,43 @@ from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.agents.session import Session
-from spark_group_source.agents.task_messages import Ahead
+from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.kafka import Environment
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 
 log = logging.getLogger(__name__)
 
-_Order = tuple[int, ms.Order]
-"""Of which client, and what."""
+_NumberedOrder = tuple[int, ms.MemberOrder]
+"""The number of the consumer that an order is for, and the order."""
 
 
 class PlacedMembers(NamedTuple):
-    """What members of ours have that live at an agent."""
+    """The partitions of one member that is placed on an agent."""
 
-    host: str
+    agent: str
     executor: str
     partitions: tuple[TopicPartition, ...]
 
 
-class Peer(Protocol):
-    """The other end of one channel."""
+class AgentConnection(Protocol):
+    """One connection to an agent."""
 
     def send(self, message: Any) -> object:
-        """Send; never waits. Raises WireError: this is no message of the channel."""
+        """Send a message; never waits. Raises WireError if it is not one of the channel's."""
 
     def drop(self, reason: str) -> object:
-        """Cut it; any thread."""
+        """Close the connection; any thread."""
 
 
 class ConnectedAgents:
-    """All agents that have come.
+    """All agents that have connected to this run.
 
     Args:
-        environment: locks and answers.
+        environment: locks and futures.
         lease_ms: how long an agent may be silent.
-        incremental: whether members keep what they have through a rebalance.
-        known_as: takes each member id that the group gives a member of ours.
+        incremental: whether members keep partitions through a rebalance.
+        known_as: takes each member id that the group gives a placed member.
         handle: takes each event; never raises.
     """
 
@@ -69,140 +69,161 @@ class ConnectedAgents:
         self._environment, self._lease_ms, self._incremental = environment, lease_ms, incremental
         self._known_as, self._handle = known_as, handle
         self._lock = environment.condition()
-        self._peers: dict[str, Peer] = {}  # by host: its newest channel
-        self._hosts: dict[Peer, str] = {}
-        self._links: dict[str, Session[_Order]] = {}  # of hosts that were admitted
+        self._connections: dict[str, AgentConnection] = {}
+        """By agent, its newest connection."""
+        self._agents: dict[AgentConnection, str] = {}
+        """By connection, its agent."""
+        self._sessions: dict[str, Session[_NumberedOrder]] = {}
+        """By agent, for the agents that the run accepted."""
         self._members: dict[tuple[int, int], RemoteMember] = {}
-        self._closed: str | None = None
+        """By slot and number of the consumer."""
+        self._end_reason: str | None = None
+        """Why the run has ended; None while it runs."""
 
     # --- from the channel -------------------------------------------------------------------------------------------
 
-    def take(self, peer: Peer, message: ms.AgentReport) -> None:
-        """A message of an agent's. One that is no host of this run is told so."""
-        host = message.host
-        if self._closed is not None:
-            _send(peer, self._dismissal(self._closed))
+    def receive(self, connection: AgentConnection, message: ms.AgentReport) -> None:
+        """Take a message of an agent. An agent that the run did not accept, or dismissed, is ordered to end."""
+        agent = message.agent
+        if self._end_reason is not None:
+            _send(connection, self._dismissal(self._end_reason))
             return
         with self._lock:
-            new = peer not in self._hosts
-            before = self._peers.get(host) if new else None
-            if new:
-                self._peers[host], self._hosts[peer] = peer, host
-                if (link := self._links.get(host)) is not None:
-                    link.other_took(message.taken)
-        if before is not None:
-            before.drop("the agent has a newer one")
-        if new:
+            is_new = connection not in self._agents
+            former = self._connections.get(agent) if is_new else None
+            if is_new:
+                self._connections[agent], self._agents[connection] = connection, agent
+                if (session := self._sessions.get(agent)) is not None:
+                    session.acknowledge(message.received)
+        if former is not None:
+            former.drop("the agent has a newer connection")
+        if is_new:
             self._handle(
-                ev.AgentConnected(agent=host, executor=message.executor, name=message.name, fresh=message.fresh)
+                ev.AgentConnected(agent=agent, executor=message.executor, name=message.name, fresh=message.fresh)
             )
         with self._lock:
-            link = self._links.get(host)
-        if link is None:
-            if not new:
-                _send(peer, self._dismissal("it is none of this run's agents"))
+            session = self._sessions.get(agent)
+        if session is None:
+            if not is_new:
+                _send(connection, self._dismissal("this run does not use the agent"))
             return
-        link.other_took(message.taken)
-        if message.report is not None:
-            if link.take(message.number):
-                self._report(host, message.report)
-        elif message.over:
-            self._handle(ev.AgentEnded(agent=host, reason=message.over))
-        elif not new:
-            _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
-            broken = ev.AgentEnded(agent=host, reason="it does not take what it is told")
-            self._handle(broken if link.broken else ev.AgentHeartbeat(agent=host))
-            if message.stock:
-                self._handle(ev.PrefetchReported(agent=host, buffered=message.stock))
+        session.acknowledge(message.received)
+        if message.change is not None:
+            if session.receive(message.number):
+                self._apply(agent, message.change)
+        elif message.end_reason:
+            self._handle(ev.AgentEnded(agent=agent, reason=message.end_reason))
+        elif not is_new:
+            self._on_heartbeat(connection, session, message)
 
-    def closed(self, peer: Peer, reason: str) -> None:
-        """A channel is cut; nothing happens if it was not the newest one of an agent."""
+    def _on_heartbeat(
+        self, connection: AgentConnection, session: Session[_NumberedOrder], message: ms.AgentReport
+    ) -> None:
+        _send(connection, ms.AgentOrders(received=session.received, lease_ms=self._lease_ms))
+        if session.overflowed:
+            self._handle(ev.AgentEnded(agent=message.agent, reason="it does not acknowledge its orders"))
+        else:
+            self._handle(ev.AgentHeartbeat(agent=message.agent))
+        if message.prefetched:
+            self._handle(ev.PrefetchReported(agent=message.agent, buffered=message.prefetched))
+
+    def closed(self, connection: AgentConnection, reason: str) -> None:
+        """A connection has ended. Without effect if the agent has a newer one."""
         with self._lock:
-            host = self._hosts.pop(peer, None)
-            if host is None or self._peers.get(host) is not peer:
+            agent = self._agents.pop(connection, None)
+            if agent is None or self._connections.get(agent) is not connection:
                 return
-            del self._peers[host]
-            if (link := self._links.get(host)) is not None:
-                link.connect(None)
-        log.info("the channel to agent %s is cut: %s", host, reason)
-        self._handle(ev.AgentDisconnected(agent=host))
+            del self._connections[agent]
+            if (session := self._sessions.get(agent)) is not None:
+                session.connect(None)
+        log.info("the connection to agent %s is closed: %s", agent, reason)
+        self._handle(ev.AgentDisconnected(agent=agent))
 
-    def _report(self, host: str, report: ms.Report) -> None:
+    def _apply(self, agent: str, change: ms.MemberChange) -> None:
         with self._lock:
-            member = self._members.get((report.slot, report.client))
-        if member is not None and member.agent == host:
-            member.take(report)
+            member = self._members.get((change.slot, change.client))
+        if member is not None and member.agent == agent:
+            member.apply(change)
 
     # --- orders, under the coordinator's lock -----------------------------------------------------------------------
 
-    def admit(self, host: str) -> None:
+    def admit(self, agent: str) -> None:
+        """Accept an agent: members may be placed on it."""
         with self._lock:
-            peer = self._peers.get(host)
-            if peer is None:
-                return  # cut meanwhile; it will come again
-            link = self._links.setdefault(host, Session(self._environment))
-            _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms))
-            link.connect(partial(self._order, peer, link))
+            connection = self._connections.get(agent)
+            if connection is None:
+                return  # closed meanwhile; the agent reconnects
+            session = self._sessions.setdefault(agent, Session(self._environment))
+            _send(connection, ms.AgentOrders(received=session.received, lease_ms=self._lease_ms))
+            session.connect(partial(self._send_order, connection, session))
 
-    def dismiss(self, host: str, reason: str) -> None:
+    def dismiss(self, agent: str, reason: str) -> None:
+        """Order an agent to close its members and end; the members count as ended."""
         with self._lock:
-            peer = self._peers.pop(host, None)
-            self._links.pop(host, None)
-            gone = [member for member in self._members.values() if member.agent == host]
-            for member in gone:
+            connection = self._connections.pop(agent, None)
+            self._sessions.pop(agent, None)
+            members = [member for member in self._members.values() if member.agent == agent]
+            for member in members:
                 del self._members[member.slot, member.client]
-        for member in gone:
-            member.gone()
-        if peer is not None:
-            _send(peer, self._dismissal(reason))
+        for member in members:
+            member.end()
+        if connection is not None:
+            _send(connection, self._dismissal(reason))
 
-    def read_ahead(self, host: str, ahead: Ahead) -> None:
-        """Let an agent read on from there, if it is here."""
+    def prefetch(self, agent: str, positions: PrefetchPositions) -> None:
+        """Let an agent prefetch from these positions, if it is connected."""
         with self._lock:
-            peer = self._peers.get(host)
-        if peer is not None:
-            _send(peer, ahead)
+            connection = self._connections.get(agent)
+        if connection is not None:
+            _send(connection, positions)
 
-    def make(self, join: ev.Join) -> RemoteMember:
-        """The member that a slot is to have at one of the agents."""
+    def create_member(self, join: ev.Join) -> RemoteMember:
+        """Create the member of a slot that is placed on an agent."""
         member = RemoteMember(
             join,
             environment=self._environment,
             incremental=self._incremental,
-            tell=partial(self._tell, join.agent),
+            send_order=partial(self._add_order, join.agent),
             known_as=self._known_as,
             report=self._handle,
         )
         with self._lock:
-            former = [key for key, other in self._members.items() if key[0] == join.slot and other.wait_ended(0)]
-            for key in former:
+            ended = [key for key, other in self._members.items() if key[0] == join.slot and other.wait_ended(0)]
+            for key in ended:
                 del self._members[key]
             self._members[join.slot, join.client] = member
         return member
 
     def end(self, reason: str) -> None:
-        """The run is over: so are the agents."""
-        self._closed = reason  # whoever comes now is told so
-        for host in list(self._peers):
-            self.dismiss(host, reason)
+        """Dismiss all agents, also those that connect later: the run has ended."""
+        self._end_reason = reason
+        for agent in list(self._connections):
+            self.dismiss(agent, reason)
 
-    def _tell(self, host: str, client: int, order: ms.Order) -> None:
+    def _add_order(self, agent: str, client: int, order: ms.MemberOrder) -> None:
         with self._lock:
-            link = self._links.get(host)
-        if link is not None:
-            link.tell((client, order))
+            session = self._sessions.get(agent)
+        if session is not None:
+            session.add((client, order))
 
-    def _order(self, peer: Peer, link: Session[_Order], number: int, order: _Order) -> None:
+    def _send_order(
+        self, connection: AgentConnection, session: Session[_NumberedOrder], number: int, order: _NumberedOrder
+    ) -> None:
         client, what = order
-        _send(peer, ms.AgentOrders(taken=link.taken, lease_ms=self._lease_ms, number=number, client=client, order=what))
+        _send(
+            connection,
+            ms.AgentOrders(
+                received=session.received, lease_ms=self._lease_ms, number=number, client=client, order=what
+            ),
+        )
 
     def _dismissal(self, reason: str) -> ms.AgentOrders:
-        return ms.AgentOrders(taken=0, lease_ms=self._lease_ms, over=reason)
+        return ms.AgentOrders(received=0, lease_ms=self._lease_ms, end_reason=reason)
 
 
-def _send(peer: Peer, message: object) -> None:
+def _send(connection: AgentConnection, message: object) -> None:
     try:
-        peer.send(message)
+        connection.send(message)
     except WireError:
-        log.exception("a message that the channel does not take")
-        peer.drop("what was to be said to it cannot be said")
+        log.exception("a message to an agent cannot be encoded; closing the connection")
+        connection.drop("a message to it could not be encoded")

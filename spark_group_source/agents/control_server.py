@@ -1,7 +1,7 @@
-"""Where agents and tasks reach the stream reader: the channel's server, claims to pieces, and word of the next plan.
+"""The control server: the stream reader's end of the control channel, for agents and tasks.
 
-Runs in: the stream reader. Deliberately absent: which slot is lent to whom (``hosts`` and the run), and who may claim
-what (``group.claims``).
+Runs in: the stream reader. Deliberately absent: the placement of slots (``connected_agents`` and the run), and the
+decision on a claim (``protocol.claims``).
 """
 
 import gc
@@ -17,59 +17,60 @@ from typing import Any, NamedTuple
 from spark_group_source.agents import member_messages as ms
 from spark_group_source.agents.channel.client import Address
 from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.server import Peer, Server
+from spark_group_source.agents.channel.server import ChannelPeer, ChannelServer
 from spark_group_source.agents.connected_agents import ConnectedAgents, PlacedMembers
-from spark_group_source.agents.task_messages import Ahead, Claim, ClaimGranted, ClaimRefused, TaskEnded
+from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused, PrefetchPositions, TaskEnded
 from spark_group_source.model import Piece, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.claims import Claims, Plan, Unknown
+from spark_group_source.protocol.claims import Claims, TaskPlan, UnknownTask
 from spark_group_source.protocol.offsets import StreamOffset
 
 log = logging.getLogger(__name__)
 
-LARGE_RANGES = 10_000
-"""Ranges of a plan that make the collector of garbage stop the channel for long."""
-LOOK_AGAIN_S = 3_600.0
-"""What was set aside and became garbage in circles meanwhile is found this late."""
+LARGE_PLAN_RANGES = 10_000
+"""From this many ranges on, plans let Python's garbage collector stop the channel for long."""
+UNFREEZE_S = 3_600.0
+"""Interval in which cyclic garbage among the frozen objects is collected."""
 RUN_DIGITS = 12
-"""Of a run's name, which no other run has."""
+"""Length of a run's name, which is random."""
 
 
 class ControlServer:
-    """Of one run, from :meth:`start` to :meth:`stop`.
+    """Receives reports of agents, and claims and reports of tasks, from :meth:`start` to :meth:`stop`.
 
     Args:
         options: the query's.
-        hosts: takes what agents say.
-        died: is given what ended the channel's thread.
-        read: takes what tasks tell of what they read.
+        agents: takes the reports of agents.
+        died: takes the error that ended the channel's thread.
+        on_task_report: takes what tasks report that they read.
     """
 
     def __init__(
         self,
         options: Options,
         *,
-        hosts: ConnectedAgents,
+        agents: ConnectedAgents,
         died: Callable[[BaseException], None],
-        read: Callable[[ev.TaskReported], None],
+        on_task_report: Callable[[ev.TaskReported], None],
     ) -> None:
-        self._options, self._hosts, self._read = options, hosts, read
+        self._agents, self._on_task_report = agents, on_task_report
         self.run, self.secret = uuid.uuid4().hex[:RUN_DIGITS], Secret.new()
         self.addresses: tuple[Address, ...] = ()
+        """Where executors reach the server, in the order in which they try; empty before :meth:`start`."""
         self._lock = threading.Lock()
         self._claims = Claims(
             self.run, min_partitions=options.min_partitions, max_records=options.max_records_per_partition
         )
-        places_ = places(options.coordinator_host, options.bootstrap_servers)
-        self._told = places_.told
-        self._server = Server(
+        where = listen_addresses(options.coordinator_host, options.bootstrap_servers)
+        self._advertised = where.advertised
+        self._server = ChannelServer(
             ms.CODEC,
             self.secret,
-            on_message=self._heard,
-            on_closed=hosts.closed,
+            on_message=self._on_message,
+            on_closed=agents.closed,
             died=died,
-            hosts=places_.bind,
+            hosts=where.bind,
             port=options.coordinator_port,
         )
 
@@ -77,143 +78,148 @@ class ControlServer:
         """Listen.
 
         Raises:
-            ChannelBroken: it cannot.
+            ChannelBroken: the port is taken, or an address is not this host's.
         """
         port = self._server.start()
-        self.addresses = tuple((host, port) for host in self._told)
-        log.info("listening for agents and tasks at %s, port %d", ", ".join(self._told), port)
+        self.addresses = tuple((host, port) for host in self._advertised)
+        log.info("listening for agents and tasks at %s, port %d", ", ".join(self._advertised), port)
 
     def stop(self) -> None:
+        """Close all connections."""
         if not self._server.stop():
-            log.warning("the control channel did not end in time")
+            log.warning("the thread of the control channel did not end in time")
 
-    def cut(self, offset: StreamOffset, lent: Iterable[PlacedMembers]) -> Plan:
-        """The pieces of a batch."""
-        if len(offset.ranges) >= LARGE_RANGES:
-            set_aside()
+    def plan_tasks(self, offset: StreamOffset, placed: Iterable[PlacedMembers]) -> TaskPlan:
+        """Split a batch into the pieces of its tasks."""
+        if len(offset.ranges) >= LARGE_PLAN_RANGES:
+            freeze_objects()
         with self._lock:
-            return self._claims.cut(offset, {tp: one.executor for one in lent for tp in one.partitions})
+            return self._claims.plan_tasks(offset, {tp: one.executor for one in placed for tp in one.partitions})
 
-    def read_ahead(self, offset: StreamOffset, lent: Iterable[PlacedMembers]) -> None:
-        """Tell agents where the batch after this one begins."""
+    def prefetch_after(self, offset: StreamOffset, placed: Iterable[PlacedMembers]) -> None:
+        """Let agents prefetch from where this batch ends."""
         held: dict[str, list[TopicPartition]] = {}
-        for one in lent:
-            held.setdefault(one.host, []).extend(one.partitions)
-        for host, tps in held.items():
-            self._hosts.read_ahead(host, _ahead(offset, tps))
+        for one in placed:
+            held.setdefault(one.agent, []).extend(one.partitions)
+        for agent, tps in held.items():
+            self._agents.prefetch(agent, _positions_after(offset, tps))
 
     # --- on the channel's thread ------------------------------------------------------------------------------------
 
-    def _heard(self, peer: Peer, message: Any, asks: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
         match message:
             case Claim():
-                peer.send(self._given(message), answers=asks)
+                peer.send(self._answer(message), answers=asks)
             case TaskEnded():
-                self._ended(message)
+                self._on_task_ended(message)
             case ms.AgentReport():
-                self._hosts.take(peer, message)
+                self._agents.receive(peer, message)
             case _:
-                peer.drop(f"it said {type(message).__name__}, which is not for it to say")
+                peer.drop(f"it sent {type(message).__name__}, which only the stream reader sends")
 
-    def _ended(self, task: TaskEnded) -> None:
+    def _on_task_ended(self, task: TaskEnded) -> None:
         with self._lock:
             self._claims.ended(task.plan, task.task, task.executor)
             plan = self._claims.plan(task.plan)
-        if plan is not None and (task.memory or task.brokers or task.lost):
-            seq = plan.offset.seq
-            self._read(
+        if plan is not None and (task.rows_from_memory or task.rows_from_brokers or task.skipped):
+            self._on_task_report(
                 ev.TaskReported(
-                    seq=seq, rows_from_memory=task.memory, rows_from_brokers=task.brokers, skipped=task.lost
+                    seq=plan.offset.seq,
+                    rows_from_memory=task.rows_from_memory,
+                    rows_from_brokers=task.rows_from_brokers,
+                    skipped=task.skipped,
                 )
             )
 
-    def _given(self, claim: Claim) -> ClaimGranted | ClaimRefused:
+    def _answer(self, claim: Claim) -> ClaimGranted | ClaimRefused:
         with self._lock:
             piece = self._claims.claim(claim.plan, claim.task, claim.executor)
             plan = self._claims.plan(claim.plan)
-        if isinstance(piece, Unknown) or plan is None:
-            return ClaimRefused(reason=piece.reason if isinstance(piece, Unknown) else "its plan is gone")
+        if isinstance(piece, UnknownTask) or plan is None:
+            return ClaimRefused(reason=piece.reason if isinstance(piece, UnknownTask) else "its plan is gone")
         return ClaimGranted(**Piece.of(piece.ranges, plan.offset.topic_ids, plan.offset.leader_epochs)._asdict())
 
 
-def _ahead(offset: StreamOffset, tps: Iterable[TopicPartition]) -> Ahead:
-    mine = [tp for tp in tps if tp in offset.ranges]
-    return Ahead(
-        positions={tp: offset.ranges[tp][1] for tp in mine},
-        keep={tp: offset.ranges[tp][0] for tp in mine},
-        topic_ids={topic: id_ for topic, id_ in offset.topic_ids.items() if topic in {tp.topic for tp in mine}},
-        leader_epochs={tp: offset.leader_epochs[tp] for tp in mine if tp in offset.leader_epochs},
+def _positions_after(offset: StreamOffset, tps: Iterable[TopicPartition]) -> PrefetchPositions:
+    planned = [tp for tp in tps if tp in offset.ranges]
+    topics = {tp.topic for tp in planned}
+    return PrefetchPositions(
+        positions={tp: offset.ranges[tp][1] for tp in planned},
+        keep={tp: offset.ranges[tp][0] for tp in planned},
+        topic_ids={topic: id_ for topic, id_ in offset.topic_ids.items() if topic in topics},
+        leader_epochs={tp: offset.leader_epochs[tp] for tp in planned if tp in offset.leader_epochs},
     )
 
 
 # --- where it listens -------------------------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
-    """``bind``: addresses to listen at, none for all of this host; ``told``: hosts that executors try, in order."""
+class ListenAddresses(NamedTuple):
+    """``bind``: addresses to listen at; none: all of this host. ``advertised``: hosts that executors try, in order."""
 
     bind: tuple[str, ...]
-    told: tuple[str, ...]
+    advertised: tuple[str, ...]
 
 
-def places(coordinator_host: str | None, bootstrap_servers: str) -> Places:
-    """Where to listen, and what to tell executors.
+def listen_addresses(coordinator_host: str | None, bootstrap_servers: str) -> ListenAddresses:
+    """Where to listen, and the hosts that executors try.
 
     Args:
-        coordinator_host: as executors reach this host; it counts alone. It may be a name or an address that only
-            executors know. An address of this host is also the only one to listen at.
-        bootstrap_servers: the brokers. Without ``coordinator_host`` executors get the address of this host from which
-            it reaches the brokers, a network that executors use too, and the host's name.
+        coordinator_host: the name or address under which executors reach this host; then the only one they try. This
+            host may be unable to resolve it. If it is an address of this host, the server listens only there.
+        bootstrap_servers: the brokers. Without ``coordinator_host`` executors try the address from which this host
+            reaches the brokers, a network that executors use too, and the host's name.
     """
     if coordinator_host:
-        found = tuple(_resolved(coordinator_host))
-        return Places(found if found and all(map(_is_own, found)) else (), (coordinator_host,))
-    return Places((), tuple(dict.fromkeys([*_routed(bootstrap_servers), socket.gethostname()])))
+        found = tuple(_resolve(coordinator_host))
+        return ListenAddresses(found if found and all(map(_is_local, found)) else (), (coordinator_host,))
+    return ListenAddresses((), tuple(dict.fromkeys([*_source_addresses(bootstrap_servers), socket.gethostname()])))
 
 
-def _routed(bootstrap_servers: str) -> list[str]:
-    """This host's address on the way to the first broker whose name is known; connecting a UDP socket sends nothing."""
+def _source_addresses(bootstrap_servers: str) -> list[str]:
+    """This host's address on the route to the first broker whose name resolves. Connecting a UDP socket sends no
+    packet."""
     for server in bootstrap_servers.split(","):
         host, _, port = server.strip().rpartition("/")[2].rpartition(":")
         with suppress(OSError, ValueError):
-            for family, kind, protocol, _, where in socket.getaddrinfo(
+            for family, kind, protocol, _, address in socket.getaddrinfo(
                 host.strip("[]"), int(port), type=socket.SOCK_DGRAM
             ):
-                with suppress(OSError), socket.socket(family, kind, protocol) as way:
-                    way.connect(where)
-                    return [str(way.getsockname()[0])]
+                with suppress(OSError), socket.socket(family, kind, protocol) as connection:
+                    connection.connect(address)
+                    return [str(connection.getsockname()[0])]
     return []
 
 
-def _resolved(host: str) -> Iterator[str]:
+def _resolve(host: str) -> Iterator[str]:
     with suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        yield from dict.fromkeys(str(where[0]) for *_, where in found)
+        yield from dict.fromkeys(str(address[0]) for *_, address in found)
 
 
-def _is_own(address: str) -> bool:
-    """Whether this host can listen there."""
+def _is_local(address: str) -> bool:
+    """Whether this host can listen at the address."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as tried:
         tried.bind((address, 0))
         return True
     return False
 
 
-# --- garbage ----------------------------------------------------------------------------------------------------------
+# --- garbage collection -----------------------------------------------------------------------------------------------
 
-_looked_at_s = time.monotonic()
+_unfrozen_s = time.monotonic()
 
 
-def set_aside() -> None:
-    """Keep Python's collector of garbage from stopping everything for the sake of plans. Call it after each plan: what
-    lives now lives long, and need not be looked at again for :data:`LOOK_AGAIN_S`; counting references frees as ever.
+def freeze_objects() -> None:
+    """Exclude all living objects from garbage collection. Call it before each large plan.
 
-    A full collection looks at every object, and no thread runs meanwhile: not the one that answers tasks, nor a
-    member's. With 100,000 partitions that took up to 0.8 s, several times in a plan.
+    A full collection visits every object, and no other thread runs meanwhile: neither the one that answers tasks nor
+    those of members. With 100,000 partitions that took up to 0.8 s, several times in a plan. Reference counting frees
+    objects as ever; cyclic garbage among the frozen ones is collected every :data:`UNFREEZE_S`.
     """
-    global _looked_at_s  # noqa: PLW0603 - there is one collector in a process
-    if time.monotonic() - _looked_at_s >= LOOK_AGAIN_S:
-        _looked_at_s = time.monotonic()
+    global _unfrozen_s  # noqa: PLW0603 - there is one collector in a process
+    if time.monotonic() - _unfrozen_s >= UNFREEZE_S:
+        _unfrozen_s = time.monotonic()
         gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
 """The agent process, from its start to its end.
 
-Runs in: agents. Deliberately absent: what it does meanwhile (``reader``, ``server``, ``membership``).
+Runs in: agents. Deliberately absent: prefetching (``prefetch``), members (``control_connection``).
 
-It ends when its executor does, its folder is gone, or its coordinator dismisses it or is gone. Whatever then hangs, the
-process is gone :data:`END_S` later.
+An agent ends when its executor has ended, when its folder is gone, and when the stream reader dismisses it or is gone.
+If a thread then hangs, the process exits after :data:`END_S`.
 """
 
 import contextlib
@@ -18,120 +18,127 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, Home
-from spark_group_source.agents.membership import Membership
-from spark_group_source.agents.prefetch.confirm import Confirmer
-from spark_group_source.agents.prefetch.reader import Reader, Stock
-from spark_group_source.agents.prefetch.server import Server
-from spark_group_source.agents.processes import Process, Watch
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder
+from spark_group_source.agents.control_connection import ControlConnection
+from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
+from spark_group_source.agents.prefetch.server import PrefetchServer
+from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
+from spark_group_source.agents.processes import ProcessId, ProcessWatch
 from spark_group_source.reader.fetch import open_client
 from spark_group_source.reader.native_client import NativeClient
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two looks at what cannot wake the agent."""
+CHECK_S = 1.0
+"""Interval of the checks that nothing wakes the agent for."""
 END_S = 5.0
-"""From the reason to end to the end."""
+"""Limit for ending, all threads included."""
 MEMBERS_END_S = 3.0
-"""Of that, for the members."""
-STAYED_S = 10.0
-"""An agent that lived for so long may be started again at once."""
+"""Share of it for closing the members."""
+STABLE_S = 10.0
+"""An agent that has run this long may be started again without a pause."""
 QUEUE_KBYTES, QUEUE_MESSAGES, FETCH_BYTES = "8192", "10000", "8388608"
-"""What the reader's library holds besides the buffers: its queue, and one response."""
+"""Bounds of the prefetching client beside the buffers: its queue, and one fetch response."""
 FETCH_WAIT_MS = "100"
-"""Records are told as they come; a new position waits so long behind a fetch at the log's end."""
+"""Longest wait of a fetch at the end of a log. Records are returned as they arrive; a new position waits behind it."""
 
 
 class Agent:
-    """Everything that lives in the process."""
+    """The parts of an agent process.
+
+    Args:
+        given: the JSON document that ``start`` writes.
+        connection: creates the connection to the stream reader.
+        server: creates the server for tasks.
+    """
 
     def __init__(
         self,
         given: Mapping[str, Any],
         *,
-        members: Callable[[Mapping[str, Any]], Membership] = Membership,
-        server: type[Server] = Server,
+        connection: Callable[[Mapping[str, Any]], ControlConnection] = ControlConnection,
+        server: type[PrefetchServer] = PrefetchServer,
     ) -> None:
-        self._home = Home(Path(given["home"]))
-        self._executor = Process(*given["executor"])
-        self._settings: Mapping[str, str] = given["settings"]
-        self._why = ""
-        self._ears = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._stock = Stock(int(given["memory_bytes"]))
+        self._folder = AgentFolder(Path(given["folder"]))
+        self._executor = ProcessId(*given["executor"])
+        self._reader_settings: Mapping[str, str] = given["reader_settings"]
+        self._end_reason = ""
+        self._wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._buffers = SharedBuffers(int(given["buffer_bytes"]))
         headers = bool(given["include_headers"])
-        self._reader = Reader(self._stock, self._reading_client, include_headers=headers)
-        self._confirmer = Confirmer(self._stock, lambda: open_client(self._settings))
-        self._members = members(given["given"])
-        self._server = server(self._home, self._stock, self._confirmer, include_headers=headers)
+        self._prefetcher = Prefetcher(self._buffers, self._open_prefetching_client, include_headers=headers)
+        checker = TopicIdChecker(self._buffers, lambda: open_client(self._reader_settings))
+        self._connection = connection(given["connection"])
+        self._server = server(self._folder, self._buffers, checker, include_headers=headers)
 
-    def _reading_client(self) -> NativeClient:
+    def _open_prefetching_client(self) -> NativeClient:
         return open_client(
-            self._settings,
+            self._reader_settings,
             queued_max_messages_kbytes=QUEUE_KBYTES,
             queued_min_messages=QUEUE_MESSAGES,
             fetch_max_bytes=FETCH_BYTES,
             fetch_wait_max_ms=FETCH_WAIT_MS,
         )
 
-    def end(self, why: str) -> None:
-        """Ask it to end. From any thread, and from a signal's handler."""
-        self._why = self._why or why
+    def end(self, reason: str) -> None:
+        """Let the agent end. Any thread, and signal handlers."""
+        self._end_reason = self._end_reason or reason
         with contextlib.suppress(BlockingIOError):
-            os.write(self._ears[1], b"x")
+            os.write(self._wake_pipe[1], b"x")
 
     def run(self) -> None:
-        watch = Watch(self._executor)
-        self._reader.start()
+        """Run until the agent has to end, then close everything."""
+        watch = ProcessWatch(self._executor)
+        self._prefetcher.start()
         self._server.start()
-        self._members.start(self._stock.follow, self._stock.held_of)
+        self._connection.start(self._buffers.follow, self._buffers.size_of)
         log.info("agent %d of executor %d is ready", os.getpid(), self._executor.pid)
-        began_s, folder = time.monotonic(), _identity(self._home.path)
-        while not self._why:
-            if watch.wait_ended(LOOK_S, self._ears[0]):
+        started_s, folder = time.monotonic(), _file_id(self._folder.path)
+        while not self._end_reason:
+            if watch.wait_ended(CHECK_S, self._wake_pipe[0]):
                 self.end("its executor ended")
-            elif _identity(self._home.path) != folder:
+            elif _file_id(self._folder.path) != folder:
                 self.end("its folder is gone")
-            elif why := self._members.ended():
-                self.end(why)
-            elif began_s and time.monotonic() - began_s > STAYED_S:
-                began_s = 0.0
-                self._home.tries.unlink(missing_ok=True)
+            elif reason := self._connection.end_reason:
+                self.end(reason)
+            elif started_s and time.monotonic() - started_s > STABLE_S:
+                started_s = 0.0
+                self._folder.attempts.unlink(missing_ok=True)
         self._close()
 
     def _close(self) -> None:
-        log.info("the agent ends: %s", self._why)
+        log.info("the agent ends: %s", self._end_reason)
         overdue = threading.Timer(END_S, os._exit, (1,))
         overdue.daemon = True
         overdue.start()
         self._server.stop()
-        self._members.stop(MEMBERS_END_S)
-        self._reader.stop(END_S)
-        self._home.remove()
+        self._connection.stop(MEMBERS_END_S)
+        self._prefetcher.stop(END_S)
+        self._folder.remove()
 
 
-def main(given: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Agent] = Agent) -> None:
+def main(given: Mapping[str, Any], create: Callable[[Mapping[str, Any]], Agent] = Agent) -> None:
     """Run the agent process.
 
     Args:
-        given: JSON from its standard input: see ``start``.
-        make: makes the agent.
+        given: the JSON document from standard input: see ``start``.
+        create: creates the agent.
     """
     _take_over_files(int(given["lock"]))
     handler = BoundedHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
     logging.basicConfig(level=os.environ.get("SPARK_GROUP_LOG_LEVEL", "INFO"), handlers=[handler])
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent sees by itself
-    agent = make(given)
+        signal.signal(number, signal.SIG_IGN)  # meant for the application, whose end the agent detects itself
+    agent = create(given)
     signal.signal(signal.SIGTERM, lambda *_: agent.end("SIGTERM"))
     agent.run()
     logging.shutdown()
-    os._exit(0)  # the libraries' threads have nothing left to do
+    os._exit(0)  # do not wait for the threads of native libraries
 
 
 class BoundedHandler(logging.StreamHandler[Any]):
-    """Standard error as a file of bounded size: begun anew when it is full."""
+    """Logs to standard error, a file, which is truncated when it is full."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
@@ -141,11 +148,12 @@ class BoundedHandler(logging.StreamHandler[Any]):
 
 
 def _take_over_files(lock: int) -> None:
-    """Standard input held secrets, the lock is this process's alone, and the log has its bound whoever writes."""
+    """Close standard input, which contained secrets, keep the lock from child processes, and bound the log's size for
+    native libraries too."""
     os.set_inheritable(lock, False)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LOG_BYTES_MAX, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -153,7 +161,8 @@ def _take_over_files(lock: int) -> None:
     sys.stdin.close()
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """The device and inode of a path; None if it does not exist."""
     try:
         status = path.stat()
     except OSError:

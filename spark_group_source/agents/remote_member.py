@@ -1,17 +1,18 @@
-"""A member of ours that lives at an agent, as the stream reader sees it: the same face as :class:`Member`.
+"""A member that is placed on an agent, as the stream reader sees it: with the interface of :class:`Member`.
 
-Runs in: the stream reader. Deliberately absent: the consumer, which is at the agent (``hosted``), and decisions.
+Runs in: the stream reader. Deliberately absent: the consumer, which runs in the agent (``hosted_members``), and
+decisions.
 
-What it knows of the member is what that has told, so a commit in its name is ordered with who it was then, and refused
-by the broker if it is another by now. What it holds shrinks when the release is *sent*: from then on the partitions may
-be somebody else's.
+The state of the member here is what it last reported. A commit is ordered under the identity known here, and the broker
+refuses it if the identity has changed since. ``held`` shrinks when the release is *sent*: from then on another consumer
+may read the partitions.
 """
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from spark_group_source.agents.member_messages import Known, Order, Report
+from spark_group_source.agents.member_messages import MemberChange, MemberIdentity, MemberOrder
 from spark_group_source.kafka import Environment, Identity
 from spark_group_source.members.slot_member import SlotMember
 from spark_group_source.model import TopicPartition
@@ -19,14 +20,14 @@ from spark_group_source.protocol import events as ev
 
 
 class RemoteMember(SlotMember):
-    """The member of one slot, from :meth:`start` until it is heard, or sure, that it has ended.
+    """The member of one slot, from :meth:`start` until it has reported its end or its agent is gone.
 
     Args:
-        join: which slot, the number of its consumer, its names in the group, and its host.
-        environment: locks and answers.
-        incremental: whether it keeps what it has through a rebalance.
-        tell: orders something of the client with that number; never raises, and the agent hears it while it lives.
-        known_as: takes each member id that the group gives it.
+        join: the slot, the number of its consumer, its names in the group, and its agent.
+        environment: locks and futures.
+        incremental: whether the member keeps partitions through a rebalance.
+        send_order: sends an order to the consumer with that number, if its agent lives; never raises.
+        known_as: takes each member id that the group gives the member.
         report: takes each event; never raises.
     """
 
@@ -36,13 +37,13 @@ class RemoteMember(SlotMember):
         *,
         environment: Environment,
         incremental: bool,
-        tell: Callable[[int, Order], None],
+        send_order: Callable[[int, MemberOrder], None],
         known_as: deque[str],
         report: Callable[[ev.Event], None],
     ) -> None:
         super().__init__(join)
         self._environment, self._incremental = environment, incremental
-        self._tell, self._known_as, self._report = tell, known_as, report
+        self._send_order, self._known_as, self._report = send_order, known_as, report
         self._lock = environment.condition()
         self._ended: Future[None] = environment.future()
         self._revoking: tuple[TopicPartition, ...] = ()
@@ -50,20 +51,20 @@ class RemoteMember(SlotMember):
 
     @property
     def identity(self) -> Identity | None:
-        """Who it is in the group, as far as it has told."""
+        """The identity in the group that the member last reported; None while it is no member."""
         return self._identity
 
     def start(self) -> None:
-        self._tell(self.client, self._join)
+        self._send_order(self.client, self._join)
 
     def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         if isinstance(order, ev.Release):
             with self._lock:
                 self._gave_back(self._revoking)
-        self._tell(self.client, order)
+        self._send_order(self.client, order)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for the member to end, or its host; False when neither did in time."""
+        """Wait until the member or its agent has ended. Returns False on timeout."""
         if timeout_s <= 0:
             return self._ended.done()
         try:
@@ -72,27 +73,31 @@ class RemoteMember(SlotMember):
             return False
         return True
 
-    # --- what its host says -----------------------------------------------------------------------------------------
+    # --- changes reported by the agent ------------------------------------------------------------------------------
 
-    def take(self, report: Report) -> None:
-        """One report of the member; in order, each once."""
-        if isinstance(report, Known):
-            self._known(report)
+    def apply(self, change: MemberChange) -> None:
+        """Apply one reported change. Changes arrive in order, each once."""
+        if isinstance(change, MemberIdentity):
+            self._set_identity(change)
         else:
-            self._note(report)
-            self._report(report)
+            self._note(change)
+            self._report(change)
 
-    def gone(self) -> None:
-        """Its host is lost, or has been told to end it."""
-        self._end()
+    def end(self) -> None:
+        """The agent is gone, or has been ordered to close the member."""
+        with self._lock:
+            if self._ended.done():
+                return
+            self._identity, self.held = None, ()
+            self._ended.set_result(None)
 
-    def _known(self, who: Known) -> None:
-        if not who.member:
+    def _set_identity(self, change: MemberIdentity) -> None:
+        if not change.member:
             self._identity = None
             return
-        if who.member not in self._known_as:
-            self._known_as.append(who.member)
-        self._identity = Identity(who.generation, who.member, bytes.fromhex(who.metadata))
+        if change.member not in self._known_as:
+            self._known_as.append(change.member)
+        self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))
 
     def _note(self, event: ev.MemberReport | ev.MemberEnded) -> None:
         with self._lock:
@@ -106,11 +111,4 @@ class RemoteMember(SlotMember):
                 case ev.MemberFailed() | ev.MemberFenced():
                     self._identity, self.held = None, ()
         if isinstance(event, ev.MemberEnded):
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._ended.done():
-                return
-            self._identity, self.held = None, ()
-            self._ended.set_result(None)
+            self.end()

@@ -1,11 +1,12 @@
-"""Changes that arrive once and in order, whichever connection carries them.
+"""A session of an agent and the stream reader: changes arrive in order and once, over any number of connections.
 
-Runs in: the stream reader, agents. Deliberately absent: connections, and what a change says.
+Runs in: the stream reader, agents. Deliberately absent: connections, and the contents of changes.
 
-A connection keeps the order of what it carries and loses none of it, or it ends. So nothing is sent again over the same
-one: when a connection begins, each end sends every change that the other has not taken, and then each as it happens.
-These changes, and not a picture of where the members stand, are the state that is exchanged: a member that lost its
-partitions and was assigned the same ones while the connection was down must not look like one that kept them.
+A connection delivers messages in order and complete until it ends, so nothing is sent twice over one connection. After
+a reconnect each end first sends the changes that the other end has not received, then new changes as they happen.
+
+The ends exchange changes and not the current state of the members: a member that lost its partitions and was assigned
+the same ones while the connection was down must not look like one that kept them.
 """
 
 from collections import deque
@@ -14,14 +15,14 @@ from typing import Generic, TypeVar
 
 from spark_group_source.kafka import Environment
 
-KEPT_MAX = 10_000
-"""Changes that the other end has not taken; beyond this it is given up: it would know of nothing that matters."""
+PENDING_MAX = 10_000
+"""Changes that the other end has not received. Beyond this the session overflows and has to end."""
 
-C = TypeVar("C")
+ChangeT = TypeVar("ChangeT")
 
 
-class Session(Generic[C]):
-    """One end. Any thread.
+class Session(Generic[ChangeT]):
+    """One end of a session. Any thread.
 
     Args:
         environment: locks.
@@ -29,43 +30,46 @@ class Session(Generic[C]):
 
     def __init__(self, environment: Environment) -> None:
         self._lock = environment.condition()
-        self._send: Callable[[int, C], object] | None = None
-        self._kept: deque[tuple[int, C]] = deque()
-        self._last = 0  # number of the last change here
-        self.taken = 0
-        """The number of the last change of the other end that was taken here."""
-        self.broken = False
-        """More changes were made than are kept: the other end misses some."""
+        self._send: Callable[[int, ChangeT], object] | None = None
+        """Sends over the current connection; None while there is none."""
+        self._pending: deque[tuple[int, ChangeT]] = deque()
+        """Numbered changes that the other end has not acknowledged."""
+        self._last_number = 0
+        self.received = 0
+        """Number of the last change of the other end that was received here."""
+        self.overflowed = False
+        """Whether a change was dropped because :data:`PENDING_MAX` were pending."""
 
-    def connect(self, send: Callable[[int, C], object] | None) -> None:
-        """There is a new connection, or none; ``send`` takes the number of a change and the change, and never waits."""
+    def connect(self, send: Callable[[int, ChangeT], object] | None) -> None:
+        """Use a new connection, or none. ``send`` takes a change's number and the change, and never waits."""
         with self._lock:
             self._send = send
             if send is not None:
-                for number, change in self._kept:
+                for number, change in self._pending:
                     send(number, change)
 
-    def tell(self, change: C) -> None:
-        """Let the other end know."""
+    def add(self, change: ChangeT) -> None:
+        """Send a change to the other end, now or after the next reconnect."""
         with self._lock:
-            if len(self._kept) >= KEPT_MAX:
-                self.broken = True
+            if len(self._pending) >= PENDING_MAX:
+                self.overflowed = True
                 return
-            self._last += 1
-            self._kept.append((self._last, change))
+            self._last_number += 1
+            self._pending.append((self._last_number, change))
             if self._send is not None:
-                self._send(self._last, change)
+                self._send(self._last_number, change)
 
-    def take(self, number: int) -> bool:
-        """Whether the other end's change with this number is news: after a reconnect some came before."""
+    def receive(self, number: int) -> bool:
+        """Note that the other end's change with this number arrived. Returns whether it is new: after a reconnect a
+        change may arrive again."""
         with self._lock:
-            if number != self.taken + 1:
+            if number != self.received + 1:
                 return False
-            self.taken = number
+            self.received = number
             return True
 
-    def other_took(self, number: int) -> None:
-        """The other end has taken all changes up to this number."""
+    def acknowledge(self, number: int) -> None:
+        """The other end has received all changes up to this number."""
         with self._lock:
-            while self._kept and self._kept[0][0] <= number:
-                self._kept.popleft()
+            while self._pending and self._pending[0][0] <= number:
+                self._pending.popleft()

@@ -1,8 +1,8 @@
-"""Finds the agent of this executor, or starts it.
+"""Find the agent of this executor, or start it.
 
-Runs in: executor workers. Deliberately absent: waiting. A task finds an agent that lives, or starts one that later
-tasks will find; it never waits for one to be ready. One that ended soon after its start is tried again later, each time
-after twice the pause, and the log says why once.
+Runs in: executor workers. Deliberately absent: waiting. A task finds a running agent, or starts one that later tasks
+find; it never waits until an agent is ready. If an agent ends soon after its start, the next attempt is delayed, each
+time by twice the pause, and the reason is logged once.
 """
 
 import contextlib
@@ -17,110 +17,114 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_group_source.agents.agent_folder import Home, sweep
-from spark_group_source.agents.processes import Process, executor
+from spark_group_source.agents.agent_folder import AgentFolder, remove_stale_folders
+from spark_group_source.agents.processes import ProcessId, find_executor
 
 log = logging.getLogger(__name__)
 
-AGAIN_S_MAX = 60.0
-"""The longest pause before an agent that does not stay is tried again; the first is 2 s."""
-MEMORY_BYTES = 64 << 20
-"""What an agent holds, unless told otherwise."""
-_BEGIN = (
+RETRY_S_MAX = 60.0
+"""The longest pause before an agent that ended is started again; the first is 2 s."""
+BUFFER_BYTES = 64 << 20
+"""Default size of an agent's prefetch buffer."""
+_MAIN = (
     "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
     "from spark_group_source.agents.main import main; main(given)"
 )
-_ARENAS = {"MALLOC_ARENA_MAX": "2"}
-"""glibc keeps a heap for each thread, and gives little of them back."""
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
+"""Bounds glibc's heaps, one for each thread otherwise, which return little memory to the system."""
 
 _started: list[subprocess.Popen[bytes]] = []
+"""Agents that this process started."""
 
 
 @dataclass(frozen=True, repr=False)
-class Order:
-    """What an agent is to be: the same for all tasks of a run. Holds secrets, so it has no repr."""
+class AgentSettings:
+    """What an agent is started with; the same for all tasks of a run. Contains secrets and therefore has no repr."""
 
     run: str
-    """The run's id; tasks of another run have an agent of their own."""
-    settings: Mapping[str, str]
-    """librdkafka's, as tasks read with."""
+    """The run's id; each run has agents of its own."""
+    reader_settings: Mapping[str, str]
+    """librdkafka settings that tasks read with."""
     include_headers: bool = False
-    memory_bytes: int = MEMORY_BYTES
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """What ``Membership`` is made with. JSON, secrets included: it travels through a pipe."""
+    buffer_bytes: int = BUFFER_BYTES
+    connection: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``ControlConnection`` as JSON, the run's secret included: they travel through a pipe."""
 
 
-def start(order: Order, at: Process | None = None) -> Home | None:
-    """The place of this executor's agent for a run; None where none can be.
+def start_agent(settings: AgentSettings, executor: ProcessId | None = None) -> AgentFolder | None:
+    """Start this executor's agent for a run, unless it runs already.
 
-    Returns at once: whether it answers yet, who asks will see.
+    Returns at once, whether the agent is ready or not.
 
     Args:
-        at: the executor, if it is not the one of this task.
+        executor: the executor, if it is not the one of this task.
+
+    Returns:
+        The agent's folder; None if no agent can be started here.
     """
     _reap()
     try:
-        at = at or executor()
-        if at is None:
-            raise OSError("this task's executor cannot be seen (no /proc?)")
-        home = Home.of(order.run, at)
-        home.make()
-        lock = home.try_lock()
+        executor = executor or find_executor()
+        if executor is None:
+            raise OSError("this task's executor cannot be determined (no /proc?)")
+        folder = AgentFolder.of(settings.run, executor)
+        folder.create()
+        lock = folder.try_lock()
         if lock is not None:
             try:
-                if _is_due(home):
-                    sweep()
-                    _spawn(order, home, at, lock)
+                if _is_due(folder):
+                    remove_stale_folders()
+                    _spawn(settings, folder, executor, lock)
             finally:
                 os.close(lock)
     except (OSError, AttributeError, subprocess.SubprocessError) as exc:  # a Python without memfd_create
-        _say_once(f"no agent can be started here, tasks read directly: {exc}")
+        _warn_once(f"no agent can be started on this executor: {exc}; tasks read from the brokers")
         return None
-    return home
+    return folder
 
 
-def _is_due(home: Home) -> bool:
-    """Whether nothing speaks against another try, which is then counted."""
-    tries, at_s, now_s = 0, 0.0, time.time()
+def _is_due(folder: AgentFolder) -> bool:
+    """Whether the agent may be started now. Counts the attempt."""
+    attempts, attempted_s, now_s = 0, 0.0, time.time()
     with contextlib.suppress(OSError, ValueError):
-        tries, at_s = json.loads(home.tries.read_text())
-    if tries:
-        _say_once(
-            f"the agent in {home.path} ended; tasks read directly until one stays. Its last words: "
-            f"{home.last_words() or 'none'}"
+        attempts, attempted_s = json.loads(folder.attempts.read_text())
+    if attempts:
+        _warn_once(
+            f"the agent in {folder.path} ended; tasks read from the brokers until one keeps running. The last line of "
+            f"its log: {folder.last_log_line() or 'none'}"
         )
-        if 0 <= now_s - at_s < min(2**tries, AGAIN_S_MAX):
+        if 0 <= now_s - attempted_s < min(2**attempts, RETRY_S_MAX):
             return False
-    home.tries.write_text(json.dumps([tries + 1, now_s]))
+    folder.attempts.write_text(json.dumps([attempts + 1, now_s]))
     return True
 
 
-def _spawn(order: Order, home: Home, at: Process, lock: int) -> None:
+def _spawn(settings: AgentSettings, folder: AgentFolder, executor: ProcessId, lock: int) -> None:
     given = {
         "path": [os.path.abspath(place) for place in sys.path],
-        "home": str(home.path),
+        "folder": str(folder.path),
         "lock": lock,
-        "executor": [at.pid, at.started],
-        "settings": dict(order.settings),
-        "include_headers": order.include_headers,
-        "memory_bytes": order.memory_bytes,
-        "given": dict(order.given),
+        "executor": [executor.pid, executor.started],
+        "reader_settings": dict(settings.reader_settings),
+        "include_headers": settings.include_headers,
+        "buffer_bytes": settings.buffer_bytes,
+        "connection": dict(settings.connection),
     }
-    for left in (home.path / "socket", home.log):
-        left.unlink(missing_ok=True)
+    for leftover in (folder.path / "socket", folder.log):
+        leftover.unlink(missing_ok=True)
     with (
         os.fdopen(os.memfd_create("agent", os.MFD_CLOEXEC), "wb+") as stdin,  # a pipe may be too small for all of it
-        home.log.open("ab") as log_file,
+        folder.log.open("ab") as log_file,
     ):
         stdin.write(json.dumps(given).encode())
         stdin.flush()
         stdin.seek(0)
         agent = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, "spark-group-agent", home.path.name],
+            [sys.executable, "-c", _MAIN, "spark-group-agent", folder.path.name],
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=log_file,
-            env={**os.environ, **_ARENAS},
+            env={**os.environ, **_ENVIRONMENT},
             pass_fds=(lock,),
             start_new_session=True,
         )
@@ -128,10 +132,10 @@ def _spawn(order: Order, home: Home, at: Process, lock: int) -> None:
 
 
 def _reap() -> None:
-    """Let go of agents that this process started and that have ended."""
+    """Wait for agents that this process started and that have ended, so that no zombies remain."""
     _started[:] = [agent for agent in _started if agent.poll() is None]
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning("%s", text)

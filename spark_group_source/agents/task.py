@@ -1,14 +1,15 @@
-"""What a task does to read its piece of a batch.
+"""Read a task's piece of a batch, through the executor's agent if there is one.
 
-Runs in: executor workers. Deliberately absent: reading (``fetch``, ``agent.near``) and which piece it is (the stream
-reader says).
+Runs in: executor workers. Deliberately absent: reading (``reader.fetch``, ``agents.prefetch.client``), and the binding
+of pieces to tasks (``protocol.claims``).
 
-Where members live beside executors a task finds or starts its executor's agent, asks the stream reader which piece it
-is to read, and takes from the agent what that has in memory. Under a *fixed* binding its piece is known beforehand: it
-asks only so that the stream reader knows that it could, and not reaching it costs nothing but the agent. Under a *late*
-binding it must be told.
+Where members are placed on agents, a task finds or starts its executor's agent, claims its piece from the stream
+reader, and reads what the agent has buffered of it from there. Under a *fixed* binding the piece is known without a
+claim: the claim only tells the stream reader that this executor can reach it, and if it fails, the task reads its piece
+all the same. Under a *late* binding the response to the claim names the piece.
 
-Where they may not, a task reads what was planned, and speaks to the stream reader only if records were lost.
+Where members stay in the stream reader, a task reads its planned piece, and connects to the stream reader only to
+report skipped records.
 """
 
 import contextlib
@@ -21,13 +22,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from spark_group_source.agents import start
-from spark_group_source.agents.channel.client import Address, Client
+from spark_group_source.agents.channel.client import Address, ChannelClient
 from spark_group_source.agents.channel.codec import WireError
 from spark_group_source.agents.channel.handshake import Secret
 from spark_group_source.agents.member_messages import CODEC
-from spark_group_source.agents.prefetch import near
-from spark_group_source.agents.processes import Process, executor
+from spark_group_source.agents.prefetch.client import read_with_agent
+from spark_group_source.agents.processes import ProcessId, find_executor
+from spark_group_source.agents.start import AgentSettings, start_agent
 from spark_group_source.agents.task_messages import Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.errors import ChannelBroken
 from spark_group_source.model import Piece
@@ -39,86 +40,92 @@ from spark_group_source.reader.read_counts import ReadCounts
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_group_source.agents.agent_folder import Home
+    from spark_group_source.agents.agent_folder import AgentFolder
 
 log = logging.getLogger(__name__)
 
-REACH_S = 2.0
-"""How long a task whose piece is known tries to reach the stream reader."""
-AGAIN_S = 60.0
-"""After that did not work, this worker does not try again for so long."""
+CONNECT_S = 2.0
+"""Limit for reaching the stream reader when the task's piece is known."""
+RETRY_S = 60.0
+"""After that failed, this worker does not try again for so long."""
 CLAIM_S = 60.0
-"""How long a task that has to be told its piece waits for it."""
+"""Limit for claiming a piece under a late binding."""
+ATTEMPT_S, PAUSE_S = 5.0, 0.5
+"""Limit of one attempt of that, and the pause before the next one on a new connection."""
 IDLE_S = 30.0
 """A connection on which nothing was sent for so long is not used again: the stream reader closes it after 60 s."""
-TRY_S, PAUSE_S = 5.0, 0.5
-"""Of that, for one try, and before the next one on a new connection."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Call:
-    """Where the stream reader is reached, and what the task is to it. Holds the run's secret, so it has no repr."""
+class PlannedTask:
+    """A task of a plan, and where it reaches the stream reader. Contains the run's secret and therefore has no repr."""
 
     addresses: tuple[Address, ...]
+    """Addresses of the stream reader, in the order in which they are tried."""
     secret: Secret
     run: str
     plan: str
-    task: int
+    number: int
+    """The task's index in the plan, from 0."""
     late: bool
-    agents: bool = True
-    """Whether members may live beside executors."""
+    """Whether the binding is late: the task has to claim its piece."""
+    uses_agents: bool = True
+    """Whether members may be placed on agents."""
 
 
-def read_piece(options: Options, piece: Piece, call: Call, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
-    """The records of a task's piece.
+def read_piece(options: Options, piece: Piece, task: PlannedTask, read: ReadOptions) -> "Iterator[pa.RecordBatch]":
+    """Yield the records of a task's piece.
 
     Args:
         options: the query's, as this executor has them.
-        piece: what it reads, unless the stream reader assigns another one.
-        read: how it reads.
+        piece: the planned piece; ignored under a late binding.
+        read: how to read.
 
     Raises:
-        ChannelBroken: the stream reader assigns the piece, and cannot be reached.
+        ChannelBroken: the binding is late, and the stream reader cannot be reached.
         GroupError: see :func:`fetch.read_ranges`.
     """
     counts = ReadCounts()
-    if not call.agents:
+    if not task.uses_agents:
         yield from read_ranges(piece, read, counts)
         if counts.lost:
-            ended = TaskEnded(plan=call.plan, task=call.task, executor=name_of(executor()), lost=counts.lost)
-            _line(call).report(ended, connect=True)
+            name = executor_name(find_executor())
+            ended = TaskEnded(plan=task.plan, task=task.number, executor=name, skipped=counts.lost)
+            _connection_of(task).report(ended, connect=True)
         return
-    at = executor()
-    home = _agent(options, call, at) if at is not None else None
-    with _claimed(call, piece, name_of(at), counts) as given:
-        if home is None:
-            yield from read_ranges(given, read, counts)
+    executor = find_executor()
+    folder = _start_agent(options, task, executor) if executor is not None else None
+    with _claimed(task, piece, executor_name(executor), counts) as claimed:
+        if folder is None:
+            yield from read_ranges(claimed, read, counts)
         else:
-            yield from near.read_near(home, given, read, counts)
+            yield from read_with_agent(folder, claimed, read, counts)
 
 
-def name_of(at: Process | None) -> str:
-    """An executor as this module names it: no two living ones of a cluster have one name."""
+def executor_name(executor: ProcessId | None) -> str:
+    """The executor's name in claims, unique among the running executors of a cluster."""
     host = socket.gethostname()
-    return f"{host}-{at.pid}-{at.started}" if at is not None else f"{host}-worker-{os.getpid()}"
+    if executor is None:
+        return f"{host}-worker-{os.getpid()}"
+    return f"{host}-{executor.pid}-{executor.started}"
 
 
-def _agent(options: Options, call: Call, at: Process) -> "Home | None":
-    return start.start(
-        start.Order(
-            run=call.run,
-            settings=options.consumer_settings(),
+def _start_agent(options: Options, task: PlannedTask, executor: ProcessId) -> "AgentFolder | None":
+    return start_agent(
+        AgentSettings(
+            run=task.run,
+            reader_settings=options.consumer_settings(),
             include_headers=options.include_headers,
-            memory_bytes=options.agent_memory_bytes,
-            given={
-                "addresses": call.addresses,
-                "secret": call.secret.reveal(),
-                "executor": name_of(at),
-                "name": f"{socket.gethostname()}-{at.pid}",
+            buffer_bytes=options.agent_memory_bytes,
+            connection={
+                "addresses": task.addresses,
+                "secret": task.secret.to_hex(),
+                "executor": executor_name(executor),
+                "name": f"{socket.gethostname()}-{executor.pid}",
                 "settings": options.member_settings(),
             },
         ),
-        at,
+        executor,
     )
 
 
@@ -126,98 +133,107 @@ def _agent(options: Options, call: Call, at: Process) -> "Home | None":
 
 
 @contextlib.contextmanager
-def _claimed(call: Call, piece: Piece, executor_name: str, counts: ReadCounts) -> "Iterator[Piece]":
-    """The task's piece, as long as it reads; then the stream reader gets a report of what it read."""
-    claim = Claim(plan=call.plan, task=call.task, executor=executor_name)
-    line = _line(call)
-    if call.late:
-        piece = line.await_piece(claim)
+def _claimed(task: PlannedTask, piece: Piece, executor: str, counts: ReadCounts) -> "Iterator[Piece]":
+    """Claim the task's piece, and report what was read when the task ends."""
+    claim = Claim(plan=task.plan, task=task.number, executor=executor)
+    connection = _connection_of(task)
+    if task.late:
+        piece = connection.claim(claim)
     else:
-        line.confirm(claim)
+        connection.claim_known_piece(claim)
     try:
         yield piece
     finally:
-        ended = TaskEnded(plan=call.plan, task=call.task, executor=executor_name)
-        line.report(replace(ended, memory=counts.rows_from_agent, brokers=counts.rows_from_brokers, lost=counts.lost))
+        ended = TaskEnded(plan=task.plan, task=task.number, executor=executor)
+        connection.report(
+            replace(
+                ended,
+                rows_from_memory=counts.rows_from_agent,
+                rows_from_brokers=counts.rows_from_brokers,
+                skipped=counts.lost,
+            )
+        )
 
 
-class _Line:
-    """This worker's connection to one stream reader, kept from task to task."""
+class _StreamReaderConnection:
+    """This worker's connection to the stream reader of one run, kept from task to task."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._client: Client | None = None
-        self._again_s = 0.0
+    def __init__(self, task: PlannedTask) -> None:
+        self._task = task
+        self._client: ChannelClient | None = None
+        self._not_before_s = 0.0
+        """When the next connection may be tried, on the clock of ``time.monotonic``."""
 
-    def confirm(self, claim: Claim) -> None:
-        """Claim the piece that is known, so that the stream reader knows where it is read. Nothing depends on it."""
-        if time.monotonic() < self._again_s:
+    def claim_known_piece(self, claim: Claim) -> None:
+        """Claim the piece of a fixed binding. A failure is logged, and has no effect on this task."""
+        if time.monotonic() < self._not_before_s:
             return
         try:
-            self._ask(claim, REACH_S)
+            self._request(claim, CONNECT_S)
         except ChannelBroken as exc:
-            self._again_s = time.monotonic() + AGAIN_S
-            log.warning("this task reads what was planned for it, and the stream reader does not know: %s", exc)
+            self._not_before_s = time.monotonic() + RETRY_S
+            log.warning("the stream reader does not respond to the task's claim: %s; reading the planned piece", exc)
 
-    def await_piece(self, claim: Claim) -> Piece:
-        """Claim a piece, and wait for it.
+    def claim(self, claim: Claim) -> Piece:
+        """Claim the piece of a late binding.
 
         Raises:
-            ChannelBroken: none was assigned, in time.
+            ChannelBroken: no piece was granted in time.
         """
         until_s = time.monotonic() + CLAIM_S
         while True:
             try:
-                answer = self._ask(claim, TRY_S)
+                response = self._request(claim, ATTEMPT_S)
                 break
             except ChannelBroken as exc:
                 threading.Event().wait(PAUSE_S)
                 if time.monotonic() >= until_s:
                     raise ChannelBroken(
-                        f"this task was not told what to read within {CLAIM_S:.0f} s: {exc}. See that executors reach "
-                        "the driver's host (options coordinatorHost and coordinatorPort), or set memberHost to driver",
+                        f"this task could not claim its piece within {CLAIM_S:.0f} s: {exc}. Let executors reach the "
+                        "driver's host (options coordinatorHost and coordinatorPort), or set memberHost to driver",
                         waited_ms=int(CLAIM_S * 1000),
                     ) from None
-        if isinstance(answer, ClaimGranted):
-            return Piece(tuple(answer.ranges), answer.topic_ids, answer.leader_epochs)
-        reason = answer.reason if isinstance(answer, ClaimRefused) else f"it answered {type(answer).__name__}"
-        raise ChannelBroken(f"this task was not told what to read: {reason}")
+        if isinstance(response, ClaimGranted):
+            return Piece(tuple(response.ranges), response.topic_ids, response.leader_epochs)
+        reason = response.reason if isinstance(response, ClaimRefused) else f"it sent {type(response).__name__}"
+        raise ChannelBroken(f"the stream reader refused this task's claim: {reason}")
 
     def report(self, message: TaskEnded, *, connect: bool = False) -> None:
-        """Report what a task read, if the stream reader can be reached. A report that is too long goes without counts.
+        """Report what a task read, if the stream reader can be reached. A report that is too long is sent without
+        counts.
 
         Args:
-            connect: also where no task of this worker had a connection.
+            connect: also if no task of this worker has connected before.
         """
-        if not (connect or self._client) or time.monotonic() < self._again_s:
+        if not (connect or self._client) or time.monotonic() < self._not_before_s:
             return
         try:
-            client = self._open(REACH_S)
+            client = self._connected(CONNECT_S)
         except ChannelBroken as exc:
-            self._again_s = time.monotonic() + AGAIN_S
-            log.warning("what this task read and skipped is not counted: %s", exc)
+            self._not_before_s = time.monotonic() + RETRY_S
+            log.warning("the stream reader cannot be reached: %s; records of this task are not counted", exc)
             return
         try:
             client.send(message)
         except WireError as exc:
-            log.warning("the stream reader gets no counts of what this task read: %s", exc)
+            log.warning("the task's report cannot be sent: %s; records of this task are not counted", exc)
             client.send(TaskEnded(plan=message.plan, task=message.task, executor=message.executor))
 
-    def _ask(self, claim: Claim, within_s: float) -> object:
-        """One try. A connection on which no answer came may be cut without a word, and is not used again."""
+    def _request(self, claim: Claim, within_s: float) -> object:
+        """Try once. A connection without a response may be dead, and is not used again."""
         until_s = time.monotonic() + within_s
-        client = self._open(within_s)
+        client = self._connected(within_s)
         try:
             return client.request(claim, max(until_s - time.monotonic(), 0.1))
         except ChannelBroken:
             client.close()
             raise
 
-    def _open(self, within_s: float) -> Client:
-        if self._client is not None and time.monotonic() - self._client.used_s > IDLE_S:
+    def _connected(self, within_s: float) -> ChannelClient:
+        if self._client is not None and time.monotonic() - self._client.sent_s > IDLE_S:
             self._client.close()
-        if self._client is None or self._client.ended is not None:
-            self._client = Client(self._call.addresses, CODEC, self._call.secret, within_s)
+        if self._client is None or self._client.end_reason is not None:
+            self._client = ChannelClient(self._task.addresses, CODEC, self._task.secret, within_s)
         return self._client
 
     def close(self) -> None:
@@ -225,14 +241,14 @@ class _Line:
             self._client.close()
 
 
-_lines: dict[str, _Line] = {}
-"""By run; a worker reads for one run at a time."""
-os.register_at_fork(after_in_child=_lines.clear)
+_connections: dict[str, _StreamReaderConnection] = {}
+"""By run. A worker reads for one run at a time, so there is at most one."""
+os.register_at_fork(after_in_child=_connections.clear)
 
 
-def _line(call: Call) -> _Line:
-    if call.run not in _lines:
-        while _lines:
-            _lines.popitem()[1].close()
-        _lines[call.run] = _Line(call)
-    return _lines[call.run]
+def _connection_of(task: PlannedTask) -> _StreamReaderConnection:
+    if task.run not in _connections:
+        while _connections:
+            _connections.popitem()[1].close()
+        _connections[task.run] = _StreamReaderConnection(task)
+    return _connections[task.run]

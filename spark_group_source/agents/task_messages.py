@@ -1,7 +1,7 @@
-"""What tasks say to the stream reader and to their agent about the pieces of a plan; where an agent reads on.
+"""Messages of tasks: claims to pieces of a plan, reads from an agent's buffer, and positions to prefetch from.
 
-Runs in: the stream reader, executor processes, tasks. Deliberately absent: what members say, and rules (what a claim is
-answered is decided in ``group.claims``).
+Runs in: the stream reader, agents, tasks. Deliberately absent: messages about members, and rules (``protocol.claims``
+decides the response to a claim).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from spark_group_source.model import OffsetRange, TopicPartition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A question: task number ``task`` of a plan starts on ``executor``; what does it read?"""
+    """A request: task number ``task`` of a plan starts on ``executor`` and claims its piece."""
 
     plan: str
     task: int
@@ -21,7 +21,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimGranted:
-    """The answer: these ranges, of topics with these ids, and with these leaders when the batch was planned."""
+    """The response: the ranges of the piece, with topic ids and leader epochs when they were planned."""
 
     ranges: tuple[OffsetRange, ...]
     topic_ids: Mapping[str, str] = field(default_factory=dict)
@@ -30,59 +30,62 @@ class ClaimGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRefused:
-    """The answer: nothing, and why."""
+    """The response: the task gets no piece, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnded:
-    """A task that had claimed ended on ``executor``, in any way.
+    """An attempt of a task with a claim ended on ``executor``, successfully or not.
 
-    ``memory``, ``brokers``: rows by partition that it took from its agent, and from brokers. ``lost``: what of its
-    ranges was gone and skipped; of a task that did not come to its end it is not told.
+    ``rows_from_memory``, ``rows_from_brokers``: rows by partition that it read from its agent's buffer, and from
+    brokers. ``skipped``: offsets of its ranges whose records were gone; empty if the attempt did not finish.
     """
 
     plan: str
     task: int
     executor: str
-    memory: Mapping[TopicPartition, int] = field(default_factory=dict)
-    brokers: Mapping[TopicPartition, int] = field(default_factory=dict)
-    lost: tuple[OffsetRange, ...] = ()
+    rows_from_memory: Mapping[TopicPartition, int] = field(default_factory=dict)
+    rows_from_brokers: Mapping[TopicPartition, int] = field(default_factory=dict)
+    skipped: tuple[OffsetRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """From where to read ahead. It replaces what was told before: partitions that are not named are read no more."""
+class PrefetchPositions:
+    """The positions to prefetch from. They replace the former ones: other partitions are prefetched no more."""
 
     positions: Mapping[TopicPartition, int]
-    """Where the next plan will begin. Lower than before is a rewind: all that is held of the partition is dropped."""
+    """Start of the next plan. A position below the former one is a rewind: the partition's buffer is dropped."""
     keep: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Where the batch in flight begins, for tasks that have still to ask; what lies below it is dropped. A partition
-    that is missing has no batch in flight: its position counts."""
+    """Start of the batch in flight, whose tasks may not have read yet; buffered records below it are dropped. The
+    position applies to a partition that is missing: it has no batch in flight."""
     topic_ids: Mapping[str, str] = field(default_factory=dict)
-    """The topics as they were planned (KIP-516). With another id all that is held of a topic is dropped."""
+    """Topic ids when the batch was planned (KIP-516). If an id changes, the topic's buffers are dropped."""
     leader_epochs: Mapping[TopicPartition, int] = field(default_factory=dict)
-    """Of the leaders that told the ends of the last plans (KIP-320). With another epoch all that is held of the
-    partition is dropped: its log may have been cut. A partition that is missing keeps the former one."""
+    """Epochs of the leaders that reported the ends of the last plans (KIP-320). If an epoch changes, the partition's
+    buffer is dropped: its log may have been truncated. A partition that is missing keeps the former epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What an agent serves of one range: all of it below ``until``, which are so many rows."""
+class ServedRange:
+    """What an agent serves of one range: all records below the offset ``until``, which are ``rows`` rows.
 
-    place: int
+    ``index``: of the range in the request.
+    """
+
+    index: int
     until: int
     rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """An agent's answer to a task's :class:`ClaimGranted`. ``rows`` in all follow as Arrow's stream."""
+class ServedRanges:
+    """An agent's response to a task's :class:`ClaimGranted`. ``rows`` rows in all follow as an Arrow stream."""
 
-    parts: tuple[Part, ...]
+    ranges: tuple[ServedRange, ...]
     rows: int
 
 
-CLAIM_MESSAGES = (Claim, ClaimGranted, ClaimRefused, TaskEnded, Ahead)
-"""For a codec."""
+TASK_MESSAGES = (Claim, ClaimGranted, ClaimRefused, TaskEnded, PrefetchPositions)
+"""The messages of the control channel among these."""

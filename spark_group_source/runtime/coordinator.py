@@ -85,7 +85,7 @@ class Coordinator:
         )
         self._clock = self._environment.condition()
         self._over = False
-        self.hosts = ConnectedAgents(
+        self.agents = ConnectedAgents(
             environment=self._environment,
             lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
@@ -129,7 +129,7 @@ class Coordinator:
         """The end offsets seen last."""
         return self._run.lookout.ends
 
-    def lent(self) -> list[PlacedMembers]:
+    def placed_members(self) -> list[PlacedMembers]:
         """What is held beside executors now."""
         with self._changed:
             hosts = self._run.lending.hosts.all
@@ -226,9 +226,9 @@ class Coordinator:
                     member.order(command)
                     self._retire(command.slot)
             case ev.AcceptAgent():
-                self.hosts.admit(command.agent)
+                self.agents.admit(command.agent)
             case ev.DismissAgent():
-                self.hosts.dismiss(command.agent, command.reason)
+                self.agents.dismiss(command.agent, command.reason)
             case ev.CommitOffsets():  # now: later a slot may have another member of the same name
                 self._worker.order(in_whose_name(command, self._members.get))
             case ev.FetchCommittedOffsets() | ev.ResolveStarts() | ev.CheckReplaced():
@@ -249,7 +249,7 @@ class Coordinator:
             self._environment.spawn("clock", self._tick, died=self.died)
         self._retire(join.slot)
         self._worker.lent |= bool(join.agent)
-        member = self._members[join.slot] = self.hosts.make(join) if join.agent else self._at_home(join)
+        member = self._members[join.slot] = self.agents.create_member(join) if join.agent else self._at_home(join)
         member.start()
 
     def _at_home(self, join: ev.Join) -> Member:
@@ -287,7 +287,7 @@ class Coordinator:
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
                 log.warning("a member did not close in time; its place in the group ends with its session")
-        self.hosts.end("the run has ended")
+        self.agents.end("the run has ended")
         self._publisher.close()
 
     def _tick(self) -> None:

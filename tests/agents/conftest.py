@@ -11,22 +11,22 @@ import agent_words
 import pytest
 
 from spark_group_source.agents import start
-from spark_group_source.agents.agent_folder import Home
-from spark_group_source.agents.processes import Process
-from spark_group_source.agents.start import Order
+from spark_group_source.agents.agent_folder import AgentFolder
+from spark_group_source.agents.processes import ProcessId
+from spark_group_source.agents.start import AgentSettings
 from spark_group_source.local.broker import Broker
 
-StartAgent = Callable[..., Home]
+StartAgent = Callable[..., AgentFolder]
 
 
 @pytest.fixture(autouse=True)
 def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A temporary folder of the test's own, for its processes too; what lives there at its end is killed."""
+    """A temporary directory for the test and its processes; agents that still run at its end are killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(agent_words.__file__).parent))  # for what stands in for executors
-    monkeypatch.setattr(start, "_BEGIN", agent_words.BEGIN)
-    start._say_once.cache_clear()
+    monkeypatch.setenv("PYTHONPATH", str(Path(agent_words.__file__).parent))  # for processes in place of executors
+    monkeypatch.setattr(start, "_MAIN", agent_words.MAIN)
+    start._warn_once.cache_clear()
     yield
     for pid in agent_words.living():
         os.kill(pid, signal.SIGKILL)
@@ -35,13 +35,14 @@ def no_agent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture
 def agent() -> StartAgent:
-    """``agent(**order)`` starts one whose executor is this process, and waits until it answers."""
+    """``agent(**settings)`` starts an agent whose executor is this process, and waits until it answers."""
 
-    def started(**order: Any) -> Home:
-        home = start.start(Order(**({"run": "run", "settings": {}} | order)), Process.of(os.getpid()))
-        assert home is not None
-        agent_words.await_ready(home)
-        return home
+    def started(**settings: Any) -> AgentFolder:
+        given = {"run": "run", "reader_settings": {}} | settings
+        folder = start.start_agent(AgentSettings(**given), ProcessId.of(os.getpid()))
+        assert folder is not None
+        agent_words.await_ready(folder)
+        return folder
 
     return started
 
@@ -49,5 +50,5 @@ def agent() -> StartAgent:
 @pytest.fixture
 def reader(broker: Broker, agent: StartAgent) -> StartAgent:
     """The same, of this run's broker."""
-    settings = {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"}
-    return lambda **order: agent(**({"settings": settings} | order))
+    reader_settings = {"bootstrap.servers": broker.bootstrap_servers, "isolation.level": "read_committed"}
+    return lambda **settings: agent(**({"reader_settings": reader_settings} | settings))

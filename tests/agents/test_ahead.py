@@ -1,4 +1,4 @@
-"""Reading ahead from a real Kafka by a real agent: tasks get the rows of a direct read, whatever happens to it."""
+"""Prefetching from a real Kafka by a real agent: tasks get the rows of a direct read, whatever happens to the agent."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ from confluent_kafka.admin import AdminClient
 from conftest import Produce, Record, TopicFactory, await_until
 from kafka_words import await_markers
 from reading import read as read_batches
-from reading import read_near
+from reading import read_with_agent
 
-from spark_group_source.agents.agent_folder import Home
-from spark_group_source.agents.prefetch import near
-from spark_group_source.agents.task_messages import Ahead, ClaimGranted, Served
+from spark_group_source.agents.agent_folder import AgentFolder
+from spark_group_source.agents.prefetch import client
+from spark_group_source.agents.task_messages import ClaimGranted, PrefetchPositions, ServedRanges
 from spark_group_source.errors import TopicMissing
 from spark_group_source.local.broker import Broker
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
@@ -26,7 +26,7 @@ from spark_group_source.reader.read_counts import ReadCounts
 from spark_group_source.reader.records import arrow_schema
 
 Row = dict[str, Any]
-StartAgent = Callable[..., Home]
+StartAgent = Callable[..., AgentFolder]
 COMMITTED = {"isolation.level": "read_committed"}
 
 
@@ -105,7 +105,7 @@ KINDS = {"plain": (3, plain_records), "transactions": (3, transactions), "large"
 
 
 @pytest.mark.parametrize(("kind", "headers"), [("plain", True), *((kind, False) for kind in KINDS)], ids=str)
-def test_rows_from_memory_are_those_of_a_direct_read(
+def test_prefetched_rows_are_those_of_a_direct_read(
     topic: TopicFactory,
     produce: Produce,
     end_offsets: Callable[[str], dict[TopicPartition, int]],
@@ -120,17 +120,17 @@ def test_rows_from_memory_are_those_of_a_direct_read(
     fill(name, produce, settings["bootstrap.servers"])
     await_markers(admin, name)
     ends, ids = end_offsets(name), ids_of(admin, name)
-    home = reader(include_headers=headers)
-    agent_words.tell(home, Ahead(dict.fromkeys(ends, 0), topic_ids=ids))
-    agent_words.await_read(home, ends)
+    folder = reader(include_headers=headers)
+    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0), topic_ids=ids))
+    agent_words.await_prefetched(folder, ends)
     reading = read_batches(settings, all_of(ends), topic_ids=ids, include_headers=headers)
     direct = rows_of(reading, include_headers=headers)
-    batches, rest = near.ask(home, Piece(tuple(all_of(ends)), ids, {}), include_headers=headers)
-    assert rest == [], "also where the log ends without a record"
+    batches, rest = client.request_buffered(folder, Piece(tuple(all_of(ends)), ids, {}), include_headers=headers)
+    assert rest == [], "also if the log ends without a record"
     assert rows_of(iter(batches), include_headers=headers) == direct
-    assert direct, "the comparison says something"
-    # The last of it goes a moment after the task has everything.
-    await_until(lambda: agent_words.looked(home).used == 0, agent_words.END_S, what="free memory")
+    assert direct, "the comparison is not empty"
+    # The agent frees the last range a moment after the task has received everything.
+    await_until(lambda: agent_words.state_of(folder).used_bytes == 0, agent_words.END_S, what="free memory")
 
 
 def test_a_compacted_log_is_covered_up_to_its_end(
@@ -150,25 +150,25 @@ def test_a_compacted_log_is_covered_up_to_its_end(
         return end if len(rows) < 400 else 0
 
     end = await_until(compacted, 90, what="compaction")
-    home = reader()
-    agent_words.tell(home, Ahead({tp: 0}))
-    agent_words.await_read(home, {tp: end})
-    batches, rest = near.ask(home, Piece((OffsetRange(tp, 0, end),)), include_headers=False)
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
+    agent_words.await_prefetched(folder, {tp: end})
+    batches, rest = client.request_buffered(folder, Piece((OffsetRange(tp, 0, end),)), include_headers=False)
     assert rest == []
     assert rows_of(iter(batches)) == rows_of(read_batches(settings, [OffsetRange(tp, 0, end)]))
 
 
-def test_each_task_gets_its_own_ranges_and_no_other_row(
+def test_each_task_gets_the_rows_of_its_ranges_only(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
-    """Two tasks share a partition, the later half comes first, and the agent has not all of it."""
+    """Two tasks share a partition, the later half is read first, and the agent has not buffered all of it."""
     name = topic(2)
     tps = [TopicPartition(name, p) for p in range(2)]
     for tp in tps:
         produce(name, [str(i) for i in range(1_000)], partition=tp.partition)
-    home = reader()
-    agent_words.tell(home, Ahead({tps[0]: 100, tps[1]: 0}))
-    agent_words.await_read(home, dict.fromkeys(tps, 1_000))
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions({tps[0]: 100, tps[1]: 0}))
+    agent_words.await_prefetched(folder, dict.fromkeys(tps, 1_000))
     tasks = [
         [OffsetRange(tps[0], 500, 900), OffsetRange(tps[1], 10, 20)],
         [OffsetRange(tps[0], 100, 500)],
@@ -177,62 +177,66 @@ def test_each_task_gets_its_own_ranges_and_no_other_row(
     found = []
     for ranges in tasks:
         counts = ReadCounts()
-        rows = rows_of(read_near(home, settings, ranges, counts=counts))
+        rows = rows_of(read_with_agent(folder, settings, ranges, counts=counts))
         assert rows == rows_of(read_batches(settings, ranges))
-        found.append((agent_words.looked(home).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total()))
-    assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], "so many rows came from memory"
+        found.append(
+            (agent_words.state_of(folder).rows, counts.rows_from_agent.total(), counts.rows_from_brokers.total())
+        )
+    assert found == [(410, 410, 0), (810, 400, 0), (1_790, 980, 100)], (
+        "rows served by the agent, read from it, and from brokers"
+    )
 
 
-def test_a_range_is_served_once_and_read_directly_then(
+def test_a_range_is_served_once_and_then_read_from_brokers(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     """A retry, speculation, a second action: the same rows."""
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(1_000)], partition=0)
-    home = reader()
-    agent_words.tell(home, Ahead({tp: 0}))
-    agent_words.await_read(home, {tp: 1_000})
-    rows = [rows_of(read_near(home, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
+    agent_words.await_prefetched(folder, {tp: 1_000})
+    rows = [rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 0, 1_000)])) for _ in range(3)]
     assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == agent_words.looked(home).rows == 1_000
+    assert len(rows[0]) == agent_words.state_of(folder).rows == 1_000
 
 
-def test_a_stream_is_read_from_memory_batch_after_batch(
+def test_a_stream_is_prefetched_batch_after_batch(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     name = topic(3)
     tps = [TopicPartition(name, p) for p in range(3)]
     at = dict.fromkeys(tps, 0)
-    home, seen = reader(), []
-    agent_words.tell(home, Ahead(at))
+    folder, seen = reader(), []
+    agent_words.prefetch(folder, PrefetchPositions(at))
     for plan in range(1, 12):
         produce(name, [Record(b"%d:%d" % (plan, i), partition=i % 3) for i in range(300)])
         until = {tp: position + 100 for tp, position in at.items()}
-        agent_words.tell(home, Ahead(until, keep=at))
-        seen += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
+        agent_words.prefetch(folder, PrefetchPositions(until, keep=at))
+        seen += rows_of(read_with_agent(folder, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in tps]))
         at = until
     assert len(seen) == len({(row["partition"], row["offset"]) for row in seen}) == 3_300
-    agent_words.tell(home, Ahead(at))
-    assert agent_words.looked(home).used == 0, "nothing below the next plan is kept"
+    agent_words.prefetch(folder, PrefetchPositions(at))
+    assert agent_words.state_of(folder).used_bytes == 0, "nothing below the next plan is buffered"
 
 
 # ------------------------------------------------------------------------------------------------- when something ends
 
 
-def many(topic: TopicFactory, produce: Produce, reader: StartAgent) -> tuple[Home, list[OffsetRange]]:
-    """An agent that holds 8 MB: more than fits between two processes at a time."""
+def many(topic: TopicFactory, produce: Produce, reader: StartAgent) -> tuple[AgentFolder, list[OffsetRange]]:
+    """An agent with 8 MB of records: more than a socket buffers."""
     name = topic(2)
     tps = [TopicPartition(name, p) for p in range(2)]
     for tp in tps:
         produce(name, [b"%d" % i + os.urandom(1_000) for i in range(4_000)], partition=tp.partition)
-    home = reader()
-    agent_words.tell(home, Ahead(dict.fromkeys(tps, 0)))
-    agent_words.await_read(home, dict.fromkeys(tps, 4_000))
-    return home, [OffsetRange(tp, 0, 4_000) for tp in tps]
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(tps, 0)))
+    agent_words.await_prefetched(folder, dict.fromkeys(tps, 4_000))
+    return folder, [OffsetRange(tp, 0, 4_000) for tp in tps]
 
 
 @pytest.mark.parametrize("moment", ["before", "while it serves"])
-def test_an_agent_that_is_killed_costs_no_row_and_doubles_none(
+def test_no_row_is_lost_or_duplicated_when_the_agent_is_killed(
     topic: TopicFactory,
     produce: Produce,
     settings: dict[str, str],
@@ -240,79 +244,81 @@ def test_an_agent_that_is_killed_costs_no_row_and_doubles_none(
     monkeypatch: pytest.MonkeyPatch,
     moment: str,
 ) -> None:
-    home, ranges = many(topic, produce, reader)
-    answered: list[Served] = []
+    folder, ranges = many(topic, produce, reader)
+    answered: list[ServedRanges] = []
     if moment == "before":
-        os.kill(home.pid, signal.SIGKILL)
+        os.kill(folder.pid, signal.SIGKILL)
     else:
-        receive = near.receive
+        receive = client.receive
 
         def killing(*arguments: Any) -> Any:
-            answered.append(receive(*arguments))  # its rows are on their way
-            os.kill(home.pid, signal.SIGKILL)
+            answered.append(receive(*arguments))  # its rows follow
+            os.kill(folder.pid, signal.SIGKILL)
             return answered[0]
 
-        monkeypatch.setattr(near, "receive", killing)
-    rows = rows_of(read_near(home, settings, ranges))
+        monkeypatch.setattr(client, "receive", killing)
+    rows = rows_of(read_with_agent(folder, settings, ranges))
     assert rows == rows_of(read_batches(settings, ranges))
     assert len(rows) == 8_000
     assert [answer.rows for answer in answered] == ([] if moment == "before" else [8_000])
 
 
-def test_a_task_that_dies_while_it_is_served_leaves_nothing_behind(
+def test_memory_is_freed_when_a_task_dies_while_it_is_served(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
-    home, ranges = many(topic, produce, reader)
-    answer = agent_words.exchange(home, ClaimGranted(ranges=tuple(ranges)))
-    assert isinstance(answer, Served) and answer.rows == 8_000  # and its connection is closed, with the rows in it
-    await_until(lambda: agent_words.looked(home).used == 0, agent_words.END_S, what="free memory")
-    assert len(rows_of(read_near(home, settings, ranges))) == 8_000
+    folder, ranges = many(topic, produce, reader)
+    answer = agent_words.exchange(folder, ClaimGranted(ranges=tuple(ranges)))
+    assert (
+        isinstance(answer, ServedRanges) and answer.rows == 8_000
+    )  # and its connection is closed, with the rows in it
+    await_until(lambda: agent_words.state_of(folder).used_bytes == 0, agent_words.END_S, what="free memory")
+    assert len(rows_of(read_with_agent(folder, settings, ranges))) == 8_000
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_huge_records_stay_within_the_memory(
+def test_huge_records_stay_within_the_memory_limit(
     topic: TopicFactory, produce: Produce, settings: dict[str, str], reader: StartAgent
 ) -> None:
     name = topic(3)
     ends = {TopicPartition(name, p): 20 for p in range(3)}
     for tp in ends:
         produce(name, [os.urandom(900_000) for _ in range(20)], partition=tp.partition)
-    home = reader(memory_bytes=6_000_000)
-    agent_words.tell(home, Ahead(dict.fromkeys(ends, 0)))
+    folder = reader(buffer_bytes=6_000_000)
+    agent_words.prefetch(folder, PrefetchPositions(dict.fromkeys(ends, 0)))
     looks: list[int] = []
 
     def full() -> bool:
-        looks.append(agent_words.looked(home).used)
+        looks.append(agent_words.state_of(folder).used_bytes)
         return looks[-1] > 4_500_000
 
-    await_until(full, agent_words.READY_S, what="as much as fits")
+    await_until(full, agent_words.READY_S, what="a full buffer")
     at = dict.fromkeys(ends, 0)
     rows: list[Row] = []
-    for _ in range(100):  # what was read makes room for more
+    for _ in range(100):  # freed records make room for more
         until = {tp: min(20, position + 3) for tp, position in at.items()}
-        rows += rows_of(read_near(home, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
+        rows += rows_of(read_with_agent(folder, settings, [OffsetRange(tp, at[tp], until[tp]) for tp in ends]))
         at = until
-        agent_words.tell(home, Ahead(at))
+        agent_words.prefetch(folder, PrefetchPositions(at))
         full()
         if at == ends:
             break
     assert max(looks) <= 6_000_000
     assert len(rows) == 60
-    assert agent_words.looked(home).rows > 0
+    assert agent_words.state_of(folder).rows > 0
 
 
-def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
-    """It neither asks brokers again and again for what it has no room for, nor looks whether it has."""
+def test_a_full_agent_is_idle(topic: TopicFactory, produce: Produce, reader: StartAgent) -> None:
+    """It neither fetches records without room again and again, nor polls for room."""
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [os.urandom(10_000) for _ in range(1_000)], partition=0)
-    home = reader(memory_bytes=2_000_000)
-    agent_words.tell(home, Ahead({tp: 0}))
-    await_until(lambda: agent_words.looked(home).used > 1_800_000, agent_words.READY_S, what="as much as fits")
+    folder = reader(buffer_bytes=2_000_000)
+    agent_words.prefetch(folder, PrefetchPositions({tp: 0}))
+    await_until(lambda: agent_words.state_of(folder).used_bytes > 1_800_000, agent_words.READY_S, what="a full buffer")
 
     def ticks() -> int:
-        fields = Path(f"/proc/{home.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{folder.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
     def rested() -> bool:
@@ -323,19 +329,19 @@ def test_a_full_agent_rests(topic: TopicFactory, produce: Produce, reader: Start
     await_until(rested, 30, what="two seconds with a twentieth of a core at most")
 
 
-# ------------------------------------------------------------------------------------------------- what is told anew
+# ------------------------------------------------------------------------------------ recreated topics, errors
 
 
-def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_one(
+def test_records_of_a_deleted_topic_are_not_served_for_the_recreated_one(
     topic: TopicFactory, produce: Produce, admin: AdminClient, settings: dict[str, str], reader: StartAgent
 ) -> None:
     name = topic()
     tp = TopicPartition(name, 0)
     produce(name, [f"old {i}" for i in range(50)], partition=0)
     old = ids_of(admin, name)
-    home = reader()
-    agent_words.tell(home, Ahead({tp: 0}, topic_ids=old))
-    agent_words.await_read(home, {tp: 50})
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=old))
+    agent_words.await_prefetched(folder, {tp: 50})
     admin.delete_topics([name])[name].result(30)
     await_until(lambda: admin.list_topics(name, timeout=10).topics[name].error, 30, what="deletion")
     topic(name=name)
@@ -343,27 +349,27 @@ def test_the_records_of_a_topic_that_was_made_anew_are_not_those_of_the_former_o
     new = ids_of(admin, name)
     wanted = [OffsetRange(tp, 0, 50)]
     for planned in (old, new):
-        assert near.ask(home, Piece(tuple(wanted), planned, {}), include_headers=False) == ([], wanted)
-    assert agent_words.looked(home).used == 0, "it is known to be another one now"
-    agent_words.tell(home, Ahead({tp: 0}, topic_ids=new))
-    agent_words.await_read(home, {tp: 80})
-    rows = rows_of(read_near(home, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
+        assert client.request_buffered(folder, Piece(tuple(wanted), planned, {}), include_headers=False) == ([], wanted)
+    assert agent_words.state_of(folder).used_bytes == 0, "the buffer of the deleted topic is dropped"
+    agent_words.prefetch(folder, PrefetchPositions({tp: 0}, topic_ids=new))
+    agent_words.await_prefetched(folder, {tp: 80})
+    rows = rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 0, 80)], topic_ids=new))
     assert [row["value"].decode() for row in rows] == [f"new {i}" for i in range(80)]
-    assert agent_words.looked(home).rows == 80
+    assert agent_words.state_of(folder).rows == 80
 
 
-def test_a_partition_that_meets_trouble_is_read_again_when_something_new_is_told(
+def test_a_partition_with_an_error_is_prefetched_again_from_the_next_position(
     topic: TopicFactory, produce: Produce, reader: StartAgent, settings: dict[str, str]
 ) -> None:
-    """A position that the log does not have: whether that is a loss, the task says that reads it."""
+    """A position that the log does not have. Whether records are lost is for the task that reads it to decide."""
     tp = TopicPartition(topic(), 0)
     produce(tp.topic, [str(i) for i in range(10)], partition=0)
-    home = reader()
-    agent_words.tell(home, Ahead({tp: 50}))
-    await_until(lambda: "out of range" in home.log.read_text().lower(), agent_words.READY_S, what="trouble")
-    agent_words.tell(home, Ahead({tp: 5}))
-    agent_words.await_read(home, {tp: 10})
+    folder = reader()
+    agent_words.prefetch(folder, PrefetchPositions({tp: 50}))
+    await_until(lambda: "out of range" in folder.log.read_text().lower(), agent_words.READY_S, what="the error")
+    agent_words.prefetch(folder, PrefetchPositions({tp: 5}))
+    agent_words.await_prefetched(folder, {tp: 10})
     gone = OffsetRange(TopicPartition(f"{tp.topic}-gone", 0), 0, 5)
-    agent_words.tell(home, Ahead({tp: 5, gone.tp: 0}))
+    agent_words.prefetch(folder, PrefetchPositions({tp: 5, gone.tp: 0}))
     with pytest.raises(TopicMissing):
-        rows_of(read_near(home, settings, [OffsetRange(tp, 5, 10), gone]))
+        rows_of(read_with_agent(folder, settings, [OffsetRange(tp, 5, 10), gone]))

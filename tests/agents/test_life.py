@@ -1,4 +1,4 @@
-"""How an agent comes and goes, as a real process; of Kafka it needs nothing for that."""
+"""The start and the end of an agent as a real process, without Kafka."""
 
 import contextlib
 import json
@@ -17,12 +17,11 @@ import agent_words
 import pytest
 from conftest import await_until
 
-from spark_group_source.agents import agent_folder as homes
 from spark_group_source.agents import processes, start
-from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, Home
-from spark_group_source.agents.prefetch import near
-from spark_group_source.agents.processes import Process, Watch
-from spark_group_source.agents.start import Order
+from spark_group_source.agents.agent_folder import LOG_BYTES_MAX, AgentFolder, agents_directory
+from spark_group_source.agents.prefetch import client
+from spark_group_source.agents.processes import ProcessId, ProcessWatch
+from spark_group_source.agents.start import AgentSettings
 from spark_group_source.host.run_files import directory
 
 STARTED_S = 20
@@ -32,9 +31,9 @@ WORKER = """
 import json, sys
 import agent_words
 from spark_group_source.agents import start
-start._BEGIN = agent_words.BEGIN
-home = start.start(start.Order(**json.loads(sys.argv[1])))
-sys.stdout.write(f"{home.path if home else None}\\n")
+start._MAIN = agent_words.MAIN
+folder = start.start_agent(start.AgentSettings(**json.loads(sys.argv[1])))
+sys.stdout.write(f"{folder.path if folder else None}\\n")
 sys.stdout.flush()
 """
 FORKING = f"""
@@ -45,7 +44,7 @@ for _ in range(int(sys.argv[2])):
             exec({WORKER!r})
         finally:
             os._exit(0)
-while os.wait()[0] and sys.stdin.read(1):  # as Spark's daemon: until its executor is gone
+while os.wait()[0] and sys.stdin.read(1):  # as Spark's daemon: until its executor has ended
     pass
 """
 EXECUTOR = """
@@ -58,14 +57,14 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def executor(*command: str, conf: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that stands in for an executor's JVM, and starts this command as its daemon or worker. Its own command
-    line has ``conf``."""
+    """A process in place of an executor's JVM, which starts this command as its daemon or worker. Its own command line
+    contains ``conf``."""
     with subprocess.Popen(
         [sys.executable, "-c", f"{EXECUTOR}# {conf}", "-c", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=tempfile.gettempdir(),  # Python looks for modules where it is started
+        cwd=tempfile.gettempdir(),  # Python also imports modules from its working directory
     ) as process:
         try:
             yield process
@@ -73,11 +72,11 @@ def executor(*command: str, conf: str = "") -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def order(**given: object) -> str:
-    return json.dumps({"run": "run", "settings": {}} | given)
+def settings(**more: object) -> str:
+    return json.dumps({"run": "run", "reader_settings": {}} | more)
 
 
-def homes_told(process: subprocess.Popen[str], count: int) -> set[str]:
+def folders_of(process: subprocess.Popen[str], count: int) -> set[str]:
     assert process.stdout is not None
     return {process.stdout.readline().strip() for _ in range(count)}
 
@@ -86,93 +85,95 @@ def homes_told(process: subprocess.Popen[str], count: int) -> set[str]:
 
 
 def test_workers_of_one_executor_start_one_agent() -> None:
-    with executor(FORKING, order(), "8") as jvm:
-        (place,) = homes_told(jvm, 8)
-        agent_words.await_ready(home := Home(Path(place)))
-        assert home.path.name.startswith(f"{jvm.pid}-"), "it belongs to the parent of their daemon"
-        assert agent_words.living() == [home.pid]
+    with executor(FORKING, settings(), "8") as jvm:
+        (place,) = folders_of(jvm, 8)
+        agent_words.await_ready(folder := AgentFolder(Path(place)))
+        assert folder.path.name.startswith(f"{jvm.pid}-"), "the executor is the parent of their daemon"
+        assert agent_words.living() == [folder.pid]
 
 
 @pytest.mark.parametrize(
     ("command", "conf"),
     [
-        ((FORKING, order(), "1"), ""),
-        ((WORKER, order()), ""),
-        ((WORKER, order()), "spark.python.daemon.module=pyspark.daemon"),
+        ((FORKING, settings(), "1"), ""),
+        ((WORKER, settings()), ""),
+        ((WORKER, settings()), "spark.python.daemon.module=pyspark.daemon"),
     ],
     ids=["daemon", "no daemon", "no daemon, but its name"],
 )
 def test_an_agent_outlives_its_worker_and_ends_with_its_executor(command: tuple[str, ...], conf: str) -> None:
     with executor(*command, conf=conf) as jvm:
-        (place,) = homes_told(jvm, 1)
-        agent_words.await_ready(home := Home(Path(place)))
-        assert home.path.name.startswith(f"{jvm.pid}-")
-        agent = Process.of(home.pid)
+        (place,) = folders_of(jvm, 1)
+        agent_words.await_ready(folder := AgentFolder(Path(place)))
+        assert folder.path.name.startswith(f"{jvm.pid}-")
+        agent = ProcessId.of(folder.pid)
         assert agent is not None
         parent = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent != jvm.pid, "its worker has ended"
         assert os.getsid(agent.pid) == agent.pid
         jvm.kill()
         agent_words.await_ended(agent.pid)
-    assert not home.path.exists()
+    assert not folder.path.exists()
 
 
-def test_runs_and_executors_have_an_agent_each(agent: Callable[..., Home]) -> None:
+def test_runs_and_executors_have_an_agent_each(agent: Callable[..., AgentFolder]) -> None:
     first, second = agent(run="one"), agent(run="two")
-    with executor(WORKER, order(run="one")) as jvm:
-        (place,) = homes_told(jvm, 1)
-        agent_words.await_ready(Home(Path(place)))
-        assert len(agent_words.living()) == len({first.pid, second.pid, Home(Path(place)).pid}) == 3
+    with executor(WORKER, settings(run="one")) as jvm:
+        (place,) = folders_of(jvm, 1)
+        agent_words.await_ready(AgentFolder(Path(place)))
+        assert len(agent_words.living()) == len({first.pid, second.pid, AgentFolder(Path(place)).pid}) == 3
 
 
-def test_the_end_of_a_process_is_seen_without_help_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_process_is_detected_without_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process = Process.of(child.pid)
+        process = ProcessId.of(child.pid)
         assert process is not None
-        watch = Watch(process)
+        watch = ProcessWatch(process)
         assert not watch.wait_ended(0)
         child.kill()
-        await_until(lambda: watch.wait_ended(0.05), 10, what="the end of the process")  # its parent has not looked yet
-    assert not Process(os.getpid(), process.started - 1).lives(), "another process with the same number"
+        await_until(
+            lambda: watch.wait_ended(0.05), 10, what="the end of the process"
+        )  # its parent has not waited for it yet
+    assert not ProcessId(os.getpid(), process.started - 1).is_alive(), "another process with the same number"
 
 
-def test_where_no_executor_can_be_seen_tasks_read_directly(
+def test_no_agent_is_started_if_the_executor_cannot_be_determined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(processes, "_stat", lambda _: None)
-    assert [start.start(Order("run", {})) for _ in range(2)] == [None, None]
-    assert caplog.text.count("no agent can be started here, tasks read directly") == 1
+    assert [start.start_agent(AgentSettings("run", {})) for _ in range(2)] == [None, None]
+    assert caplog.text.count("no agent can be started on this executor") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ secrets
 
 
-def test_secrets_are_seen_nowhere_and_its_folders_are_closed_to_others(agent: Callable[..., Home]) -> None:
-    home = agent(settings={"sasl.password": SECRET}, given={"secret": SECRET})
-    for folder in (directory(), homes.agents(), home.path):
-        assert folder.stat().st_mode & 0o077 == 0
+def test_secrets_are_not_visible_and_other_users_cannot_open_the_folders(agent: Callable[..., AgentFolder]) -> None:
+    folder = agent(reader_settings={"sasl.password": SECRET}, connection={"secret": SECRET})
+    for path in (directory(), agents_directory(), folder.path):
+        assert path.stat().st_mode & 0o077 == 0
     for name in ("cmdline", "environ"):
-        assert SECRET.encode() not in Path(f"/proc/{home.pid}/{name}").read_bytes()
-    agent_words.state(home)
+        assert SECRET.encode() not in Path(f"/proc/{folder.pid}/{name}").read_bytes()
+    agent_words.state(folder)
     files = [path for path in directory().rglob("*") if path.is_file()]
-    assert home.log in files
+    assert folder.log in files
     assert not any(SECRET.encode() in path.read_bytes() for path in files)
-    assert os.readlink(f"/proc/{home.pid}/fd/0") == "/dev/null"
-    assert SECRET not in repr(Order("run", {"sasl.password": SECRET}))
+    assert os.readlink(f"/proc/{folder.pid}/fd/0") == "/dev/null"
+    assert SECRET not in repr(AgentSettings("run", {"sasl.password": SECRET}))
 
 
-def test_settings_may_be_longer_than_a_pipe_is(agent: Callable[..., Home]) -> None:
-    agent(settings={"ssl.ca.pem": "x" * (1 << 20)})
+def test_settings_may_be_larger_than_a_pipe(agent: Callable[..., AgentFolder]) -> None:
+    agent(reader_settings={"ssl.ca.pem": "x" * (1 << 20)})
 
 
 # ---------------------------------------------------------------------------------------------------------- its start
 
 
 @pytest.mark.parametrize("kind", ["zip", "folder"])
-def test_the_agent_has_the_package_that_its_task_has(tmp_path: Path, kind: str) -> None:
+def test_the_agent_imports_the_package_of_its_task(tmp_path: Path, kind: str) -> None:
     """``--py-files`` puts an archive into the path of tasks; a wheel, or an unpacked archive, a folder."""
-    package = Path(near.__file__).parents[2]
+    package = Path(client.__file__).parents[2]
     place = tmp_path / "package.zip" if kind == "zip" else tmp_path / "unpacked"
     if kind == "zip":
         with zipfile.ZipFile(place, "w") as archive:
@@ -181,115 +182,117 @@ def test_the_agent_has_the_package_that_its_task_has(tmp_path: Path, kind: str) 
     else:
         shutil.copytree(package, place / package.name)
     (tmp_path / "agent_words.py").write_bytes(Path(agent_words.__file__).read_bytes())
-    told = order(given={"members": "Noted", "folder": str(tmp_path)})
-    # The tests' own folder comes behind: the hosted class needs words of it.
+    given = settings(connection={"kind": "NotingConnection", "folder": str(tmp_path)})
+    # The tests' folder comes last: the connection class of the test needs modules of it.
     places = os.pathsep.join([str(place), *map(str, (tmp_path, Path(agent_words.__file__).parent))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", places)
-        with executor(WORKER, told) as jvm:
-            homes_told(jvm, 1)
+        with executor(WORKER, given) as jvm:
+            folders_of(jvm, 1)
             found = await_until(lambda: tmp_path / "package" if (tmp_path / "package").exists() else None, STARTED_S)
             assert found is not None
             await_until(found.read_text, STARTED_S)
             assert found.read_text().startswith(str(place))
 
 
-def test_an_agent_that_cannot_start_is_said_once_and_not_tried_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    here = Process.of(os.getpid())
-    broken = Order("run", {}, given={"members": "Nothing"})
-    home = start.start(broken, here)
-    assert home is not None
-    await_until(lambda: agent_words.has_let_go(home), STARTED_S, what="the end of the agent")
-    said = home.log.read_text()
-    home.tries.write_text(json.dumps([9, time.time()]))  # the longest pause: this machine may be slow
+def test_an_agent_that_fails_to_start_is_logged_once_and_retried_after_a_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = ProcessId.of(os.getpid())
+    broken = AgentSettings("run", {}, connection={"kind": "Nothing"})
+    folder = start.start_agent(broken, here)
+    assert folder is not None
+    await_until(lambda: agent_words.is_unlocked(folder), STARTED_S, what="the end of the agent")
+    said = folder.log.read_text()
+    folder.attempts.write_text(json.dumps([9, time.time()]))  # the longest pause
     for _ in range(2):
-        start.start(broken, here)
-    assert home.log.read_text() == said, "none was started"
+        start.start_agent(broken, here)
+    assert folder.log.read_text() == said, "no agent was started"
     assert caplog.text.count("KeyError: 'Nothing'") == 1
-    assert "tasks read directly" in caplog.text
-    home.tries.write_text(json.dumps([1, 0.0]))  # long ago
-    start.start(Order("run", {}), here)
-    agent_words.await_ready(home)
+    assert "tasks read from the brokers" in caplog.text
+    folder.attempts.write_text(json.dumps([1, 0.0]))  # long ago
+    start.start_agent(AgentSettings("run", {}), here)
+    agent_words.await_ready(folder)
 
 
-def test_an_agent_that_was_killed_is_followed_by_another(agent: Callable[..., Home]) -> None:
-    home = agent()
-    first = home.pid
+def test_a_killed_agent_is_replaced(agent: Callable[..., AgentFolder]) -> None:
+    folder = agent()
+    first = folder.pid
     os.kill(first, signal.SIGKILL)
     agent_words.await_ended(first)
-    home.tries.unlink(missing_ok=True)  # as one that stayed for a while does
+    folder.attempts.unlink(missing_ok=True)  # as an agent does after some seconds
 
     def answers() -> bool:
-        start.start(Order("run", {}), Process.of(os.getpid()))  # one task after the other
-        return agent_words.state(home) is not None
+        start.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid()))  # as the next task does
+        return agent_words.state(folder) is not None
 
     await_until(answers, STARTED_S, what="an answer of another agent")
-    assert home.pid != first
+    assert folder.pid != first
 
 
-def test_a_place_that_others_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_other_users_can_write_to_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     directory().mkdir(mode=0o700)
     directory().chmod(0o777)
-    assert start.start(Order("run", {}), Process.of(os.getpid())) is None
-    assert "others can write to it" in caplog.text
+    assert start.start_agent(AgentSettings("run", {}), ProcessId.of(os.getpid())) is None
+    assert "other users can write to it" in caplog.text
 
 
-def test_what_killed_agents_left_is_removed_by_the_next_one(agent: Callable[..., Home]) -> None:
-    with executor(WORKER, order()) as jvm:
-        (place,) = homes_told(jvm, 1)
-        agent_words.await_ready(left := Home(Path(place)))
+def test_the_next_agent_removes_folders_of_killed_ones(agent: Callable[..., AgentFolder]) -> None:
+    with executor(WORKER, settings()) as jvm:
+        (place,) = folders_of(jvm, 1)
+        agent_words.await_ready(left := AgentFolder(Path(place)))
         os.kill(left.pid, signal.SIGKILL)
-        await_until(lambda: agent_words.has_let_go(left), STARTED_S, what="the end of the agent")
+        await_until(lambda: agent_words.is_unlocked(left), STARTED_S, what="the end of the agent")
     assert left.path.exists()
     agent()
     assert not left.path.exists()
 
 
-def test_a_folder_with_a_long_name_is_no_trouble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., Home]
+def test_the_socket_works_in_a_folder_with_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Callable[..., AgentFolder]
 ) -> None:
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    home = agent()
-    assert len(str(home.path)) > 108, "what fits into an address"
+    folder = agent()
+    assert len(str(folder.path)) > 108, "the limit of a socket address"
 
 
 # ------------------------------------------------------------------------------------------------------------ its end
 
 
-@pytest.mark.parametrize("how", ["bye", "folder", "SIGTERM"])
-def test_an_agent_ends_when_it_is_not_wanted(agent: Callable[..., Home], how: str) -> None:
-    home = agent()
-    pid = home.pid
-    if how == "bye":
-        agent_words.bye(home)
+@pytest.mark.parametrize("how", ["message", "folder", "SIGTERM"])
+def test_an_agent_ends_on_request(agent: Callable[..., AgentFolder], how: str) -> None:
+    folder = agent()
+    pid = folder.pid
+    if how == "message":
+        agent_words.end(folder)
     elif how == "folder":
-        home.remove()
+        folder.remove()
     else:
         os.kill(pid, signal.SIGTERM)
     agent_words.await_ended(pid)
-    assert not home.path.exists()
+    assert not folder.path.exists()
 
 
-def test_an_agent_ends_with_what_it_hosts(agent: Callable[..., Home], tmp_path: Path) -> None:
-    home = agent(given={"members": "Noted", "folder": str(tmp_path)})
-    pid = home.pid
-    await_until((tmp_path / "started").exists, STARTED_S, what="what it hosts: it serves a moment before")
+def test_an_agent_ends_when_its_connection_has_ended(agent: Callable[..., AgentFolder], tmp_path: Path) -> None:
+    folder = agent(connection={"kind": "NotingConnection", "folder": str(tmp_path)})
+    pid = folder.pid
+    await_until((tmp_path / "started").exists, STARTED_S, what="the connection, which starts after the server")
     assert not (tmp_path / "stopped").exists()
     (tmp_path / "over").touch()
     agent_words.await_ended(pid)
     assert (tmp_path / "stopped").exists()
 
 
-def test_an_agent_whose_end_hangs_is_gone_all_the_same(agent: Callable[..., Home]) -> None:
-    home = agent(given={"members": "Hanging"})
-    pid = home.pid
-    agent_words.bye(home)
+def test_an_agent_whose_end_hangs_exits(agent: Callable[..., AgentFolder]) -> None:
+    folder = agent(connection={"kind": "HangingConnection"})
+    pid = folder.pid
+    agent_words.end(folder)
     agent_words.await_ended(pid)
 
 
-def test_what_an_agent_says_is_bounded(agent: Callable[..., Home]) -> None:
-    home = agent(given={"members": "Talkative"})
-    assert home.log.stat().st_size <= LOG_BYTES_MAX
-    await_until(lambda: "is ready" in home.log.read_text(), STARTED_S, what="the last that it said")
+def test_the_log_of_an_agent_is_bounded(agent: Callable[..., AgentFolder]) -> None:
+    folder = agent(connection={"kind": "LoggingConnection"})
+    assert folder.log.stat().st_size <= LOG_BYTES_MAX
+    await_until(lambda: "is ready" in folder.log.read_text(), STARTED_S, what="its last log line")

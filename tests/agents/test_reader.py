@@ -1,10 +1,10 @@
-"""What an agent's reader takes of what its client brings, with a client that says what a test wants."""
+"""What the prefetcher buffers of what its client returns, with a scripted client."""
 
 import pytest
 from kit.fake_reader import FakeChunk, FakeClient, Message
 
-from spark_group_source.agents.prefetch.reader import Reader, Stock
-from spark_group_source.agents.task_messages import Ahead
+from spark_group_source.agents.prefetch.prefetcher import Prefetcher, SharedBuffers
+from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.planned_rows import DAMAGED, EOF
 from spark_group_source.reader.records import ClientEvent
@@ -18,8 +18,8 @@ def message(at: int, *, epoch: int = 3, size: int = 1) -> Message:
     return Message(TP, at, b"v" * size, epoch)
 
 
-class Scripted(FakeClient):
-    """A client that brings one thing after the other."""
+class ScriptedClient(FakeClient):
+    """A client whose next poll returns what the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,26 +31,26 @@ class Scripted(FakeClient):
 
 
 class Scene:
-    """A reader whose thread is the test's."""
+    """A prefetcher that runs on the test's thread."""
 
     def __init__(self, memory_bytes: int = 1 << 20) -> None:
-        self.stock = Stock(memory_bytes)
-        self.client = Scripted()
-        self.reader = Reader(self.stock, lambda: self.client, include_headers=False)  # type: ignore[arg-type, return-value]  # only what is used
+        self.buffers = SharedBuffers(memory_bytes)
+        self.client = ScriptedClient()
+        self.prefetcher = Prefetcher(self.buffers, lambda: self.client, include_headers=False)  # type: ignore[arg-type, return-value]  # only what is used
 
-    def tell(self, position: int, **more: object) -> None:
-        self.stock.follow(Ahead({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
-        self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
+    def follow(self, position: int, **more: object) -> None:
+        self.buffers.follow(PrefetchPositions({TP: position}, leader_epochs=EPOCH, **more))  # type: ignore[arg-type]  # of any field
+        self.prefetcher._assign(self.client)  # type: ignore[arg-type]  # see above
 
-    def bring(self, *what: Message | ClientEvent) -> None:
+    def poll(self, *what: Message | ClientEvent) -> None:
         records = [one for one in what if isinstance(one, Message)]
         self.client.next = FakeChunk(records, [one for one in what if isinstance(one, ClientEvent)])
-        self.reader._poll(self.client)  # type: ignore[arg-type]  # see above
-        self.reader._adjust(self.client)  # type: ignore[arg-type]  # see above
+        self.prefetcher._poll(self.client)  # type: ignore[arg-type]  # see above
+        self.prefetcher._assign(self.client)  # type: ignore[arg-type]  # see above
 
     def until(self) -> int:
-        """Where the range that a task asks for would be read directly from."""
-        with self.stock.locked() as buffers:
+        """Up to which offset a task's range is served."""
+        with self.buffers.locked() as buffers:
             taken = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
         return taken[0].until if taken else 0
 
@@ -62,73 +62,73 @@ def eof(at: int) -> ClientEvent:
 @pytest.fixture
 def scene() -> Scene:
     made = Scene()
-    made.tell(0)
+    made.follow(0)
     assert made.client.assigned == {TP: 0}
     return made
 
 
-def test_gaps_and_the_logs_end_are_known_to_hold_no_record(scene: Scene) -> None:
-    scene.bring(message(2), message(5))
-    scene.bring(eof(9))
+def test_gaps_and_the_end_of_the_log_are_covered_without_records(scene: Scene) -> None:
+    scene.poll(message(2), message(5))
+    scene.poll(eof(9))
     assert scene.until() == 9
 
 
-def test_records_below_the_position_are_not_taken_twice(scene: Scene) -> None:
-    scene.bring(message(0), message(1))
-    scene.bring(message(1), message(2))
-    with scene.stock.locked() as buffers:
+def test_records_below_the_position_are_not_buffered_again(scene: Scene) -> None:
+    scene.poll(message(0), message(1))
+    scene.poll(message(1), message(2))
+    with scene.buffers.locked() as buffers:
         (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
-        assert sum(piece.last - piece.first for piece in taken.pieces) == 3
+        assert sum(each.last - each.first for each in taken.ranges) == 3
 
 
 @pytest.mark.parametrize("event", [ClientEvent(min(DAMAGED), "damaged", TP, -1), ClientEvent(29, "refused", TP, -1)])
-def test_nothing_is_taken_of_what_comes_with_trouble_or_behind_it(scene: Scene, event: ClientEvent) -> None:
-    scene.bring(message(0))
-    scene.bring(message(1), message(3), event, eof(4))
-    scene.bring(message(4), eof(5))
+def test_records_with_or_after_an_error_are_not_buffered(scene: Scene, event: ClientEvent) -> None:
+    scene.poll(message(0))
+    scene.poll(message(1), message(3), event, eof(4))
+    scene.poll(message(4), eof(5))
     assert scene.client.assigned == {}
     assert scene.until() == 1
-    scene.tell(1)
+    scene.follow(1)
     assert scene.client.assigned == {TP: 1}
 
 
-def test_records_of_a_later_leader_wait_until_that_is_told(scene: Scene) -> None:
-    scene.bring(message(0), message(1, epoch=4), eof(2))
+def test_records_of_a_later_leader_are_not_buffered(scene: Scene) -> None:
+    scene.poll(message(0), message(1, epoch=4), eof(2))
     assert scene.client.assigned == {}
     assert scene.until() == 1
 
 
-def test_what_there_is_no_room_for_is_fetched_again_and_not_skipped() -> None:
+def test_records_without_room_are_fetched_again() -> None:
     scene = Scene(64 << 10)
-    scene.tell(0)
-    scene.bring(*(message(at, size=10_000) for at in range(9)), eof(9))
+    scene.follow(0)
+    scene.poll(*(message(at, size=10_000) for at in range(9)), eof(9))
     until = scene.until()
-    assert 0 < until < 9, "the log's end behind them proves nothing"
+    assert 0 < until < 9, "the log's end after dropped records proves nothing"
     assert scene.client.assigned == {}
-    with scene.stock.changing() as buffers:  # the task has it
-        buffers.drop("none")
-        buffers.used = 0
-    scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
+    with scene.buffers.changing() as buffers:  # the task has received it
+        buffers.drop_topic("none")
+        buffers.used_bytes = 0
+    scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
     assert scene.client.assigned == {TP: until}
 
 
-def test_what_was_read_for_a_former_plan_is_not_taken(scene: Scene) -> None:
-    scene.stock.follow(Ahead({TP: 50}, leader_epochs=EPOCH))  # and its client does not know yet
-    scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
+def test_records_fetched_before_a_seek_are_not_buffered(scene: Scene) -> None:
+    scene.buffers.follow(PrefetchPositions({TP: 50}, leader_epochs=EPOCH))  # the client is not assigned again yet
+    scene.prefetcher._poll(scene.client)  # type: ignore[arg-type]  # see above
     scene.client.next = FakeChunk([message(60)], [eof(61)])
-    scene.reader._poll(scene.client)  # type: ignore[arg-type]  # see above
-    with scene.stock.locked() as buffers:
+    scene.prefetcher._poll(scene.client)  # type: ignore[arg-type]  # see above
+    with scene.buffers.locked() as buffers:
         assert buffers.partitions[TP].position == 50
 
 
-def test_a_full_partition_makes_way_for_others_and_comes_back() -> None:
+def test_a_full_partition_is_unassigned_and_later_assigned_again() -> None:
     scene, other = Scene(64 << 10), TopicPartition("t", 1)
-    scene.stock.follow(Ahead({TP: 0, other: 0}, leader_epochs=EPOCH))
-    scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
-    scene.bring(*(message(at, size=8_000) for at in range(9)))
+    scene.buffers.follow(PrefetchPositions({TP: 0, other: 0}, leader_epochs=EPOCH))
+    scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
+    scene.poll(*(message(at, size=8_000) for at in range(9)))
     assert scene.client.assigned == {other: 0}
-    with scene.stock.changing() as buffers:
+    with scene.buffers.changing() as buffers:
         (taken,) = buffers.take(WANTED, {}, EPOCH, {"t": 1 << 40})
-        buffers.free(taken.pieces)
-    scene.reader._adjust(scene.client)  # type: ignore[arg-type]  # see above
+        buffers.free(taken.ranges)
+    scene.prefetcher._assign(scene.client)  # type: ignore[arg-type]  # see above
     assert scene.client.assigned == {other: 0, TP: taken.until}

@@ -1,4 +1,4 @@
-"""What an agent does with callers that are slow, silent, many, or talk nonsense. It needs no Kafka for that."""
+"""The prefetch server with clients that are slow, silent, many, or send garbage. Without Kafka."""
 
 import contextlib
 import json
@@ -12,20 +12,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_group_source.agents.agent_folder import Home
+from spark_group_source.agents.agent_folder import AgentFolder
 from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.channel.frames import framed
-from spark_group_source.agents.prefetch import near, server
-from spark_group_source.agents.task_messages import Part
+from spark_group_source.agents.channel.frames import frame
+from spark_group_source.agents.prefetch import client, server
+from spark_group_source.agents.task_messages import ServedRange
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 
 ENDED_S = 20.0
 
 
 @contextlib.contextmanager
-def connected(home: Home) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, home.address() as address:
-        connection.connect(address)
+def connect_to(folder: AgentFolder) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, folder.socket_path() as path:
+        connection.connect(path)
         connection.settimeout(ENDED_S)
         yield connection
 
@@ -38,7 +38,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 @pytest.fixture
-def home(agent: Callable[..., Home]) -> Home:
+def folder(agent: Callable[..., AgentFolder]) -> AgentFolder:
     return agent()
 
 
@@ -46,60 +46,60 @@ def home(agent: Callable[..., Home]) -> Home:
 @given(
     st.one_of(
         st.binary(max_size=200),
-        st.binary(max_size=200).map(framed),
+        st.binary(max_size=200).map(frame),
         st.recursive(
             st.none() | st.integers() | st.text(max_size=9),
             lambda inner: st.lists(inner, max_size=4),
             max_leaves=12,
-        ).map(lambda told: framed(json.dumps([1, 0, "Given", told]).encode())),
+        ).map(lambda body: frame(json.dumps([1, 0, "ClaimGranted", body]).encode())),
     )
 )
-def test_nonsense_ends_its_own_connection_only(home: Home, sent: bytes) -> None:
-    with connected(home) as connection:
+def test_garbage_closes_only_its_own_connection(folder: AgentFolder, sent: bytes) -> None:
+    with connect_to(folder) as connection:
         with contextlib.suppress(OSError):
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(OSError):
             while connection.recv(4096):
                 pass
-    assert agent_words.state(home)
+    assert agent_words.state(folder)
 
 
-def test_a_message_that_is_too_long_is_not_read(home: Home) -> None:
-    with connected(home) as connection:
-        connection.sendall(struct.pack(">I", near.CODEC.bytes_max + 1))
+def test_a_message_that_is_too_long_is_refused_by_its_length(folder: AgentFolder) -> None:
+    with connect_to(folder) as connection:
+        connection.sendall(struct.pack(">I", client.CODEC.bytes_max + 1))
         assert is_closed(connection)
-    assert agent_words.state(home)
+    assert agent_words.state(folder)
 
 
-def test_silent_callers_are_bounded_in_number_and_time(home: Home) -> None:
-    """The first ones hold all places; whoever comes then is refused at once, and again served when they are over."""
+def test_silent_connections_are_bounded_in_number_and_time(folder: AgentFolder) -> None:
+    """They occupy all connections; further ones are refused at once, until those time out."""
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(connected(home)) for _ in range(server.CONNECTIONS_MAX + 3)]
+        silent = [stack.enter_context(connect_to(folder)) for _ in range(server.CONNECTIONS_MAX + 3)]
         for connection in silent[-3:]:
             assert is_closed(connection)
         wanted = [OffsetRange(TopicPartition("t", 0), 0, 5)]
-        assert near.ask(home, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
+        assert client.request_buffered(folder, Piece(tuple(wanted)), include_headers=False) == ([], wanted)
         for connection in silent:
             assert is_closed(connection)
-    agent_words.await_ready(home)
+    agent_words.await_ready(folder)
 
 
-def test_a_caller_that_sends_byte_by_byte_has_no_more_time_than_others(home: Home) -> None:
-    with connected(home) as connection:
+def test_a_client_that_sends_byte_by_byte_times_out(folder: AgentFolder) -> None:
+    with connect_to(folder) as connection:
         connection.sendall(struct.pack(">I", 1 << 20))
         pause = threading.Event()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(round(ENDED_S / 0.05)):
                 connection.sendall(b" ")
                 pause.wait(0.05)
-            pytest.fail("it is still listened to")
+            pytest.fail("the connection is still open")
 
 
-def test_an_answer_that_cannot_be_is_not_believed() -> None:
+def test_an_impossible_response_is_refused() -> None:
     r = OffsetRange(TopicPartition("t", 0), 5, 9)
-    assert near._left([r], [Part(place=0, until=7, rows=1)]) == [OffsetRange(r.tp, 7, 9)]
-    assert near._left([r], [Part(place=0, until=9, rows=4)]) == []
-    for place, until in ((0, 4), (0, 10), (1, 7), (-1, 7)):
+    assert client._rest([r], [ServedRange(index=0, until=7, rows=1)]) == [OffsetRange(r.tp, 7, 9)]
+    assert client._rest([r], [ServedRange(index=0, until=9, rows=4)]) == []
+    for index, until in ((0, 4), (0, 10), (1, 7), (-1, 7)):
         with pytest.raises(WireError):
-            near._left([r], [Part(place=place, until=until, rows=1)])
+            client._rest([r], [ServedRange(index=index, until=until, rows=1)])

@@ -1,12 +1,12 @@
-"""What a stream reader with many agents pays for its control channel, and how long tasks wait for their pieces.
+"""The cost of the control channel for a stream reader with many agents, and how long tasks wait for their pieces.
 
 ``python -m tests.bench channel [--agents N ...] [--batches N]``
 
-The real server and claims in this process; the agents are played by two others over loopback sockets. Each agent has 10
-slots with 20 partitions each and starts 20 tasks a batch, each of which claims its piece and says when it ended. First
-as fast as a driver of Spark starts tasks, then all agents in the same instant. ``late`` is how late timers of the
-players were, at p99: on a machine that others keep busy, claims are late by as much. The last row has strangers beside
-the agents: half-open and slow connections, garbage, and frames that say that they are too long.
+The real server and claims run in this process; two other processes simulate agents over loopback sockets. Each agent
+has 10 slots with 20 partitions each and starts 20 tasks a batch, each of which claims its piece and reports its end:
+first as fast as Spark's driver starts tasks, then one task of every agent in the same instant. ``late`` is the delay of
+the simulators' timers at p99: on a busy machine claims are delayed by as much. The last row adds hostile connections:
+half-open and slow ones, garbage, and frames that are too long.
 """
 
 import argparse
@@ -27,14 +27,14 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from spark_group_source.agents.channel.client import Client
+from spark_group_source.agents.channel.client import ChannelClient
 from spark_group_source.agents.channel.codec import Codec
 from spark_group_source.agents.channel.handshake import Secret
-from spark_group_source.agents.channel.server import Limits, Peer, Server
-from spark_group_source.agents.control_server import set_aside
-from spark_group_source.agents.task_messages import CLAIM_MESSAGES, Claim, ClaimGranted, ClaimRefused, TaskEnded
+from spark_group_source.agents.channel.server import ChannelLimits, ChannelPeer, ChannelServer
+from spark_group_source.agents.control_server import freeze_objects
+from spark_group_source.agents.task_messages import TASK_MESSAGES, Claim, ClaimGranted, ClaimRefused, TaskEnded
 from spark_group_source.model import TopicPartition
-from spark_group_source.protocol.claims import Claims, Piece, Plan
+from spark_group_source.protocol.claims import Claims, PlannedPiece, TaskPlan
 from spark_group_source.protocol.offsets import StreamOffset
 
 AGENTS = (5, 50, 500)
@@ -42,31 +42,31 @@ SLOTS_EACH, PARTITIONS_EACH, TASKS_EACH = 10, 200, 20
 RECORDS = 5_000
 """Of each partition: ten partitions are worth a task."""
 TASKS_PER_S = 2_000
-"""The most that Spark's driver starts; small clusters are played as fast as this for each of their agents' share."""
-PLAYERS = 2
-PLAYER_S_MAX = 300
-"""How long a process that plays agents, or strangers, may live."""
+"""The most that Spark's driver starts; smaller clusters get a proportional rate."""
+SIMULATORS = 2
+SIMULATOR_S_MAX = 300
+"""Bound of a simulator process."""
 STRANGERS, STRANGERS_PER_S = 200, 200
-"""Connections that stay half open, and further ones a second that send what they should not."""
+"""Connections that stay half open, and further ones per second that send garbage."""
 P99_MS_MAX, CORES_MAX = 50.0, 0.5
-"""What the project promises, for 500 agents on 2 cores that also play them."""
-CODEC = Codec(CLAIM_MESSAGES)
+"""Targets, for 500 agents on 2 cores that also run the simulators."""
+CODEC = Codec(TASK_MESSAGES)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="channel")
     parser.add_argument("--agents", type=int, nargs="*", default=AGENTS)
     parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--play", choices=["agents", "strangers"], help=argparse.SUPPRESS)
+    parser.add_argument("--simulate", choices=["agents", "strangers"], help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    if chosen.play:
-        signal.alarm(PLAYER_S_MAX)
-        (_play if chosen.play == "agents" else _disturb)(json.loads(sys.stdin.readline()))
+    if chosen.simulate:
+        signal.alarm(SIMULATOR_S_MAX)
+        (_simulate if chosen.simulate == "agents" else _disturb)(json.loads(sys.stdin.readline()))
         return 0
     table = Table(title="claims over the control channel: as Spark starts tasks | all agents at once")
     missed = []
     for agents, disturbed in [*((agents, False) for agents in chosen.agents), (max(chosen.agents), True)]:
-        found = Coordinator(agents, disturbed=disturbed).run(chosen.batches)
+        found = StreamReader(agents, disturbed=disturbed).run(chosen.batches)
         for column in found.cells if not table.columns else ():
             table.add_column(column, justify="right", no_wrap=True)
         table.add_row(*found.cells.values())
@@ -80,49 +80,49 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Found(NamedTuple):
-    """What one size costs. ``cells``: all of it, by column. Times of claims are those of whoever asked."""
+    """The results for one size. ``cells``: by column. Times of claims are measured by the simulators."""
 
     p99_ms: float
     cores: float
     cells: dict[str, str]
 
 
-class Coordinator:
-    """The stream reader's part: claims behind a server, and the players that it starts."""
+class StreamReader:
+    """The stream reader's part: claims behind a server, and the simulators that it starts."""
 
     def __init__(self, agents: int, *, disturbed: bool = False) -> None:
         self._agents, self._disturbed = agents, disturbed
         self._claims = Claims("bench")
         self._died: list[BaseException] = []
         self._secret = Secret.new()
-        self._server = Server(
+        self._server = ChannelServer(
             CODEC,
             self._secret,
-            on_message=self._hear,
+            on_message=self._on_message,
             on_closed=lambda *_: None,
             died=self._died.append,
             hosts=["127.0.0.1"],
-            limits=Limits(),
+            limits=ChannelLimits(),
         )
 
     def run(self, batches: int) -> Found:
         me = psutil.Process()
         memory = me.memory_info().rss
         port = self._server.start()
-        players = [self._player(port, number) for number in range(PLAYERS)]
+        simulators = [self._start_simulator(port, number) for number in range(SIMULATORS)]
         strangers = [_started("strangers", {"port": port})] if self._disturbed else []
         try:
-            for player in (*players, *strangers):
-                _line(player)
-            cut_ms: list[float] = []
+            for simulator in (*simulators, *strangers):
+                _line(simulator)
+            plan_ms: list[float] = []
             steady: list[float] = []
             late: list[float] = []
             cpu_s = took_s = 0.0
             for seq in range(batches):
                 plan, spent_ms = self._plan(seq)
-                cut_ms.append(spent_ms)
+                plan_ms.append(spent_ms)
                 cpu_before_s, before_s = time.process_time(), time.monotonic()
-                for part in self._both(players, plan, len(plan.pieces), self._per_s()):
+                for part in self._both(simulators, plan, len(plan.pieces), self._per_s()):
                     steady += part["took_ms"]
                     late += part["late_ms"]
                 cpu_s += time.process_time() - cpu_before_s
@@ -131,14 +131,14 @@ class Coordinator:
             burst: list[float] = []
             for seq in range(batches):
                 plan, _ = self._plan(batches + seq)
-                for part in self._both(players, plan, self._agents, 0):
+                for part in self._both(simulators, plan, self._agents, 0):
                     burst += part["took_ms"]
             memory = me.memory_info().rss - memory
             refused = self._server.refused
         finally:
-            for player in (*players, *strangers):
-                player.kill()
-                player.wait()
+            for simulator in (*simulators, *strangers):
+                simulator.kill()
+                simulator.wait()
             assert self._server.stop()
         assert not self._died
         counts = {"agents": 1, "slots": SLOTS_EACH, "partitions": PARTITIONS_EACH, "tasks": TASKS_EACH}
@@ -146,7 +146,7 @@ class Coordinator:
         cells["agents"] += ", strangers" * self._disturbed
         p99_ms, cores = _at(steady, 0.99), cpu_s / took_s
         cells |= {
-            "cut": f"{min(cut_ms):.0f} ms",
+            "plan": f"{min(plan_ms):.0f} ms",
             "claims/s": f"{len(steady) / took_s:,.0f}",
             "p50": f"{_at(steady, 0.5):.1f} ms",
             "p99": f"{p99_ms:.1f} ms",
@@ -165,18 +165,18 @@ class Coordinator:
         return TASKS_PER_S * self._agents / max(AGENTS)
 
     def _both(
-        self, players: "list[subprocess.Popen[str]]", plan: Plan, tasks: int, per_s: float
+        self, simulators: "list[subprocess.Popen[str]]", plan: TaskPlan, tasks: int, per_s: float
     ) -> list[dict[str, list[float]]]:
         order = {"plan": plan.name, "tasks": tasks, "per_s": per_s, "agents": self._agents}
-        for number, player in enumerate(players):
-            _tell(player, {**order, "from": number})
-        return [_line(player) for player in players]
+        for number, simulator in enumerate(simulators):
+            _tell(simulator, {**order, "from": number})
+        return [_line(simulator) for simulator in simulators]
 
-    def _hear(self, peer: Peer, message: Any, asks: int) -> None:
+    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
         match message:
             case Claim():
                 piece = self._claims.claim(message.plan, message.task, message.executor)
-                if isinstance(piece, Piece):
+                if isinstance(piece, PlannedPiece):
                     peer.send(
                         ClaimGranted(ranges=piece.ranges, topic_ids={"orders": "a-topic-id-of-kafka-22"}), answers=asks
                     )
@@ -185,46 +185,46 @@ class Coordinator:
             case TaskEnded():
                 self._claims.ended(message.plan, message.task, message.executor)
 
-    def _plan(self, seq: int) -> tuple[Plan, float]:
+    def _plan(self, seq: int) -> tuple[TaskPlan, float]:
         count = self._agents * PARTITIONS_EACH
         at = seq * RECORDS
         ranges = {TopicPartition("orders", p): (at, at + RECORDS) for p in range(count)}
-        lent = {tp: str(tp.partition % self._agents) for tp in ranges}
+        placed = {tp: str(tp.partition % self._agents) for tp in ranges}
         offset = StreamOffset(group="bench", stream="9f2c", seq=seq, ranges=ranges)
         started = time.process_time()
-        plan = self._claims.cut(offset, lent)
+        plan = self._claims.plan_tasks(offset, placed)
         spent_ms = (time.process_time() - started) * 1000
-        set_aside()
+        freeze_objects()
         return plan, spent_ms
 
-    def _player(self, port: int, number: int) -> "subprocess.Popen[str]":
-        agents = list(range(number, self._agents, PLAYERS))
-        return _started("agents", {"port": port, "secret": self._secret.reveal(), "agents": agents})
+    def _start_simulator(self, port: int, number: int) -> "subprocess.Popen[str]":
+        agents = list(range(number, self._agents, SIMULATORS))
+        return _started("agents", {"port": port, "secret": self._secret.to_hex(), "agents": agents})
 
 
 def _started(role: str, given: dict[str, Any]) -> "subprocess.Popen[str]":
-    player = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench", "channel", "--play", role],
+    simulator = subprocess.Popen(
+        [sys.executable, "-m", "tests.bench", "channel", "--simulate", role],
         cwd=Path(__file__).resolve().parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    _tell(player, given)
-    return player
+    _tell(simulator, given)
+    return simulator
 
 
-def _tell(player: "subprocess.Popen[str]", what: object) -> None:
-    assert player.stdin is not None
-    player.stdin.write(json.dumps(what) + "\n")
-    player.stdin.flush()
+def _tell(simulator: "subprocess.Popen[str]", what: object) -> None:
+    assert simulator.stdin is not None
+    simulator.stdin.write(json.dumps(what) + "\n")
+    simulator.stdin.flush()
 
 
-def _line(player: "subprocess.Popen[str]") -> Any:
-    """What a player says next; one that is silent too long ends by itself, and so does this."""
-    assert player.stdout is not None
-    while not (line := player.stdout.readline()).startswith("{"):  # the name of the benchmark is a line too
-        assert line, "a player ended"
+def _line(simulator: "subprocess.Popen[str]") -> Any:
+    """The next output of a simulator; one that runs too long ends by itself."""
+    assert simulator.stdout is not None
+    while not (line := simulator.stdout.readline()).startswith("{"):  # skip the benchmark's heading
+        assert line, "a simulator ended"
     return json.loads(line)
 
 
@@ -232,18 +232,20 @@ def _at(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else 0.0
 
 
-# --- in the processes that play agents and strangers ----------------------------------------------------------------
+# --- in the simulators ----------------------------------------------------------------------------------------------
 
 
-def _play(given: dict[str, Any]) -> None:
-    address, secret = ("127.0.0.1", given["port"]), Secret.revealed(given["secret"])
-    agents = {str(executor): Client([address], CODEC, secret, PLAYER_S_MAX) for executor in given["agents"]}
+def _simulate(given: dict[str, Any]) -> None:
+    address, secret = ("127.0.0.1", given["port"]), Secret.from_hex(given["secret"])
+    agents = {str(executor): ChannelClient([address], CODEC, secret, SIMULATOR_S_MAX) for executor in given["agents"]}
     with ThreadPoolExecutor(len(agents)) as pool:
         print("{}", flush=True)
         for line in sys.stdin:
             order, began_s = json.loads(line), time.monotonic()
             played = [
-                pool.submit(_tasks, agents[executor], executor, order, began_s, first=number * PLAYERS + order["from"])
+                pool.submit(
+                    _tasks, agents[executor], executor, order, began_s, first=number * SIMULATORS + order["from"]
+                )
                 for number, executor in enumerate(agents)
             ]
             found = [one.result() for one in played]
@@ -251,12 +253,12 @@ def _play(given: dict[str, Any]) -> None:
 
 
 def _tasks(
-    client: Client, executor: str, order: dict[str, Any], began_s: float, *, first: int
+    client: ChannelClient, executor: str, order: dict[str, Any], began_s: float, *, first: int
 ) -> dict[str, list[float]]:
-    """The tasks of one executor, each at its time: as the driver starts them, one after the other, over all executors.
+    """Run the tasks of one executor at their times: the driver starts tasks in turn, over all executors.
 
     Returns:
-        Milliseconds: how long each task waited for its piece, and how late it began.
+        In ms: how long each task waited for its piece, and how late it started.
     """
     found: dict[str, list[float]] = {"took_ms": [], "late_ms": []}
     for task in range(first, order["tasks"], order["agents"]):
@@ -266,7 +268,7 @@ def _tasks(
                 time.sleep(wait_s)
                 found["late_ms"].append((time.monotonic() - due_s) * 1000)
         started_s = time.monotonic()
-        piece = client.request(Claim(plan=order["plan"], task=task, executor=executor), PLAYER_S_MAX)
+        piece = client.request(Claim(plan=order["plan"], task=task, executor=executor), SIMULATOR_S_MAX)
         found["took_ms"].append((time.monotonic() - started_s) * 1000)
         assert isinstance(piece, ClaimGranted), piece
         client.send(TaskEnded(plan=order["plan"], task=task, executor=executor))
@@ -274,7 +276,7 @@ def _tasks(
 
 
 def _disturb(given: dict[str, Any]) -> None:
-    """Connections of nobody: some say nothing or a byte at a time, the others what they should not."""
+    """Open hostile connections: some send nothing or single bytes, the others garbage."""
     where = ("127.0.0.1", given["port"])
     print("{}", flush=True)
     kept: list[socket.socket] = []
@@ -284,14 +286,14 @@ def _disturb(given: dict[str, Any]) -> None:
         struct.pack(">I", 400) + b"{" * 400,
         b"GET / HTTP/1.1\r\n\r\n",
     )
-    for n in range(STRANGERS_PER_S * PLAYER_S_MAX):
+    for n in range(STRANGERS_PER_S * SIMULATOR_S_MAX):
         time.sleep(1 / STRANGERS_PER_S)
         each = socket.create_connection(where, timeout=5)
         try:
             each.sendall(kinds[n % len(kinds)] if n % 4 else b"")
             for slow in kept[n % 10 :: 10]:
                 slow.send(b"\0")
-        except OSError:  # it was closed, as it should be
+        except OSError:  # closed by the server, as expected
             pass
         kept.append(each)
         if len(kept) > STRANGERS:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from confluent_kafka import Producer
 
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
-from spark_group_source.agents.agent_folder import Home, agents
+from spark_group_source.agents.agent_folder import AgentFolder, agents_directory
 from spark_group_source.host.run_files import directory
 from spark_group_source.local.broker import Broker
 
@@ -173,8 +173,9 @@ def _processes() -> Iterator[tuple[int, str]]:
                 yield int(process.name), kind
 
 
-def homes() -> list[Home]:
-    return [Home(path) for path in agents().iterdir()] if agents().is_dir() else []
+def agent_folders() -> list[AgentFolder]:
+    folder = agents_directory()
+    return [AgentFolder(path) for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def rows_from_memory() -> int:
@@ -222,7 +223,7 @@ class Bench:
             yield query
         finally:
             query.stop()
-            await_(lambda: not homes(), "the end of the agents")
+            await_(lambda: not agent_folders(), "the end of the agents")
 
     def read(self, kind: str, *, records: int, size: int, every_s: int) -> Run:
         """Read the whole topic in batches of ``size``; the last ``records`` of it are measured."""

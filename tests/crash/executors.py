@@ -60,8 +60,8 @@ class TellingReader(GroupStreamReader):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         found = super().partitions(start, end)
-        if self._reception is not None:
-            Path(self._told).write_text(self._reception.secret.reveal())
+        if self._control_server is not None:
+            Path(self._told).write_text(self._control_server.secret.to_hex())
         return found
 
 

@@ -19,7 +19,7 @@ from kafka_words import Produce, await_progress, committed_of, end_offsets_of
 from streams import numbered, options_of
 
 from crash.running import job, progress_of
-from spark_group_source.agents.agent_folder import agents
+from spark_group_source.agents.agent_folder import agents_directory
 from spark_group_source.host import run_files
 
 SESSION_MS = 15_000
@@ -169,7 +169,7 @@ def living() -> list[int]:
 def by_executor() -> dict[int, int]:
     """Agents of this user, by the executor that each is for."""
     found = {}
-    for lock in agents().glob("*/lock"):
+    for lock in agents_directory().glob("*/lock"):
         with contextlib.suppress(OSError, ValueError, psutil.Error):
             pid = int(lock.read_text())
             if "spark-group-agent" in psutil.Process(pid).cmdline():

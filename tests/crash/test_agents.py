@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from crash.lent import Watched, Where, arguments, by_executor, descendants, environment, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
-from spark_group_source.agents.agent_folder import agents
+from spark_group_source.agents.agent_folder import agents_directory
 from spark_group_source.cli.app import app
 from spark_group_source.host.run_files import snapshot
 
@@ -135,7 +135,7 @@ def test_B72_workers_are_forked_without_a_client_and_are_no_members(shared: Watc
     shared.await_spread(used_again, "workers that are used again")
     shared.await_rows()
     assert {one["clients of the daemon"] for one in shared.said()} == {0}
-    assert set(describe(shared.where.admin, shared.group).members) == places(shared)
+    assert set(describe(shared.where.admin, shared.group).members) == listen_addresses(shared)
 
 
 def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(shared: Watched) -> None:
@@ -150,7 +150,7 @@ def test_G9_no_secret_is_in_a_log_a_process_list_an_event_log_a_page_or_a_plan(s
     shown = {"arguments": arguments(), "the driver's log": shared.log.encode()}
     shown |= {f"the environment of {pid}": environment(pid) for pid in [*descendants(driver), *lent.values()]}
     shown |= {str(path): path.read_bytes() for folder in executors for path in folder.glob("std*")}
-    shown |= {str(path): path.read_bytes() for path in agents().glob("*/log")}
+    shown |= {str(path): path.read_bytes() for path in agents_directory().glob("*/log")}
     for folder in ("events", "checkpoint", "table/_delta_log"):
         shown |= {str(path): path.read_bytes() for path in (shared.home / folder).rglob("*") if path.is_file()}
     shown |= pages((shared.home / "ui").read_text())
@@ -184,7 +184,7 @@ def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_a
     after = shared.run
     assert (after["generation"], after["lost"] > 0) == (before["generation"], True), "a rebalance"
     assert sum(after["recalled"]) == after["recalls"] > before["recalls"]
-    assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == places(shared)
+    assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == listen_addresses(shared)
 
 
 @pytest.mark.proves("G7", level="spark")
@@ -209,7 +209,7 @@ def test_B64_G7_an_executor_that_is_lost_in_a_batch_costs_no_row_no_rebalance_an
     others = {tuple(row) for one in shared.said() if one["executor"] != lost for row in one["rows"]}
     assert mine and mine <= others, "another one read its ranges"
     assert shared.run["generation"] == before["generation"], "a rebalance"
-    assert set(describe(shared.where.admin, shared.group).members) == places(shared)
+    assert set(describe(shared.where.admin, shared.group).members) == listen_addresses(shared)
 
 
 def test_no_agent_outlives_a_driver_that_is_killed(shared: Watched) -> None:
@@ -230,7 +230,7 @@ def moved(job: Watched) -> bool:
     return sum(assigned) == job.where.partitions
 
 
-def places(job: Watched) -> set[str]:
+def listen_addresses(job: Watched) -> set[str]:
     """The names of its members at Kafka."""
     return {f"{job.group}.{job.run['stream']}.{slot}" for slot in range(2)}
 

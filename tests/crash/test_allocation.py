@@ -11,7 +11,7 @@ from conftest import Produce, TopicFactory
 from crash.lent import Watched, Where, living
 from crash.running import HANG_S
 from crash.standalone import package_as_zip, python_without_package, standalone
-from spark_group_source.agents.agent_folder import agents
+from spark_group_source.agents.agent_folder import agents_directory
 from spark_group_source.local.broker import Broker
 
 PARTITIONS = 4
@@ -66,7 +66,7 @@ def test_members_live_beside_executors_that_have_no_daemon_for_their_workers(wat
         watched.await_rows()
         watched.await_lent()
         (_,) = living()
-        (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents().iterdir()}
+        (executor,) = {psutil.Process(int(path.name.split("-")[0])) for path in agents_directory().iterdir()}
         assert "org.apache.spark.deploy.SparkSubmit" in executor.cmdline()
         assert not any("pyspark.daemon" in command for command in commands_below(executor))
         assert watched.run["recalls"] == 0

@@ -1,4 +1,4 @@
-"""What goes wrong with agents and their channels, beside all that goes wrong without them.
+"""Faults of agents and their channels, in addition to the faults without agents.
 
 Runs in: tests. Deliberately absent: the agents (``agents``).
 """
@@ -11,7 +11,7 @@ from kit.spark import SparkRun
 SILENT_MS = (500, 3_000, 6_000, 15_000)
 """Shorter and longer than a lease."""
 SHARE = 0.5
-"""How many of the faults are of agents."""
+"""Share of agents' faults among all."""
 
 
 class AgentFaults(Faults):
@@ -47,9 +47,9 @@ class AgentFaults(Faults):
 
     @of(_agent)
     def silence_channel(self, agent: Agent) -> None:
-        """Whatever is sent is swallowed, both ways, and nobody hears of that."""
+        """Drop all messages, both ways, without closing the channel."""
         agent.silent_until_ms = self.world.now_ms + self.draws.choice(SILENT_MS)
-        self.world.note(f"{agent.process.name}: not heard until {agent.silent_until_ms}")
+        self.world.note(f"{agent.process.name}: silent until {agent.silent_until_ms}")
 
     @of(_agent)
     def bye_agent(self, agent: Agent) -> None:
@@ -64,17 +64,17 @@ class AgentFaults(Faults):
 
     @of(_agent)
     def cut_agent_off(self, agent: Agent) -> None:
-        """It reaches no broker, while its channel works."""
+        """The agent reaches no broker, while its channel works."""
         self._cut_off(agent.process)
 
     @of(_agent)
-    def break_lent_member(self, agent: Agent) -> bool:
-        """A fatal error ends one member of an agent."""
+    def break_placed_member(self, agent: Agent) -> bool:
+        """One member of an agent meets a fatal error."""
         return self._breaks(agent.process)
 
     @of(Faults._run)
     def change_executors(self, run: SparkRun) -> bool:
-        """Spark takes more executors, or fewer."""
+        """Spark adds or removes executors."""
         if run.executors is None:
             return False
         wanted = self.draws.randint(0, EXECUTORS_MAX)

@@ -1,9 +1,9 @@
-"""Executors with agents that host members of a simulated query, and the channels between them and the stream reader.
+"""Executors with agents on which members of a simulated query are placed, and their channels to the stream reader.
 
-Runs in: tests. What ships runs on both ends (``members.hosted``, ``driver.hosts``); a channel is a model. It keeps the
-order of what it carries, as TCP does, and may delay it, and lose it with a cut. A message that is swallowed or repeated
-on the way ends the channel when the next one arrives in its direction, as the numbers in the seals do.
-Deliberately absent: bytes, handshakes, tasks that read from an agent.
+Runs in: tests. Both ends are shipped code (``agents.hosted_members``, ``agents.connected_agents``), the channel is a
+model. It keeps messages in order, as TCP does, delays them, and loses them when it is closed. A message that is dropped
+on the way closes the channel when the next one arrives in its direction, as the MACs do. Deliberately absent: bytes,
+handshakes, tasks that read from an agent.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from kit.environment import SimulatedEnvironment
 from kit.invariants import Invariants
 from kit.world import Draws, Process, Thread, World, the_thread
 from spark_group_source.agents import member_messages as ms
-from spark_group_source.agents.hosted_member import Hosted
+from spark_group_source.agents.hosted_members import HostedMembers
 from spark_group_source.protocol.placement import CLOSE_MS_MAX
 from spark_group_source.protocol.slots import HOME
 from spark_group_source.protocol.states import SlotState
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from kit.spark import SparkRun
 
 CONNECT_MS = (5, 800)
-"""Before an agent whose channel is cut has tried another."""
-HEARD_CUT_MS = (0, 3_000)
-"""From a cut until each end hears of it."""
-HEARD_TORN_MS = (0, 100)
-"""The same where one end closes it, because a message is missing."""
+"""From a closed channel until the agent tries another."""
+CLOSE_SEEN_MS = (0, 3_000)
+"""From the loss of a channel until each end detects it."""
+TORN_SEEN_MS = (0, 100)
+"""The same if one end closes it because a message is missing."""
 OUTLIVES_MS = (0, 10_000)
 """How long an agent may outlive its executor."""
 EXECUTORS_MAX = 3
 LOOK_MS = 10_000
-"""How late the run may look at its clock: its worker may wait for brokers."""
+"""How late the run may look at its clock: its request thread may wait for brokers."""
 TWO_MS_MAX = 20_000
-"""How long a place may have two members that live: until the one that was fenced hears of it, or of its end."""
+"""How long an instance id may have two living members: until the fenced one learns it, or that it has to end."""
 WITH_MEMBER = frozenset({SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING})
 
 M = TypeVar("M")
@@ -45,7 +45,7 @@ M = TypeVar("M")
 
 @dataclass
 class Luck:
-    """How likely each misfortune of one message is."""
+    """The probability of each fault of a message."""
 
     swallowed: float = 0.0
     cut: float = 0.0
@@ -53,7 +53,7 @@ class Luck:
 
 
 class Inbox(Generic[M]):
-    """What has come to a process, and the thread there that takes it, one after the other."""
+    """Messages that arrived at a process, and the thread there that takes them in order."""
 
     def __init__(self, process: Process, take: Callable[[M], None]) -> None:
         self._items: deque[M] = deque()
@@ -76,19 +76,19 @@ class Inbox(Generic[M]):
 
 
 class Channel:
-    """One connection of an agent with a run. It is the run's peer."""
+    """One connection of an agent with a run: the run's ``AgentConnection``."""
 
     def __init__(self, world: World, agent: "Agent", run: "SparkRun", luck: Luck) -> None:
         self.world, self.agent, self.run, self.luck = world, agent, run, luck
         self.open = True
         self._arrived_ms = {"agent": 0, "run": 0}
-        self._torn: set[str] = set()  # directions in which a message is missing
+        self._torn: set[str] = set()  # directions in which a message was lost
         self._draws = {to: agent.process.draws(f"channel to {to}") for to in self._arrived_ms}
 
     # --- the run's end ----------------------------------------------------------------------------------------------
 
     def send(self, message: ms.AgentOrders) -> None:
-        self.carry("agent", lambda: self.agent.heard(self, message))
+        self.carry("agent", lambda: self.agent.receive(self, message))
 
     def drop(self, reason: str) -> None:
         del reason
@@ -99,13 +99,13 @@ class Channel:
     def to_run(self, message: ms.AgentReport) -> None:
         self.carry("run", lambda: self.run.heard(self, message))
 
-    def cut(self, heard_ms: tuple[int, int] = HEARD_CUT_MS) -> None:
-        """What is under way is lost."""
+    def cut(self, seen_ms: tuple[int, int] = CLOSE_SEEN_MS) -> None:
+        """Close the channel: messages on their way are lost."""
         if self.open:
             self.open = False
-            self.world.note(f"{self.agent.process.name}: its channel is cut")
-            self.world.at(self._draws["run"].between(*heard_ms), lambda: self.run.cut(self))
-            self.world.at(self._draws["agent"].between(*heard_ms), lambda: self.agent.cut(self))
+            self.world.note(f"{self.agent.process.name}: its channel is closed")
+            self.world.at(self._draws["run"].between(*seen_ms), lambda: self.run.cut(self))
+            self.world.at(self._draws["agent"].between(*seen_ms), lambda: self.agent.cut(self))
 
     def carry(self, to: str, deliver: Callable[[], None]) -> None:
         world, draws = self.world, self._draws[to]
@@ -124,21 +124,22 @@ class Channel:
 
     def _arrive(self, deliver: Callable[[], None], *, torn: bool) -> None:
         if torn:
-            self.cut(HEARD_TORN_MS)
+            self.cut(TORN_SEEN_MS)
         elif self.open:
             deliver()
 
 
-class WatchedHosted(Hosted):
-    """The shipped one. The books hear when it gives up: its members' partitions go without a word of the run's."""
+class WatchedMembers(HostedMembers):
+    """The shipped class. Notes in the books when it ends by itself: its members give up partitions that the run did not
+    release."""
 
     truth: Invariants
     process: Process
 
-    def _end(self, why: str) -> None:
-        self.process.world.note(f"{self.process.name}: the agent ends: {why}")
+    def _end(self, reason: str) -> None:
+        self.process.world.note(f"{self.process.name}: the agent ends: {reason}")
         self.truth.gives_up(self.process.name)
-        super()._end(why)
+        super()._end(reason)
 
 
 class Agent:
@@ -158,15 +159,15 @@ class Agent:
         self._draws = self.process.draws("agent")
         truth.reads_for(self.process.name, run.reader)
         environment = SimulatedEnvironment(self.process, cluster)
-        self.hosted = WatchedHosted(
-            host=environment.new_id(),
+        self.hosted = WatchedMembers(
+            agent=environment.new_id(),
             executor=executor,
             name=executor,
             settings=run.options.member_settings(),
             environment=environment,
             send=self._send,
-            ended=self._ended,
-            deaf=self._deaf,
+            on_ended=self._on_ended,
+            on_silent=self._on_silent,
         )
         self.hosted.truth, self.hosted.process = truth, self.process
         self._inbox: Inbox[tuple[Channel, ms.AgentOrders | None]] | None = None
@@ -177,18 +178,18 @@ class Agent:
         return self.process.alive and not self.process.frozen and not self.ended
 
     def kill(self) -> None:
-        """With all members, none of which closes."""
+        """Kill it with all its members; none of them closes."""
         if self.process.alive:
             self.process.kill()
             self.gone_ms = self._world.now_ms
             if self.channel is not None and self._draws.chance(0.7):
-                self.channel.cut()  # else the whole machine is gone, and nobody says so
+                self.channel.cut()  # else the whole machine is gone, and the connection stays silent
 
     def bye(self) -> None:
-        """Its executor is gone."""
-        self.process.spawn("watch", lambda: self.hosted.close("its executor is gone"))
+        """Its executor has ended."""
+        self.process.spawn("watch", lambda: self.hosted.close("its executor ended"))
 
-    def heard(self, channel: Channel, message: ms.AgentOrders) -> None:
+    def receive(self, channel: Channel, message: ms.AgentOrders) -> None:
         if self._inbox is not None:
             self._inbox.put((channel, message))
 
@@ -198,7 +199,7 @@ class Agent:
             self.process.later("connects", self._draws.between(*CONNECT_MS), self.connect)
 
     def connect(self) -> None:
-        """Once more, as long as the run's process is there."""
+        """Connect again, as long as the run's process lives."""
         if self.ended or self.channel is not None:
             return
         if not self.run.process.alive or self._inbox is None:
@@ -209,7 +210,7 @@ class Agent:
 
     def _main(self) -> None:
         self._inbox = Inbox(self.process, self._take)
-        self.hosted.begin()
+        self.hosted.start()
         self.connect()
 
     def _take(self, item: tuple[Channel, ms.AgentOrders | None]) -> None:
@@ -217,20 +218,20 @@ class Agent:
         if channel is not self.channel:
             return
         if message is None:
-            self.hosted.opened()
+            self.hosted.connected()
         else:
-            self.hosted.take(message)
+            self.hosted.receive(message)
 
     def _send(self, message: ms.AgentReport) -> None:
         if self.channel is not None:
             self.channel.to_run(message)
 
-    def _deaf(self) -> None:
+    def _on_silent(self) -> None:
         if self.channel is not None:
             self.channel.cut()
 
-    def _ended(self, why: str) -> None:
-        del why
+    def _on_ended(self, reason: str) -> None:
+        del reason
         self.ended, self.gone_ms = True, self._world.now_ms
         self.process.kill("ends")
 
@@ -252,7 +253,7 @@ class Executors:
         self._world, self._cluster, self._truth, self._draws = world, cluster, truth, draws
 
     def task(self, run: "SparkRun") -> None:
-        """A batch of this run is read on all executors there are."""
+        """Read a batch of this run on all executors."""
         for number in range(self.wanted):
             executor = f"x{number}"
             if not any(agent.executor == executor for agent in self.of(run)) and self._draws.chance(0.9):
@@ -261,7 +262,7 @@ class Executors:
             over = agent.run is not run and agent.healthy and agent.channel is None
             if over and not agent.run.process.alive and self._draws.chance(0.3):
                 agent.former |= not agent.hosted._fresh
-                agent.run = run  # one of a run that is over finds this one
+                agent.run = run  # an agent of an ended run finds this one at its addresses
 
     def start(self, run: "SparkRun", executor: str) -> None:
         self.agents.append(
@@ -269,11 +270,11 @@ class Executors:
         )
 
     def of(self, run: "SparkRun") -> list[Agent]:
-        """Agents of this run that live."""
+        """The living agents of this run."""
         return [agent for agent in self.agents if agent.run is run and agent.process.alive and not agent.ended]
 
     def calm(self) -> None:
-        """Nothing goes wrong any more."""
+        """Stop all faults."""
         self.luck.swallowed = self.luck.cut = 0.0
         self.luck.delay_ms_max = 10
         for agent in self.agents:
@@ -282,36 +283,36 @@ class Executors:
                 agent.process.thaw()
 
     def wrong(self, run: "SparkRun") -> str | None:
-        """Which rule of lending is broken in a run that lives, if any is."""
+        """The rule of placement that a living run violates, if any."""
         assert run.watched is not None
         if run.watched.closed:
-            return None  # it hears of nobody any more
+            return None  # a closed run ignores its agents
         lending, now_ms = run.watched.lending, self._world.now_ms
         self._transactional |= self._cluster.transactions_allowed
         executors = [host.executor for host in lending.hosts.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
         for agent in self.agents:
-            if agent.former and agent.hosted._host in lending.hosts.all:
-                return f"{agent.process.name} was another run's, and is a host of this one"
-            if agent.gone_ms is not None and agent.hosted._host in lending.hosts.all:
+            if agent.former and agent.hosted._agent in lending.hosts.all:
+                return f"{agent.process.name} was another run's, and is used by this one"
+            if agent.gone_ms is not None and agent.hosted._agent in lending.hosts.all:
                 gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
-                    return f"{agent.process.name} is gone for {gone_ms} ms, and is a host"
+                    return f"{agent.process.name} is gone for {gone_ms} ms, and is still used"
         for slot in run.watched.slots.all:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
                 return f"slot {slot.number} moves for {moving_ms} ms"
             if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in lending.hosts.all:
-                return f"slot {slot.number} lives at agent {slot.host}, which is gone"
+                return f"slot {slot.number} is placed on agent {slot.host}, which is gone"
             if slot.host != HOME and not self._transactional:
-                return f"slot {slot.number} is lent, and nobody commits for it"
+                return f"slot {slot.number} is placed on an agent although transactions are refused"
             if slot.host != HOME and run.query.habits.member_host == "driver":
-                return f"slot {slot.number} is lent, and is to stay at home"
+                return f"slot {slot.number} is placed on an agent although memberHost is driver"
         return self._two_of_one_place(run)
 
     def _two_of_one_place(self, run: "SparkRun") -> str | None:
-        """Of two members with one name the group fences one, which ends; unless it does not hear of that."""
+        """Of two members with one instance id the group fences one. It ends, unless it is cut off from the brokers."""
         places: dict[str, list[str]] = {}
         for process in [run.process, *(agent.process for agent in self.of(run))]:
             reached = process.alive and not process.frozen and not process.cut_off()
@@ -329,7 +330,7 @@ class Executors:
         return None
 
     def ended(self, run: "SparkRun") -> None:
-        """The application has ended, and its executors with it: at once, soon, or nobody tells the agents."""
+        """The application has ended: its executors end at once or soon, or stay without noticing."""
         for agent in self.of(run):
             if agent.channel is not None:
                 agent.channel.cut()

@@ -274,9 +274,9 @@ class SparkRun:
         channel, message = item
         assert self._coordinator is not None
         if message is None:
-            self._coordinator.hosts.closed(channel, "cut")
+            self._coordinator.agents.closed(channel, "cut")
         else:
-            self._coordinator.hosts.take(channel, message)
+            self._coordinator.agents.receive(channel, message)
 
     @property
     def prepared(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who reads what: pieces, claims, and that each offset of a plan has exactly one task, whatever is asked."""
+"""Pieces and claims: each offset of a plan has exactly one task, in whatever order tasks claim."""
 
 from collections import Counter
 
@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from spark_group_source.model import OffsetRange, TopicPartition
-from spark_group_source.protocol.claims import PLANS_KEPT, SMALL_PIECES_MAX, Claims, Piece, Plan, Unknown, cut_for
+from spark_group_source.protocol.claims import (
+    PLANS_KEPT,
+    SMALL_PIECES_MAX,
+    Claims,
+    PlannedPiece,
+    TaskPlan,
+    UnknownTask,
+    split_by_executor,
+)
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.planner import TASK_RANGES_TARGET, TASK_RECORDS_TARGET, pack
 
@@ -25,18 +33,18 @@ def batch(seq: int, *sizes: int) -> StreamOffset:
     return StreamOffset(group="etl", stream="9f2c", seq=seq, ranges=ranges)
 
 
-def ask_all(claims: Claims, plan: Plan, executor: str = "1") -> list[Piece]:
+def claim_all(claims: Claims, plan: TaskPlan, executor: str = "1") -> list[PlannedPiece]:
     """All tasks of a plan run together, and end."""
     found = [claims.claim(plan.name, task, executor) for task in range(len(plan.pieces))]
     for task in range(len(plan.pieces)):
         claims.ended(plan.name, task, executor)
-    assert all(isinstance(piece, Piece) for piece in found)
-    return [piece for piece in found if isinstance(piece, Piece)]
+    assert all(isinstance(piece, PlannedPiece) for piece in found)
+    return [piece for piece in found if isinstance(piece, PlannedPiece)]
 
 
 def late(claims: Claims) -> Claims:
     """The next plan is late: a batch whose tasks all asked."""
-    ask_all(claims, claims.cut(batch(0, 10), {}))
+    claim_all(claims, claims.plan_tasks(batch(0, 10), {}))
     return claims
 
 
@@ -44,7 +52,7 @@ def late(claims: Claims) -> Claims:
 
 
 def test_a_run_begins_with_a_fixed_plan_that_is_cut_as_ever() -> None:
-    plan = Claims("r").cut(batch(0, 10, 200_000, 20), {tp(0): "1"})
+    plan = Claims("r").plan_tasks(batch(0, 10, 200_000, 20), {tp(0): "1"})
     assert plan.binding == "fixed"
     as_ever = pack(plan.offset.batch(), min_partitions=None, max_records=None)
     assert [list(piece.ranges) for piece in plan.pieces] == as_ever
@@ -52,41 +60,41 @@ def test_a_run_begins_with_a_fixed_plan_that_is_cut_as_ever() -> None:
 
 def test_in_a_fixed_plan_a_task_is_given_the_piece_of_its_number() -> None:
     claims = Claims("r")
-    plan = claims.cut(batch(0, 100_000, 90_000, 80_000), {tp(2): "1"})
+    plan = claims.plan_tasks(batch(0, 100_000, 90_000, 80_000), {tp(2): "1"})
     assert [claims.claim(plan.name, task, "1") for task in (2, 0, 1)] == [plan.pieces[n] for n in (2, 0, 1)]
 
 
 def test_a_plan_is_late_when_every_task_of_the_batch_before_asked() -> None:
     claims = Claims("r")
-    first = claims.cut(batch(0, 100_000, 90_000), {})
+    first = claims.plan_tasks(batch(0, 100_000, 90_000), {})
     claims.claim(first.name, 0, "1")
-    second = claims.cut(batch(1, 100_000), {})
+    second = claims.plan_tasks(batch(1, 100_000), {})
     assert second.binding == "fixed"  # one of two
     claims.claim(first.name, 1, "2")
-    third = claims.cut(batch(2, 10), {})
+    third = claims.plan_tasks(batch(2, 10), {})
     assert third.binding == "fixed"  # that was not the batch before
-    ask_all(claims, third)
-    assert claims.cut(batch(3, 10), {}).binding == "late"
-    assert claims.cut(batch(4, 10), {}).binding == "fixed"  # nobody asked for the last one
+    claim_all(claims, third)
+    assert claims.plan_tasks(batch(3, 10), {}).binding == "late"
+    assert claims.plan_tasks(batch(4, 10), {}).binding == "fixed"  # nobody asked for the last one
 
 
 def test_a_batch_without_rows_changes_nothing() -> None:
     claims = late(Claims("r"))
-    assert claims.cut(batch(1), {}).pieces == ()
-    assert claims.cut(batch(2, 10), {}).binding == "late"
+    assert claims.plan_tasks(batch(1), {}).pieces == ()
+    assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
 
 
 def test_of_a_query_that_reads_the_stream_twice_both_plans_count() -> None:
     claims = Claims("r")
-    one, two = claims.cut(batch(0, 60_000, 60_000), {}), claims.cut(batch(0, 60_000, 60_000), {})
+    one, two = claims.plan_tasks(batch(0, 60_000, 60_000), {}), claims.plan_tasks(batch(0, 60_000, 60_000), {})
     assert one.name != two.name
-    ask_all(claims, one)
+    claim_all(claims, one)
     claims.claim(two.name, 0, "1")
-    assert claims.cut(batch(1, 10), {}).binding == "fixed"
+    assert claims.plan_tasks(batch(1, 10), {}).binding == "fixed"
     claims.claim(two.name, 1, "1")
-    ask_all(claims, claims.cut(batch(1, 10), {}))  # made again: what counts is still the batch before
+    claim_all(claims, claims.plan_tasks(batch(1, 10), {}))  # made again: what counts is still the batch before
     for _ in range(2):
-        assert claims.cut(batch(2, 10), {}).binding == "late"
+        assert claims.plan_tasks(batch(2, 10), {}).binding == "late"
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------
@@ -94,17 +102,22 @@ def test_of_a_query_that_reads_the_stream_twice_both_plans_count() -> None:
 
 def test_a_task_is_given_first_what_its_executor_has_in_memory() -> None:
     claims = late(Claims("r"))
-    lent = {tp(0): "1", tp(1): "2", tp(2): "3"}
-    plan = claims.cut(batch(1, 50_000, 49_000, 48_000, 47_000), lent)
+    placed = {tp(0): "1", tp(1): "2", tp(2): "3"}
+    plan = claims.plan_tasks(batch(1, 50_000, 49_000, 48_000, 47_000), placed)
     whose = {task: claims.claim(plan.name, task, executor) for task, executor in enumerate(["3", "2", "1", "1"])}
-    assert [piece.ranges[0].tp for piece in whose.values() if isinstance(piece, Piece)] == [tp(2), tp(1), tp(0), tp(3)]
+    assert [piece.ranges[0].tp for piece in whose.values() if isinstance(piece, PlannedPiece)] == [
+        tp(2),
+        tp(1),
+        tp(0),
+        tp(3),
+    ]
 
 
 def test_who_has_nothing_left_takes_what_nobody_has_and_then_from_who_has_most() -> None:
     claims = late(Claims("r"))
-    plan = claims.cut(batch(1, 50_000, 40_000, 45_000, 48_000), {tp(0): "1", tp(1): "1", tp(2): "2"})
+    plan = claims.plan_tasks(batch(1, 50_000, 40_000, 45_000, 48_000), {tp(0): "1", tp(1): "1", tp(2): "2"})
     given_to = [claims.claim(plan.name, task, "3") for task in range(4)]
-    assert [piece.executor for piece in given_to if isinstance(piece, Piece)] == [
+    assert [piece.executor for piece in given_to if isinstance(piece, PlannedPiece)] == [
         "",
         "1",
         "2",
@@ -113,28 +126,28 @@ def test_who_has_nothing_left_takes_what_nobody_has_and_then_from_who_has_most()
 
 
 @pytest.mark.proves("G1", level="core")
-def test_a_claim_belongs_to_the_task_for_ever() -> None:
+def test_a_claim_is_permanent() -> None:
     claims = late(Claims("r"))
-    plan = claims.cut(batch(1, *[60_000] * 6), {tp(0): "1", tp(5): "2"})
+    plan = claims.plan_tasks(batch(1, *[60_000] * 6), {tp(0): "1", tp(5): "2"})
     first = {task: claims.claim(plan.name, task, "1") for task in range(6)}
-    claims.cut(batch(2, 10), {})
+    claims.plan_tasks(batch(2, 10), {})
     for executor in ("1", "2", "none"):  # a retry, a twin, a stage run again after the next batch was planned
         assert {task: claims.claim(plan.name, task, executor) for task in reversed(range(6))} == first
 
 
 def test_claims_that_cannot_be_answered_are_refused_with_the_reason() -> None:
     claims = Claims("run-2")
-    first = claims.cut(batch(0, 10), {})
+    first = claims.plan_tasks(batch(0, 10), {})
     assert "another run's" in str(claims.claim("run-1.1", 0, "1"))
     for task in (-1, 1):
         refused = claims.claim(first.name, task, "1")
-        assert isinstance(refused, Unknown) and "has 1 tasks" in refused.reason
+        assert isinstance(refused, UnknownTask) and "has 1 tasks" in refused.reason
     for seq in range(1, PLANS_KEPT):
-        claims.cut(batch(seq, 10), {})
-        assert isinstance(claims.claim(first.name, 0, "1"), Piece)
-    claims.cut(batch(PLANS_KEPT, 10), {})
+        claims.plan_tasks(batch(seq, 10), {})
+        assert isinstance(claims.claim(first.name, 0, "1"), PlannedPiece)
+    claims.plan_tasks(batch(PLANS_KEPT, 10), {})
     refused = claims.claim(first.name, 0, "1")
-    assert isinstance(refused, Unknown) and f"last {PLANS_KEPT} plans" in refused.reason
+    assert isinstance(refused, UnknownTask) and f"last {PLANS_KEPT} plans" in refused.reason
     assert claims.plan(first.name) is None
 
 
@@ -146,7 +159,7 @@ def test_one_huge_partition_is_split_over_all_tasks_that_can_run_together() -> N
     cores, claims = 4, late(Claims("r"))
     counts = []
     for seq in range(1, 8):
-        plan = claims.cut(batch(seq, 10_000_000), {tp(0): "1"})
+        plan = claims.plan_tasks(batch(seq, 10_000_000), {tp(0): "1"})
         counts.append(len(plan.pieces))
         for first in range(0, len(plan.pieces), cores):
             wave = range(first, min(first + cores, len(plan.pieces)))
@@ -160,39 +173,39 @@ def test_one_huge_partition_is_split_over_all_tasks_that_can_run_together() -> N
 
 def test_tasks_that_ran_together_long_ago_are_forgotten() -> None:
     claims = late(Claims("r"))
-    plan = claims.cut(batch(1, *[60_000] * 8), {})
-    ask_all(claims, plan)
+    plan = claims.plan_tasks(batch(1, *[60_000] * 8), {})
+    claim_all(claims, plan)
     assert claims.width == 8
     for seq in range(2, 13):
-        ask_all(claims, claims.cut(batch(seq, 10), {}))
+        claim_all(claims, claims.plan_tasks(batch(seq, 10), {}))
     assert claims.width == 1
 
 
 def test_tasks_whose_end_nobody_saw_count_for_their_batch_only() -> None:
     claims = Claims("r")
     for seq in range(5):
-        plan = claims.cut(batch(seq, 10), {})
+        plan = claims.plan_tasks(batch(seq, 10), {})
         claims.claim(plan.name, 0, "1")
     assert claims.width == 1
 
 
 def test_a_range_is_not_split_below_what_a_task_is_worth() -> None:
-    (piece,) = cut_for([OffsetRange(tp(0), 0, TASK_RECORDS_TARGET)], {}, width=100)
+    (piece,) = split_by_executor([OffsetRange(tp(0), 0, TASK_RECORDS_TARGET)], {}, width=100)
     assert piece.size == TASK_RECORDS_TARGET
 
 
 def test_a_thousand_tiny_partitions_share_few_tasks() -> None:
     ranges = [OffsetRange(tp(p), 0, 1) for p in range(1_000)]
-    assert len(cut_for(ranges, {}, width=8)) == 1_000 // TASK_RANGES_TARGET
-    by_three = cut_for(ranges, {tp(p): EXECUTORS[p % 3] for p in range(1_000)}, width=8)
+    assert len(split_by_executor(ranges, {}, width=8)) == 1_000 // TASK_RANGES_TARGET
+    by_three = split_by_executor(ranges, {tp(p): EXECUTORS[p % 3] for p in range(1_000)}, width=8)
     assert Counter(piece.executor for piece in by_three) == {"1": 2, "2": 2, "3": 2}
-    by_all = cut_for(ranges, {tp(p): str(p) for p in range(1_000)}, width=8)
+    by_all = split_by_executor(ranges, {tp(p): str(p) for p in range(1_000)}, width=8)
     assert len(by_all) == SMALL_PIECES_MAX
 
 
 def test_few_records_of_few_executors_are_read_where_they_are() -> None:
     ranges = [OffsetRange(tp(p), 0, 10) for p in range(6)]
-    pieces = cut_for(ranges, {r.tp: EXECUTORS[r.tp.partition % 3] for r in ranges}, width=1)
+    pieces = split_by_executor(ranges, {r.tp: EXECUTORS[r.tp.partition % 3] for r in ranges}, width=1)
     assert {piece.executor: {r.tp for r in piece.ranges} for piece in pieces} == {
         "1": {tp(0), tp(3)},
         "2": {tp(1), tp(4)},
@@ -206,7 +219,7 @@ parts = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 2_000_000)), max_
 hosts = st.dictionaries(st.integers(0, 29).map(tp), st.sampled_from([*EXECUTORS, ""]))
 
 
-def offsets_of(pieces: list[Piece]) -> list[OffsetRange]:
+def offsets_of(pieces: list[PlannedPiece]) -> list[OffsetRange]:
     """The ranges that the pieces make together, each as long as it goes."""
     merged: list[OffsetRange] = []
     for r in sorted(r for piece in pieces for r in piece.ranges):
@@ -228,9 +241,9 @@ def offsets_of(pieces: list[Piece]) -> list[OffsetRange]:
     st.none() | st.integers(10_000, 500_000),
 )
 def test_every_offset_is_in_one_piece_within_the_users_bounds(
-    ranges: list[OffsetRange], lent: dict[TopicPartition, str], width: int, least: int | None, most: int | None
+    ranges: list[OffsetRange], placed: dict[TopicPartition, str], width: int, least: int | None, most: int | None
 ) -> None:
-    pieces = cut_for(ranges, lent, width=width, min_partitions=least, max_records=most)
+    pieces = split_by_executor(ranges, placed, width=width, min_partitions=least, max_records=most)
     assert offsets_of(pieces) == [r for r in ranges if r.size]
     assert all(piece.ranges == tuple(sorted(piece.ranges)) for piece in pieces)
     assert all(len({r.tp for r in piece.ranges}) == len(piece.ranges) for piece in pieces), (
@@ -240,13 +253,13 @@ def test_every_offset_is_in_one_piece_within_the_users_bounds(
         assert len(pieces) >= min(least, sum(r.size for r in ranges))
     if most is not None:
         assert all(piece.size <= most for piece in pieces)
-    assert pieces == cut_for(ranges[::-1], lent, width=width, min_partitions=least, max_records=most)
+    assert pieces == split_by_executor(ranges[::-1], placed, width=width, min_partitions=least, max_records=most)
 
 
 def test_two_pieces_of_one_partition_are_not_put_together() -> None:
     """A task's client is assigned each partition once."""
     ranges = [OffsetRange(tp(0), 0, 104), OffsetRange(tp(1), 0, 100)]
-    pieces = cut_for(ranges, {tp(0): "a", tp(1): "b"}, width=1, min_partitions=3)
+    pieces = split_by_executor(ranges, {tp(0): "a", tp(1): "b"}, width=1, min_partitions=3)
     assert all(len({r.tp for r in piece.ranges}) == len(piece.ranges) for piece in pieces)
     assert offsets_of(pieces) == ranges
 
@@ -265,26 +278,26 @@ class Asking(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.claims = Claims("r")
-        self.made: list[Plan] = []
-        self.given: dict[tuple[str, int], Piece] = {}
+        self.made: list[TaskPlan] = []
+        self.given: dict[tuple[str, int], PlannedPiece] = {}
 
     @rule(
         target=plans,
         sizes=st.lists(st.sampled_from([0, 1, 100, 60_000, 1_000_000]), max_size=8),
-        lent=hosts,
+        placed=hosts,
         again=st.booleans(),
     )
-    def plan(self, sizes: list[int], lent: dict[TopicPartition, str], again: bool) -> Plan:
+    def plan(self, sizes: list[int], placed: dict[TopicPartition, str], again: bool) -> TaskPlan:
         offset = self.made[-1].offset if again and self.made else batch(len(self.made), *sizes)
         late = self.expects_late(offset)
-        made = self.claims.cut(offset, lent)
+        made = self.claims.plan_tasks(offset, placed)
         assert made.name not in {plan.name for plan in self.made}
         assert not made.pieces or (made.binding == "late") == late
         assert offsets_of(list(made.pieces)) == offset.batch()
         self.made.append(made)
         return made
 
-    def kept(self) -> list[Plan]:
+    def kept(self) -> list[TaskPlan]:
         return [plan for plan in self.made if plan.pieces][-PLANS_KEPT:]
 
     def expects_late(self, offset: StreamOffset) -> bool:
@@ -294,19 +307,19 @@ class Asking(RuleBasedStateMachine):
         return any(any(plan) for plan in asked) and all(all(plan) or not any(plan) for plan in asked)
 
     @rule(plan=plans, task=st.integers(-1, 12), executor=st.sampled_from(EXECUTORS))
-    def ask(self, plan: Plan, task: int, executor: str) -> None:
+    def ask(self, plan: TaskPlan, task: int, executor: str) -> None:
         found = self.claims.claim(plan.name, task, executor)
         if plan not in self.kept() or not 0 <= task < len(plan.pieces):
-            assert isinstance(found, Unknown)
+            assert isinstance(found, UnknownTask)
             return
-        assert isinstance(found, Piece)
+        assert isinstance(found, PlannedPiece)
         assert self.given.setdefault((plan.name, task), found) == found
         if plan.binding == "fixed":
             assert found == plan.pieces[task]
 
     @precondition(lambda self: self.kept())
     @rule(order=st.randoms(use_true_random=False), executor=st.sampled_from(EXECUTORS))
-    def ask_all(self, order: object, executor: str) -> None:
+    def claim_all(self, order: object, executor: str) -> None:
         plan = self.kept()[-1]
         tasks = list(range(len(plan.pieces)))
         order.shuffle(tasks)  # type: ignore[attr-defined]
@@ -316,7 +329,7 @@ class Asking(RuleBasedStateMachine):
         assert offsets_of(pieces) == plan.offset.batch()
 
     @rule(plan=plans, task=st.integers(0, 12), executor=st.sampled_from(EXECUTORS))
-    def end(self, plan: Plan, task: int, executor: str) -> None:
+    def end(self, plan: TaskPlan, task: int, executor: str) -> None:
         self.claims.ended(plan.name, task, executor)
 
     @invariant()
@@ -327,7 +340,7 @@ class Asking(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert len(self.claims._books) <= PLANS_KEPT
+        assert len(self.claims._plans) <= PLANS_KEPT
         assert self.claims.width >= 1
 
 
@@ -338,4 +351,4 @@ TestAsking.settings = settings(derandomize=True, max_examples=40, stateful_step_
 @pytest.mark.parametrize("plans", [1, 3])
 def test_the_names_of_plans_begin_with_their_run(plans: int) -> None:
     claims = Claims("run-7")
-    assert [claims.cut(batch(0, 1), {}).name for _ in range(plans)] == [f"run-7.{n + 1}" for n in range(plans)]
+    assert [claims.plan_tasks(batch(0, 1), {}).name for _ in range(plans)] == [f"run-7.{n + 1}" for n in range(plans)]

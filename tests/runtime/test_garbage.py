@@ -19,23 +19,23 @@ def _thawed() -> object:
     gc.unfreeze()
 
 
-def test_what_lives_is_set_aside_and_what_is_garbage_is_not() -> None:
+def test_living_objects_are_frozen_and_garbage_is_collected() -> None:
     kept, dropped = Circle(), Circle()
     gone = weakref.ref(dropped)
     del dropped
-    control_server.set_aside()
+    control_server.freeze_objects()
     assert gone() is None
     assert gc.get_freeze_count() > 0
     assert not any(each is kept for each in gc.get_objects())
 
 
-def test_what_was_set_aside_and_became_garbage_is_found_within_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_cyclic_garbage_is_collected_within_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Circle()
     gone = weakref.ref(late)
-    control_server.set_aside()
+    control_server.freeze_objects()
     del late
-    control_server.set_aside()
+    control_server.freeze_objects()
     assert gone() is not None
-    monkeypatch.setattr(control_server, "LOOK_AGAIN_S", 0.0)
-    control_server.set_aside()
+    monkeypatch.setattr(control_server, "UNFREEZE_S", 0.0)
+    control_server.freeze_objects()
     assert gone() is None

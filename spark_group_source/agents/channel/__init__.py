@@ -1,6 +1,6 @@
-"""The control channel: how tasks and other processes on executors speak with the stream reader of their run.
+"""The control channel between the stream reader of a run and the agents and tasks on executors.
 
-Runs in: the stream reader (the server), executor processes and tasks (the clients). Deliberately absent: what is said
-(the messages belong to who says them), Kafka, Spark, and encryption: what travels are ranges, names and states. Records
-and credentials do not, and the secret itself never does.
+Runs in: the stream reader (the server), agents and tasks (the clients). Deliberately absent: the messages (each belongs
+to the module that sends it), Kafka, Spark, and encryption. Messages contain offsets, names and states, but no records
+or credentials, and the run's secret is never sent.
 """

@@ -1,6 +1,6 @@
-"""Messages behind their length, on a blocking socket.
+"""Send and receive length-prefixed frames on a blocking socket.
 
-Runs in: executor processes, tasks, agents. Deliberately absent: what the messages are, and proofs (``proof``).
+Runs in: executor workers, agents. Deliberately absent: the frames' contents, and authentication (``handshake``).
 """
 
 import socket
@@ -10,31 +10,32 @@ from typing import Final
 from spark_group_source.agents.channel.codec import WireError
 
 HEAD_BYTES: Final = 4
-_PART_BYTES: Final = 1 << 20
+"""Length prefix of a frame, big-endian."""
+_RECEIVE_BYTES: Final = 1 << 20
 
 
-def framed(body: bytes) -> bytes:
-    """A body behind its length."""
+def frame(body: bytes) -> bytes:
+    """Prepend its length to a body."""
     return len(body).to_bytes(HEAD_BYTES, "big") + body
 
 
-def length_of(head: bytes, bytes_max: int) -> int:
-    """The length of the body behind this head.
+def body_length(head: bytes, bytes_max: int) -> int:
+    """Decode a length prefix.
 
     Raises:
-        WireError: it is 0, or above ``bytes_max``: known before a byte of the body is kept.
+        WireError: the length is 0 or above ``bytes_max``; nothing of the body has been received yet.
     """
     length = int.from_bytes(head, "big")
     if not 0 < length <= bytes_max:
-        raise WireError(f"a frame of {length} bytes; the maximum is {bytes_max}")
+        raise WireError(f"a frame of {length} bytes; the limit is {bytes_max}")
     return length
 
 
-def limit(connection: socket.socket, until_s: float) -> None:
-    """Let the next call on a socket end by then, a time of ``time.monotonic``.
+def set_deadline(connection: socket.socket, until_s: float) -> None:
+    """Let the socket's next call time out at ``until_s``, on the clock of ``time.monotonic``.
 
     Raises:
-        TimeoutError: that is over.
+        TimeoutError: the deadline has passed.
     """
     left_s = until_s - time.monotonic()
     if left_s <= 0:
@@ -42,23 +43,29 @@ def limit(connection: socket.socket, until_s: float) -> None:
     connection.settimeout(left_s)
 
 
-def receive(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
-    """The body of the next frame.
+def receive_frame(connection: socket.socket, bytes_max: int, until_s: float) -> bytes:
+    """Receive the body of the next frame.
 
     Raises:
-        WireError: its length is not valid.
-        OSError: the connection ended, or the time.
+        WireError: the frame's length is invalid.
+        OSError: the connection was closed, or the deadline passed.
     """
-    return exactly(connection, length_of(exactly(connection, HEAD_BYTES, until_s), bytes_max), until_s)
+    return receive_exactly(
+        connection, body_length(receive_exactly(connection, HEAD_BYTES, until_s), bytes_max), until_s
+    )
 
 
-def exactly(connection: socket.socket, size: int, until_s: float) -> bytes:
-    """So many bytes. Raises OSError: the connection ended, or the time."""
-    found = bytearray()
-    while len(found) < size:
-        limit(connection, until_s)
-        part = connection.recv(min(_PART_BYTES, size - len(found)))
+def receive_exactly(connection: socket.socket, size: int, until_s: float) -> bytes:
+    """Receive ``size`` bytes.
+
+    Raises:
+        OSError: the connection was closed, or the deadline passed.
+    """
+    received = bytearray()
+    while len(received) < size:
+        set_deadline(connection, until_s)
+        part = connection.recv(min(_RECEIVE_BYTES, size - len(received)))
         if not part:
-            raise ConnectionResetError("closed by the other end")
-        found += part
-    return bytes(found)
+            raise ConnectionResetError("closed by the peer")
+        received += part
+    return bytes(received)

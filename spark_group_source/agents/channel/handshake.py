@@ -1,6 +1,6 @@
-"""How two ends of a connection prove that they know the run's secret, and how every message proves it again.
+"""Authenticate both ends of a connection with the run's secret, and every message after that.
 
-Runs in: the stream reader, agents, tasks. Deliberately absent: sockets, and chance: challenges are arguments.
+Runs in: the stream reader, agents, tasks. Deliberately absent: sockets, and random numbers: challenges are arguments.
 
 All fields have 32 bytes::
 
@@ -8,9 +8,10 @@ All fields have 32 bytes::
     client  →  its challenge, HMAC(secret, GREETING, "client", both challenges)
     server  →  HMAC(secret, GREETING, "server", both challenges)            or REFUSED
 
-Both challenges are in every proof, so an old proof is worth nothing; the role is, so a proof sent back is none. The
-secret is 32 random bytes: nobody finds it from proofs. The same values make a key for each direction, and each message
-carries a MAC over itself and its number: nothing can be put in, left out, repeated or swapped. It is not encrypted.
+Every proof covers both challenges and the role, so a recorded proof cannot be replayed, nor a proof reflected. The
+secret is 32 random bytes and cannot be derived from proofs. The secret and the challenges also give a key for each
+direction. Each message carries a MAC over its sequence number and its bytes, so messages cannot be inserted, dropped,
+repeated or reordered. Messages are not encrypted.
 """
 
 import hmac
@@ -18,22 +19,22 @@ import secrets
 from typing import Any, Final
 
 from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.channel.frames import framed
+from spark_group_source.agents.channel.frames import frame
 
 FIELD_BYTES: Final = 32
 VERSION: Final = 1
-"""Of the handshake, the frames and the messages. Two ends of different versions do not talk."""
+"""Version of the handshake, the frames and the messages. Two ends of different versions refuse each other."""
 GREETING: Final = f"spark-group-source channel {VERSION}".encode().ljust(FIELD_BYTES)
 REFUSED: Final = b"refused: another run".ljust(FIELD_BYTES)
 MAC_BYTES: Final = 16
 
 
-class Refused(Exception):
-    """The other end is not of this run, or of another release. The text says which, and never a secret."""
+class HandshakeRefused(Exception):
+    """The peer belongs to another run or another release. The text says which, and never contains a secret."""
 
 
 class Secret:
-    """What the processes of one run know, and nobody else. It can be pickled, and shows itself in no other way."""
+    """The secret that the processes of one run share. It can be pickled; its repr does not show it."""
 
     __slots__ = ("_value",)
 
@@ -42,16 +43,16 @@ class Secret:
 
     @classmethod
     def new(cls) -> "Secret":
-        """One that nobody knows."""
+        """Generate a secret."""
         return cls(secrets.token_bytes(FIELD_BYTES))
 
-    def reveal(self) -> str:
-        """For a pipe to another process of the run, and nothing else."""
+    def to_hex(self) -> str:
+        """The secret as text, only for a pipe to another process of the run."""
         return self._value.hex()
 
     @classmethod
-    def revealed(cls, text: str) -> "Secret":
-        """The inverse."""
+    def from_hex(cls, text: str) -> "Secret":
+        """The inverse of :meth:`to_hex`."""
         return cls(bytes.fromhex(text))
 
     def sign(self, data: bytes) -> bytes:
@@ -65,84 +66,94 @@ class Secret:
         return Secret, (self._value,)
 
 
-def challenge() -> bytes:
-    """A new one."""
+def new_challenge() -> bytes:
+    """Generate a challenge."""
     return secrets.token_bytes(FIELD_BYTES)
 
 
-class Seal:
-    """One direction of a proven connection: closes messages at one end, opens them at the other, in their order."""
+class MessageSigner:
+    """Signs the messages of one direction at one end of a connection, and verifies them at the other, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def close(self, data: bytes) -> bytes:
-        """The frame of a message."""
-        return framed(self._mac(data) + data)
+    def sign(self, message: bytes) -> bytes:
+        """The frame of the next message, with its MAC."""
+        return frame(self._mac(message) + message)
 
-    def open(self, body: bytes) -> bytes:
-        """The message in a frame's body.
+    def verify(self, body: bytes) -> bytes:
+        """The message in the next frame's body.
 
         Raises:
-            WireError: it is not what the other end sent, or not what it sent next.
+            WireError: the peer did not send these bytes, or did not send them next.
         """
-        data = body[MAC_BYTES:]
-        if not hmac.compare_digest(body[:MAC_BYTES], self._mac(data)):
+        message = body[MAC_BYTES:]
+        if not hmac.compare_digest(body[:MAC_BYTES], self._mac(message)):
             raise WireError("the MAC of a message is wrong")
-        return data
+        return message
 
-    def _mac(self, data: bytes) -> bytes:
+    def _mac(self, message: bytes) -> bytes:
         self._count += 1
-        return hmac.digest(self._key, self._count.to_bytes(8, "big") + data, "sha256")[:MAC_BYTES]
+        return hmac.digest(self._key, self._count.to_bytes(8, "big") + message, "sha256")[:MAC_BYTES]
 
 
 class Handshake:
-    """The proofs and keys that follow from a secret and the challenges of both ends."""
+    """The proofs and keys that follow from the secret and the challenges of both ends. A role is client or server."""
 
     def __init__(self, secret: Secret, *, server: bytes, client: bytes) -> None:
         self._secret, self._challenges = secret, server + client
 
     def proof(self, role: str) -> bytes:
-        """That this end, ``client`` or ``server``, knows the secret."""
+        """The proof that the end with this role knows the secret."""
         return self._secret.sign(GREETING + role.encode().ljust(FIELD_BYTES) + self._challenges)
 
-    def seal(self, role: str) -> Seal:
-        """For what that end sends."""
-        return Seal(self.proof(f"key of the {role}"))
+    def signer(self, role: str) -> MessageSigner:
+        """The signer of the messages that the end with this role sends."""
+        return MessageSigner(self.proof(f"key of the {role}"))
 
 
-def greeted(secret: Secret, greeting: bytes, mine: bytes) -> Handshake:
-    """The client's side, from the first two fields that the server sent.
+def accept_greeting(secret: Secret, greeting: bytes, challenge: bytes) -> Handshake:
+    """The client's first step.
+
+    Args:
+        greeting: the first two fields that the server sent.
+        challenge: the client's own.
 
     Raises:
-        Refused: it is no stream reader, or one of another release.
+        HandshakeRefused: the server is no stream reader, or one of another release.
     """
     if greeting[:FIELD_BYTES] != GREETING:
         if greeting.startswith(GREETING.rstrip(b" 0123456789")):
-            raise Refused("the stream reader has another release of spark-group-source than this executor; use one")
-        raise Refused("what listens there is not a stream reader")
-    return Handshake(secret, server=greeting[FIELD_BYTES:], client=mine)
+            raise HandshakeRefused(
+                "the stream reader has another release of spark-group-source than this executor; install the same one"
+            )
+        raise HandshakeRefused("the server at this address is not a stream reader")
+    return Handshake(secret, server=greeting[FIELD_BYTES:], client=challenge)
 
 
-def answered(secret: Secret, mine: bytes, answer: bytes) -> Handshake:
-    """The server's side, from the two fields that the client answered.
+def verify_client(secret: Secret, challenge: bytes, answer: bytes) -> Handshake:
+    """The server's step.
+
+    Args:
+        challenge: the server's own.
+        answer: the two fields that the client sent.
 
     Raises:
-        Refused: the client does not know the secret.
+        HandshakeRefused: the client does not know the secret.
     """
-    hands = Handshake(secret, server=mine, client=answer[:FIELD_BYTES])
-    if not hmac.compare_digest(answer[FIELD_BYTES:], hands.proof("client")):
-        raise Refused("the proof is wrong: it belongs to another run")
-    return hands
+    handshake = Handshake(secret, server=challenge, client=answer[:FIELD_BYTES])
+    if not hmac.compare_digest(answer[FIELD_BYTES:], handshake.proof("client")):
+        raise HandshakeRefused("the proof is wrong: the client belongs to another run")
+    return handshake
 
 
-def check_welcome(hands: Handshake, welcome: bytes) -> None:
+def verify_server(handshake: Handshake, answer: bytes) -> None:
     """The client's last step.
 
     Raises:
-        Refused: the server refuses, or does not know the secret.
+        HandshakeRefused: the server refuses the client, or does not know the secret.
     """
-    if welcome == REFUSED:
-        raise Refused("the stream reader there belongs to another run")
-    if not hmac.compare_digest(welcome, hands.proof("server")):
-        raise Refused("what listens there does not know this run's secret")
+    if answer == REFUSED:
+        raise HandshakeRefused("the stream reader at this address belongs to another run")
+    if not hmac.compare_digest(answer, handshake.proof("server")):
+        raise HandshakeRefused("the server at this address does not know this run's secret")

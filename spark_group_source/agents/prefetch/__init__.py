@@ -1,4 +1,4 @@
-"""Read-ahead in an agent: what tasks of its executor will read next, held as Arrow batches.
+"""Prefetching in an agent: records that tasks of its executor will read next, buffered as Arrow batches.
 
-Runs in: agents, and executor workers (``near``). Deliberately absent: membership in the group.
+Runs in: agents, and executor workers (``client``). Deliberately absent: membership in the group.
 """

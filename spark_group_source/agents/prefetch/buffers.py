@@ -1,16 +1,16 @@
-"""What an agent holds: records that were read ahead, by the offsets that they are known to be all records of.
+"""The records that an agent has prefetched, by the offset ranges that they cover completely.
 
-Runs in: agents. Deliberately absent: a clock, threads, a lock, sockets, Kafka; Arrow batches are taken as they are.
+Runs in: agents. Deliberately absent: a clock, threads, locks, sockets, Kafka. Arrow batches are not looked into.
 
-A **piece** is a stretch of offsets [start, end) of one partition, complete: every record in it that a reader of this
-isolation level sees is among the piece's rows. It may have none: aborted, compacted. Rows lie in **blocks**, one Arrow
-batch each, which pieces of several partitions share. A block's memory is counted until its last piece is gone, and so
-is a fixed price of each block and piece, for what Python and Arrow need besides.
+A **buffered range** covers the offsets [start, end) of one partition completely: its rows are all records there that a
+reader of this isolation level sees. It has no rows if those offsets are aborted or compacted. The rows lie in a
+**shared batch**, one Arrow batch that ranges of several partitions share. A batch's memory is counted until its last
+range is freed, with a fixed overhead for each batch and range for Python and Arrow.
 
-Each record is served once. Pieces that are taken are counted until they are freed.
+Each record is served once. Ranges that were taken are counted until they are freed.
 
-Shares: each of ``n`` partitions is sure of half the memory divided by n. What is more than that goes to whoever comes
-first, as long as the shares of all others are left.
+Each of ``n`` partitions is guaranteed a share of half the memory divided by n. The rest goes to any partition, as long
+as the shares of the others stay available.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,172 +20,185 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from spark_group_source.agents.task_messages import Ahead
+from spark_group_source.agents.task_messages import PrefetchPositions
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.records import Ints, RowSlice
 
 ROW_BYTES = 48
-"""At most what a row takes besides key, value, headers and the topic's name: ends of three texts, four numbers, the
-bits for nulls, and the end of its headers."""
-BLOCK_BYTES = 4_096
-PIECE_BYTES = 256
+"""Upper bound of a row's memory beside key, value, headers and topic name: the ends of three texts, four numbers, the
+null bits, and the end of its headers."""
+BATCH_BYTES = 4_096
+"""Overhead of a batch."""
+RANGE_BYTES = 256
+"""Overhead of a range."""
 UNKNOWN = -1
-"""A leader epoch that nobody told."""
+"""An unknown leader epoch."""
 
 
 @dataclass(slots=True, eq=False)
-class Block:
-    """One Arrow batch, and how many pieces have rows in it."""
+class SharedBatch:
+    """One Arrow batch, its memory, and the number of ranges that have rows in it."""
 
     batch: pa.RecordBatch
     bytes: int
-    pieces: int = 0
+    ranges: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """The offsets [start, end), and their records: the rows [first, last) of a block."""
+class BufferedRange:
+    """The offsets [start, end) of a partition and their records: the rows [first, last) of a batch."""
 
     start: int
     end: int
-    block: Block | None
+    batch: SharedBatch | None
+    """None if there is no record in the range."""
     first: int
     last: int
     bytes: int
-    """Its part of the partition's share."""
+    """Memory counted against the partition's share."""
     number: int
-    """Of the block that proved it, counted over all."""
-    price: int = PIECE_BYTES
-    """What it counts for by itself: one that was cut in two still counts once."""
+    """Number of the last batch that was added when the range was known to be complete."""
+    overhead: int = RANGE_BYTES
+    """Memory counted for the range itself. Of a range that was split, only one part has it."""
 
     def rows(self) -> pa.RecordBatch | None:
-        if self.block is None:
+        """The records; None if there are none."""
+        if self.batch is None:
             return None
-        return self.block.batch.slice(self.first, self.last - self.first)
+        return self.batch.batch.slice(self.first, self.last - self.first)
 
 
-class Reached(NamedTuple):
-    """How far a cut came: the rows of ``cut`` are all records of [start, end)."""
+class AcceptedRows(NamedTuple):
+    """Rows for which memory is reserved: the rows of ``row_slice`` are all records of [start, end)."""
 
-    cut: RowSlice
-    held: "Held"
-    turn: int
+    row_slice: RowSlice
+    partition: "PartitionBuffer"
+    seek: int
     start: int
     end: int
     bytes: int
-    """What was reserved for them."""
+    """Reserved memory."""
 
 
-class Taken(NamedTuple):
-    """What is served of the range in this place: [its start, until), complete."""
+class TakenRanges(NamedTuple):
+    """What is served of the requested range with index ``request_index``: [its start, until), complete."""
 
-    place: int
+    request_index: int
     until: int
-    pieces: Sequence[Piece]
+    ranges: Sequence[BufferedRange]
 
 
 @dataclass(slots=True)
-class Held:
-    """One partition that is read ahead."""
+class PartitionBuffer:
+    """One partition that is prefetched."""
 
     topic_id: str
-    epoch: int
-    told: int
-    """The position that was told last."""
+    leader_epoch: int
+    requested: int
+    """The position that was requested last."""
     position: int
-    """The next offset to read."""
-    turn: int
-    """Another one whenever the position was set from outside: what was read for a former turn is not next."""
-    pieces: list[Piece]
+    """The next offset to fetch."""
+    seek: int
+    """Changes whenever the position is set from outside: rows fetched for a former seek do not follow the buffer."""
+    ranges: list[BufferedRange]
+    """In order, without gaps."""
     bytes: int = 0
-    needs: int = 0
-    """What the next record takes, if it was too large for the room that there was."""
+    """Memory counted against the partition's share, reservations included."""
+    next_bytes: int = 0
+    """Memory of the next record, if it did not fit; 0 otherwise."""
     halted: bool = False
-    """Reading it met trouble: not before something new is told."""
-    forgotten: bool = False
+    """Whether fetching met an error: the partition waits for its next requested position."""
+    removed: bool = False
+    """Whether the partition is not prefetched any more; rows on their way are dropped."""
 
 
-class Buffers:
-    """The pieces of all partitions. Not for several threads at once.
+class PrefetchBuffers:
+    """The buffered ranges of all partitions. Not thread-safe.
 
     Args:
-        memory_bytes: what blocks, pieces and reservations may take together.
+        memory_bytes: bound of batches, ranges and reservations together.
     """
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
-        self.partitions: dict[TopicPartition, Held] = {}
-        self.used = 0
-        """Bytes of blocks and pieces, those that were taken and not yet freed included."""
-        self.reserved = 0
-        self.number = 0
-        """Of the last block."""
-        self._owed = 0
-        """What the partitions' shares still lack."""
-        self._turns = 0
+        self.partitions: dict[TopicPartition, PartitionBuffer] = {}
+        self.used_bytes = 0
+        """Memory of batches and ranges, including those that were taken and not freed yet."""
+        self.reserved_bytes = 0
+        self.last_number = 0
+        """Number of the last batch."""
+        self._unused_shares = 0
+        """Memory that the partitions' shares still have available, in bytes."""
+        self._seeks = 0
 
-    # --- what is told
+    # --- requested positions
 
-    def follow(self, ahead: Ahead) -> None:
-        """Read on from there."""
-        for tp in self.partitions.keys() - ahead.positions.keys():
-            self._forget(tp)
-        for tp, position in ahead.positions.items():
-            held = self.partitions.get(tp)
-            epoch = ahead.leader_epochs.get(tp, held.epoch if held else UNKNOWN)
-            topic_id = ahead.topic_ids.get(tp.topic, "")
-            if held is None or (held.topic_id, held.epoch) != (topic_id, epoch) or position < held.told:
-                self._forget(tp)
-                self.partitions[tp] = Held(topic_id, epoch, position, position, self._turn(), [])
+    def follow(self, request: PrefetchPositions) -> None:
+        """Prefetch from these positions, and drop what they make obsolete."""
+        for tp in self.partitions.keys() - request.positions.keys():
+            self._remove(tp)
+        for tp, position in request.positions.items():
+            partition = self.partitions.get(tp)
+            epoch = request.leader_epochs.get(tp, partition.leader_epoch if partition else UNKNOWN)
+            topic_id = request.topic_ids.get(tp.topic, "")
+            if (
+                partition is None
+                or (partition.topic_id, partition.leader_epoch) != (topic_id, epoch)
+                or position < partition.requested
+            ):
+                self._remove(tp)
+                self.partitions[tp] = PartitionBuffer(topic_id, epoch, position, position, self._next_seek(), [])
                 continue
-            held.told = position
-            self._drop_below(held, min(position, ahead.keep.get(tp, position)))
-            if held.position < position or held.halted:
-                held.position, held.turn = max(held.position, position), self._turn()
-                held.halted, held.needs = False, 0
+            partition.requested = position
+            self._drop_below(partition, min(position, request.keep.get(tp, position)))
+            if partition.position < position or partition.halted:
+                partition.position, partition.seek = max(partition.position, position), self._next_seek()
+                partition.halted, partition.next_bytes = False, 0
         share = self._share
-        self._owed = sum(max(0, share - held.bytes) for held in self.partitions.values())
+        self._unused_shares = sum(max(0, share - partition.bytes) for partition in self.partitions.values())
 
-    def drop(self, topic: str) -> None:
-        """It is not what it was: nothing of it is held, and nothing read, before something new is told."""
-        for tp, held in self.partitions.items():
+    def drop_topic(self, topic: str) -> None:
+        """The topic was recreated: drop its records, and fetch none before the next requested position."""
+        for tp, partition in self.partitions.items():
             if tp.topic == topic:
-                self._clear(held)
-                held.halted = True
+                self._clear(partition)
+                partition.halted = True
 
     def drop_all(self) -> None:
-        for held in self.partitions.values():
-            self._clear(held)
+        """Drop all records. Fetching starts again at the positions after them."""
+        for partition in self.partitions.values():
+            self._clear(partition)
 
     def halt(self, tp: TopicPartition) -> None:
+        """Fetch nothing of the partition before its next requested position."""
         if tp in self.partitions:
             self.partitions[tp].halted = True
 
-    def _turn(self) -> int:
-        self._turns += 1
-        return self._turns
+    def _next_seek(self) -> int:
+        self._seeks += 1
+        return self._seeks
 
-    def _forget(self, tp: TopicPartition) -> None:
+    def _remove(self, tp: TopicPartition) -> None:
         if tp in self.partitions:
-            held = self.partitions.pop(tp)
-            held.forgotten = True
-            self._clear(held)
+            partition = self.partitions.pop(tp)
+            partition.removed = True
+            self._clear(partition)
 
-    def _clear(self, held: Held) -> None:
-        pieces, held.pieces = held.pieces, []
-        self._free(held, pieces)
-        held.turn = self._turn()
+    def _clear(self, partition: PartitionBuffer) -> None:
+        ranges, partition.ranges = partition.ranges, []
+        self._free(partition, ranges)
+        partition.seek = self._next_seek()
 
-    def _drop_below(self, held: Held, offset: int) -> None:
-        at = self._split(held, offset)
-        self._free(held, held.pieces[:at])
-        del held.pieces[:at]
+    def _drop_below(self, partition: PartitionBuffer, offset: int) -> None:
+        at = self._split(partition, offset)
+        self._free(partition, partition.ranges[:at])
+        del partition.ranges[:at]
 
-    # --- what is read
+    # --- fetched records
 
     @property
     def free_bytes(self) -> int:
-        return self.memory_bytes - self.used - self.reserved
+        return self.memory_bytes - self.used_bytes - self.reserved_bytes
 
     @property
     def _share(self) -> int:
@@ -194,186 +207,196 @@ class Buffers:
     def room(self, tp: TopicPartition) -> int:
         """Bytes that may be reserved for a partition now."""
         own = max(0, self._share - self.partitions[tp].bytes)
-        return max(0, min(self.free_bytes, max(own, self.free_bytes - (self._owed - own))))
+        return max(0, min(self.free_bytes, max(own, self.free_bytes - (self._unused_shares - own))))
 
     def is_full(self, tp: TopicPartition) -> bool:
-        """Whether it is not worth reading on: an eighth of its share is not left, or not what its next record needs."""
+        """Whether fetching more is not worth it: less than an eighth of its share, or too little for its next record,
+        is available."""
         return not self._fits(tp, self._share // 8)
 
     def has_room_again(self, tp: TopicPartition) -> bool:
-        """Whether a partition that was full is read again: half its share is left, so that it does not stop at once."""
+        """Whether a full partition is fetched again: half its share is available, so that it is not full at once."""
         return self._fits(tp, self._share // 2)
 
     def _fits(self, tp: TopicPartition, least: int) -> bool:
-        needs = self.partitions[tp].needs
-        return self.room(tp) >= max(least, needs) or (not self.used + self.reserved and needs <= self.memory_bytes)
+        needed = self.partitions[tp].next_bytes
+        is_empty = not self.used_bytes + self.reserved_bytes
+        return self.room(tp) >= max(least, needed) or (is_empty and needed <= self.memory_bytes)
 
     def reserve(self, tp: TopicPartition, sizes: Ints) -> tuple[int, int]:
-        """Room for the first of these rows, in order, without a gap.
+        """Reserve memory for as many of these rows as fit, in order and without gaps.
 
         Args:
-            sizes: bytes of key, value and headers.
+            sizes: bytes of key, value and headers of each row.
 
         Returns:
-            How many rows there is room for, and the bytes that are reserved for them.
+            The number of rows that fit, and the reserved bytes.
         """
-        held = self.partitions[tp]
-        ends = np.cumsum(sizes + (ROW_BYTES + 4 * len(tp.topic))) + (BLOCK_BYTES + PIECE_BYTES)
+        partition = self.partitions[tp]
+        ends = np.cumsum(sizes + (ROW_BYTES + 4 * len(tp.topic))) + (BATCH_BYTES + RANGE_BYTES)
         count = int(np.searchsorted(ends, self.room(tp), side="right"))
-        if not count and not self.used + self.reserved and ends[0] <= self.memory_bytes:
-            count = 1  # larger than any share; there is nothing beside it
+        if not count and not self.used_bytes + self.reserved_bytes and ends[0] <= self.memory_bytes:
+            count = 1  # larger than any share: buffered alone
         left = ends[count:]
-        held.needs = int(left[0] - (ends[count - 1] - BLOCK_BYTES - PIECE_BYTES if count else 0)) if len(left) else 0
-        wanted = int(ends[count - 1]) if count else 0
-        self.reserved += wanted
-        self._count(held, wanted)
-        return count, wanted
+        partition.next_bytes = (
+            int(left[0] - (ends[count - 1] - BATCH_BYTES - RANGE_BYTES if count else 0)) if len(left) else 0
+        )
+        reserved = int(ends[count - 1]) if count else 0
+        self.reserved_bytes += reserved
+        self._count(partition, reserved)
+        return count, reserved
 
-    def add(self, batch: pa.RecordBatch, parts: Sequence[Reached]) -> None:
-        """Take in rows that room was reserved for.
+    def add(self, batch: pa.RecordBatch, accepted: Sequence[AcceptedRows]) -> None:
+        """Buffer rows for which memory is reserved.
 
         Args:
-            batch: the rows of all parts, one after the other.
+            batch: the accepted rows, in order.
         """
-        self.number += 1
-        block = Block(batch, batch.get_total_buffer_size() + BLOCK_BYTES)
+        self.last_number += 1
+        shared = SharedBatch(batch, batch.get_total_buffer_size() + BATCH_BYTES)
         first = 0
-        for part in parts:
-            last = first + part.cut.last - part.cut.first
-            self.reserved -= part.bytes
-            held = part.held
-            if self.partitions.get(part.cut.tp) is held and held.turn == part.turn:
-                held.pieces.append(Piece(part.start, part.end, block, first, last, part.bytes, self.number))
-                held.position = part.end
-                self._use(block)
+        for rows in accepted:
+            last = first + rows.row_slice.last - rows.row_slice.first
+            self.reserved_bytes -= rows.bytes
+            partition = rows.partition
+            if self.partitions.get(rows.row_slice.tp) is partition and partition.seek == rows.seek:
+                partition.ranges.append(
+                    BufferedRange(rows.start, rows.end, shared, first, last, rows.bytes, self.last_number)
+                )
+                partition.position = rows.end
+                self._use(shared)
             else:
-                self._count(held, -part.bytes)
+                self._count(partition, -rows.bytes)
             first = last
 
-    def cancel(self, parts: Iterable[Reached]) -> None:
-        """These rows will not come."""
-        for part in parts:
-            self.reserved -= part.bytes
-            self._count(part.held, -part.bytes)
+    def cancel(self, accepted: Iterable[AcceptedRows]) -> None:
+        """Release the reservations of rows that are not added."""
+        for rows in accepted:
+            self.reserved_bytes -= rows.bytes
+            self._count(rows.partition, -rows.bytes)
 
-    def advance(self, tp: TopicPartition, turn: int, position: int) -> None:
+    def advance(self, tp: TopicPartition, seek: int, position: int) -> None:
         """No record is left below this position."""
-        held = self.partitions.get(tp)
-        if held is None or held.turn != turn or position <= held.position:
+        partition = self.partitions.get(tp)
+        if partition is None or partition.seek != seek or position <= partition.position:
             return
-        self.number += 1
-        last = held.pieces[-1] if held.pieces else None
-        if last is not None and last.end == held.position:
-            last.end, last.number = position, self.number
-        elif self.free_bytes >= PIECE_BYTES:
-            held.pieces.append(Piece(held.position, position, None, 0, 0, 0, self.number))
-            self.used += PIECE_BYTES
-        held.position = position
+        self.last_number += 1
+        last = partition.ranges[-1] if partition.ranges else None
+        if last is not None and last.end == partition.position:
+            last.end, last.number = position, self.last_number
+        elif self.free_bytes >= RANGE_BYTES:
+            partition.ranges.append(BufferedRange(partition.position, position, None, 0, 0, 0, self.last_number))
+            self.used_bytes += RANGE_BYTES
+        partition.position = position
 
-    def _use(self, block: Block) -> None:
-        if not block.pieces:
-            self.used += block.bytes
-        block.pieces += 1
-        self.used += PIECE_BYTES
+    def _use(self, shared: SharedBatch) -> None:
+        if not shared.ranges:
+            self.used_bytes += shared.bytes
+        shared.ranges += 1
+        self.used_bytes += RANGE_BYTES
 
-    # --- what is served
+    # --- served records
 
-    def numbers(self, ranges: Sequence[OffsetRange]) -> dict[str, int]:
-        """Of each topic the number of the last block that serving these ranges would need."""
+    def last_numbers(self, ranges: Sequence[OffsetRange]) -> dict[str, int]:
+        """By topic, the number of the last batch that serving these ranges needs."""
         found: dict[str, int] = {}
         for r in ranges:
-            held = self.partitions.get(r.tp)
-            for piece in self._run(held, r) if held else ():
-                found[r.tp.topic] = max(found.get(r.tp.topic, 0), piece.number)
+            partition = self.partitions.get(r.tp)
+            for each in self._start_of(partition, r) if partition else ():
+                found[r.tp.topic] = max(found.get(r.tp.topic, 0), each.number)
         return found
 
     def take(
         self,
         ranges: Sequence[OffsetRange],
         topic_ids: Mapping[str, str],
-        epochs: Mapping[TopicPartition, int],
-        confirmed: Mapping[str, int],
-    ) -> list[Taken]:
-        """Hand out what is held of the beginnings of these ranges; it has to be freed.
+        leader_epochs: Mapping[TopicPartition, int],
+        checked: Mapping[str, int],
+    ) -> list[TakenRanges]:
+        """Take what is buffered from the start of these ranges. The caller has to free it.
 
         Args:
-            topic_ids, epochs: what the plan says of them; what was read for others is not served.
-            confirmed: up to which block each topic is known to have been the planned one.
+            topic_ids, leader_epochs: those of the plan; records of others are not served.
+            checked: by topic, the number of the last batch that is known to belong to the planned topic.
         """
         found = []
-        for place, r in enumerate(ranges):
-            held = self.partitions.get(r.tp)
-            told = topic_ids.get(r.tp.topic, ""), epochs.get(r.tp, UNKNOWN)
-            if held is None or (held.topic_id, held.epoch) != told or r.tp.topic not in confirmed:
+        for index, r in enumerate(ranges):
+            partition = self.partitions.get(r.tp)
+            planned = topic_ids.get(r.tp.topic, ""), leader_epochs.get(r.tp, UNKNOWN)
+            if (
+                partition is None
+                or (partition.topic_id, partition.leader_epoch) != planned
+                or r.tp.topic not in checked
+            ):
                 continue
-            first = self._split(held, r.start)
-            self._split(held, r.end)
-            run = self._run(held, r)
-            good = next((n for n, piece in enumerate(run) if piece.number > confirmed[r.tp.topic]), len(run))
-            if good:
-                pieces = held.pieces[first : first + good]
-                del held.pieces[first : first + good]
-                self._count(held, -sum(piece.bytes for piece in pieces))
-                found.append(Taken(place, pieces[-1].end, pieces))
+            first = self._split(partition, r.start)
+            self._split(partition, r.end)
+            start = self._start_of(partition, r)
+            count = next((n for n, each in enumerate(start) if each.number > checked[r.tp.topic]), len(start))
+            if count:
+                taken = partition.ranges[first : first + count]
+                del partition.ranges[first : first + count]
+                self._count(partition, -sum(each.bytes for each in taken))
+                found.append(TakenRanges(index, taken[-1].end, taken))
         return found
 
-    def free(self, pieces: Iterable[Piece]) -> None:
-        """What was taken is not needed any more."""
-        for piece in pieces:
-            self.used -= piece.price
-            if piece.block is not None:
-                piece.block.pieces -= 1
-                if not piece.block.pieces:
-                    self.used -= piece.block.bytes
-                piece.block = None
+    def free(self, ranges: Iterable[BufferedRange]) -> None:
+        """Free ranges that were taken."""
+        for each in ranges:
+            self.used_bytes -= each.overhead
+            if each.batch is not None:
+                each.batch.ranges -= 1
+                if not each.batch.ranges:
+                    self.used_bytes -= each.batch.bytes
+                each.batch = None
 
-    def _free(self, held: Held, pieces: Sequence[Piece]) -> None:
-        self._count(held, -sum(piece.bytes for piece in pieces))
-        self.free(pieces)
+    def _free(self, partition: PartitionBuffer, ranges: Sequence[BufferedRange]) -> None:
+        self._count(partition, -sum(each.bytes for each in ranges))
+        self.free(ranges)
 
-    def _count(self, held: Held, more: int) -> None:
-        if not held.forgotten:
-            self._owed += max(0, self._share - held.bytes - more) - max(0, self._share - held.bytes)
-        held.bytes += more
+    def _count(self, partition: PartitionBuffer, more: int) -> None:
+        if not partition.removed:
+            self._unused_shares += max(0, self._share - partition.bytes - more) - max(0, self._share - partition.bytes)
+        partition.bytes += more
 
-    def _run(self, held: Held, r: OffsetRange) -> list[Piece]:
-        """The pieces that hold the beginning of a range, without a gap."""
-        at = _first_ending_after(held.pieces, r.start)
-        run: list[Piece] = []
-        reached = r.start
-        while at < len(held.pieces) and held.pieces[at].start <= reached < r.end:
-            run.append(held.pieces[at])
-            reached, at = held.pieces[at].end, at + 1
-        return run
+    def _start_of(self, partition: PartitionBuffer, r: OffsetRange) -> list[BufferedRange]:
+        """The buffered ranges that cover the start of a range, without gaps."""
+        at = _first_ending_after(partition.ranges, r.start)
+        found: list[BufferedRange] = []
+        until = r.start
+        while at < len(partition.ranges) and partition.ranges[at].start <= until < r.end:
+            found.append(partition.ranges[at])
+            until, at = partition.ranges[at].end, at + 1
+        return found
 
-    def _split(self, held: Held, offset: int) -> int:
-        """Cut the piece that has this offset inside. Returns which piece is the first that ends after it."""
-        at = _first_ending_after(held.pieces, offset)
-        if at == len(held.pieces) or held.pieces[at].start >= offset:
+    def _split(self, partition: PartitionBuffer, offset: int) -> int:
+        """Split the range that contains this offset. Returns the index of the first range that ends after it."""
+        at = _first_ending_after(partition.ranges, offset)
+        if at == len(partition.ranges) or partition.ranges[at].start >= offset:
             return at
-        piece, block = held.pieces[at], held.pieces[at].block
-        left = Piece(piece.start, offset, None, 0, 0, 0, piece.number, price=0)
-        if block is not None:
-            offsets = block.batch.column("offset").slice(piece.first, piece.last - piece.first).to_numpy()
-            middle = piece.first + int(np.searchsorted(offsets, offset))
-            if middle > piece.first:
-                left.block, left.first, left.last = block, piece.first, middle
-                left.bytes = piece.bytes * (middle - piece.first) // (piece.last - piece.first)
-                block.pieces += 1
-            if middle == piece.last:
-                piece.block = None
-                block.pieces -= 1
-            piece.first, piece.bytes = middle, piece.bytes - left.bytes
-        piece.start = offset
-        held.pieces.insert(at, left)
+        right, shared = partition.ranges[at], partition.ranges[at].batch
+        left = BufferedRange(right.start, offset, None, 0, 0, 0, right.number, overhead=0)
+        if shared is not None:
+            offsets = shared.batch.column("offset").slice(right.first, right.last - right.first).to_numpy()
+            middle = right.first + int(np.searchsorted(offsets, offset))
+            if middle > right.first:
+                left.batch, left.first, left.last = shared, right.first, middle
+                left.bytes = right.bytes * (middle - right.first) // (right.last - right.first)
+                shared.ranges += 1
+            if middle == right.last:
+                right.batch = None
+                shared.ranges -= 1
+            right.first, right.bytes = middle, right.bytes - left.bytes
+        right.start = offset
+        partition.ranges.insert(at, left)
         return at + 1
 
 
-def _first_ending_after(pieces: Sequence[Piece], offset: int) -> int:
-    low, high = 0, len(pieces)
+def _first_ending_after(ranges: Sequence[BufferedRange], offset: int) -> int:
+    low, high = 0, len(ranges)
     while low < high:
         middle = (low + high) // 2
-        if pieces[middle].end <= offset:
+        if ranges[middle].end <= offset:
             low = middle + 1
         else:
             high = middle

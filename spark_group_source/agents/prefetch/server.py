@@ -1,10 +1,10 @@
-"""The agent's side of its Unix socket: who may ask what, and for how long.
+"""Serve buffered records to the tasks of the agent's executor, over a Unix socket.
 
-Runs in: agents. Deliberately absent: what is held (``buffers``), how it is asked (``near``).
+Runs in: agents. Deliberately absent: the contents of the buffers (``buffers``), the client (``client``).
 
-One connection is one request, ranges, and one answer: what is held of their beginnings. It is served once: a request
-that comes again (a retry, speculation, a second action, a stage that is run anew) finds nothing, and its task reads
-directly.
+One connection carries one request with ranges, and one response: the records buffered from the start of each range.
+Records are served once. If a request is repeated (a task retry, speculation, a second action, a stage that runs again),
+nothing is left, and the task reads from the brokers.
 """
 
 import contextlib
@@ -16,42 +16,44 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from spark_group_source.agents.agent_folder import Home, is_ours
+from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
 from spark_group_source.agents.channel import frames
 from spark_group_source.agents.channel.codec import WireError
-from spark_group_source.agents.prefetch import near
-from spark_group_source.agents.prefetch.buffers import Piece, Taken
-from spark_group_source.agents.prefetch.confirm import Confirmer
-from spark_group_source.agents.prefetch.reader import Stock
-from spark_group_source.agents.task_messages import ClaimGranted, Part, Served
+from spark_group_source.agents.prefetch import client
+from spark_group_source.agents.prefetch.buffers import BufferedRange, TakenRanges
+from spark_group_source.agents.prefetch.prefetcher import SharedBuffers
+from spark_group_source.agents.prefetch.topic_ids import TopicIdChecker
+from spark_group_source.agents.task_messages import ClaimGranted, ServedRange, ServedRanges
 from spark_group_source.reader.records import BATCH_ROWS_MAX, arrow_schema
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 32
-"""At the same time; more are closed at once, and their tasks read directly."""
+"""Concurrent connections; more are closed at once, and their tasks read from the brokers."""
 REQUEST_S = 2.0
-"""For a whole request to come."""
-ANSWER_S = 10.0
-"""For a whole answer to be taken. A task takes all of it before it hands on any."""
+"""Limit for receiving a request."""
+RESPONSE_S = 10.0
+"""Limit for sending a response. A task receives all of it before it yields any row."""
 JOINED_BYTES_MAX = 1 << 20
-"""Rows of small pieces travel together, up to this."""
+"""Rows of small buffered ranges are sent as one batch of up to this size."""
 WRITE_BYTES = 64 << 10
-"""Columns that are larger go to the socket as they are; a larger buffer would hold a copy of each."""
+"""Larger columns are written from their own memory; a larger buffer would hold a copy of each."""
 
 
-class Server:
-    """Serves one agent's stock."""
+class PrefetchServer:
+    """Serves the buffers of one agent."""
 
-    def __init__(self, home: Home, stock: Stock, confirmer: Confirmer, *, include_headers: bool) -> None:
-        self._stock, self._confirmer = stock, confirmer
+    def __init__(
+        self, folder: AgentFolder, buffers: SharedBuffers, checker: TopicIdChecker, *, include_headers: bool
+    ) -> None:
+        self._buffers, self._checker = buffers, checker
         self._schema = arrow_schema(include_headers)
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with home.address("socket.new") as new:
-            self._listener.bind(new)
+        with folder.socket_path("socket.new") as path:
+            self._listener.bind(path)
         self._listener.listen(CONNECTIONS_MAX)
-        (home.path / "socket.new").rename(home.path / "socket")  # who finds it is answered
+        (folder.path / "socket.new").rename(folder.path / "socket")  # a task that finds it can connect
         self._thread = threading.Thread(target=self._accept, name="server", daemon=True)
 
     def start(self) -> None:
@@ -68,7 +70,7 @@ class Server:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # stopped
-            if not self._places.acquire(blocking=False):
+            if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="task", daemon=True).start()
@@ -76,65 +78,65 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if is_ours(connection):
-                    self._answer(connection, near.receive(connection, ClaimGranted, time.monotonic() + REQUEST_S))
+                if is_same_user(connection):
+                    self._respond(connection, client.receive(connection, ClaimGranted, time.monotonic() + REQUEST_S))
         except (OSError, WireError) as exc:
-            log.info("a connection ended: %s: %s", type(exc).__name__, exc)
+            log.info("a task's connection failed: %s: %s; it reads from the brokers", type(exc).__name__, exc)
         finally:
-            self._places.release()
+            self._slots.release()
 
-    def _answer(self, connection: socket.socket, wanted: ClaimGranted) -> None:
-        until_s = time.monotonic() + ANSWER_S
-        taken = self._take(wanted)
-        left = [piece for one in taken for piece in one.pieces]
+    def _respond(self, connection: socket.socket, request: ClaimGranted) -> None:
+        until_s = time.monotonic() + RESPONSE_S
+        taken = self._take(request)
+        unsent = [each for one in taken for each in one.ranges]
         try:
-            rows = sum(piece.last - piece.first for piece in left)
-            near.send(connection, Served(parts=tuple(map(_part, taken)), rows=rows), until_s)
+            rows = sum(each.last - each.first for each in unsent)
+            client.send(connection, ServedRanges(ranges=tuple(map(_served, taken)), rows=rows), until_s)
             if not rows:
                 return
-            frames.limit(connection, until_s)
+            frames.set_deadline(connection, until_s)
             with (
                 connection.makefile("wb", buffering=WRITE_BYTES) as file,
                 pa.ipc.new_stream(file, self._schema) as stream,
             ):
-                for pieces in joined(left):
-                    frames.limit(connection, until_s)
-                    stream.write_batch(_together(pieces))
-                    self._stock.free(pieces)
-                    del left[: len(pieces)]
+                for ranges in joined(unsent):
+                    frames.set_deadline(connection, until_s)
+                    stream.write_batch(_one_batch(ranges))
+                    self._buffers.free(ranges)
+                    del unsent[: len(ranges)]
         finally:
-            self._stock.free(left)
+            self._buffers.free(unsent)
 
-    def _take(self, wanted: ClaimGranted) -> list[Taken]:
-        with self._stock.locked() as buffers:
-            needed = buffers.numbers(wanted.ranges)
-        confirmed = self._confirmer.confirmed(needed, wanted.topic_ids) if needed else {}
-        with self._stock.locked() as buffers:
-            return buffers.take(wanted.ranges, wanted.topic_ids, wanted.leader_epochs, confirmed)
+    def _take(self, request: ClaimGranted) -> list[TakenRanges]:
+        with self._buffers.locked() as buffers:
+            needed = buffers.last_numbers(request.ranges)
+        checked = self._checker.checked(needed, request.topic_ids) if needed else {}
+        with self._buffers.locked() as buffers:
+            return buffers.take(request.ranges, request.topic_ids, request.leader_epochs, checked)
 
 
-def joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in order, in groups: small ones together, those without rows with whatever is beside them."""
-    group: list[Piece] = []
+def joined(ranges: Sequence[BufferedRange]) -> Iterator[list[BufferedRange]]:
+    """Group buffered ranges in order for sending: small ones together, those without rows with their neighbours."""
+    group: list[BufferedRange] = []
     rows = size = 0
-    for piece in list(pieces):
-        count = piece.last - piece.first
-        if rows and count and (rows + count > BATCH_ROWS_MAX or size + piece.bytes > JOINED_BYTES_MAX):
+    for each in list(ranges):
+        count = each.last - each.first
+        if rows and count and (rows + count > BATCH_ROWS_MAX or size + each.bytes > JOINED_BYTES_MAX):
             yield group
             group, rows, size = [], 0, 0
-        group.append(piece)
-        rows, size = rows + count, size + piece.bytes
+        group.append(each)
+        rows, size = rows + count, size + each.bytes
     if rows:
         yield group
 
 
-def _part(one: Taken) -> Part:
-    rows = sum(piece.last - piece.first for piece in one.pieces)
-    return Part(place=one.place, until=one.until, rows=rows)
+def _served(taken: TakenRanges) -> ServedRange:
+    rows = sum(each.last - each.first for each in taken.ranges)
+    return ServedRange(index=taken.request_index, until=taken.until, rows=rows)
 
 
-def _together(pieces: Sequence[Piece]) -> pa.RecordBatch:
-    batches = [batch for piece in pieces if (batch := piece.rows()) is not None]
+def _one_batch(ranges: Sequence[BufferedRange]) -> pa.RecordBatch:
+    batches = [batch for each in ranges if (batch := each.rows()) is not None]
     if len(batches) == 1:
         return batches[0]
     (whole,) = pa.Table.from_batches(batches).combine_chunks().to_batches()

@@ -1,4 +1,4 @@
-"""How an executor finds the stream reader among the addresses that it was told."""
+"""How an executor finds the stream reader among the addresses that it was error."""
 
 import queue
 import socket
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from channel_words import SOON_S, Connected, Listening, Ping, Pong
+from channel_words import SOON_S, Ping, Pong, RecordingServer, ScopedClient
 
 from spark_group_source.agents.channel.handshake import FIELD_BYTES, GREETING, Secret
 from spark_group_source.errors import ChannelBroken
 
 
 @contextmanager
-def somebody_else(says: bytes = b"") -> Iterator[tuple[str, int]]:
-    """What listens at an address that other hosts have too: it says something, or nothing, and keeps the line."""
+def another_server(sends: bytes = b"") -> Iterator[tuple[str, int]]:
+    """What listens at an address that other hosts have too: it sends something, or nothing, and keeps the line."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         taken: list[socket.socket] = []
 
@@ -26,7 +26,7 @@ def somebody_else(says: bytes = b"") -> Iterator[tuple[str, int]]:
                 except OSError:
                     return
                 taken.append(connected)
-                connected.sendall(says)
+                connected.sendall(sends)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -58,74 +58,74 @@ def swallowing() -> Iterator[tuple[str, int]]:
             filler.close()
 
 
-def test_the_first_address_that_knows_the_secret_is_taken() -> None:
-    with Listening() as there, somebody_else(b"SSH-2.0-x".ljust(99)) as other, swallowing() as hole:
+def test_the_client_connects_to_the_first_address_that_knows_the_secret() -> None:
+    with RecordingServer() as there, another_server(b"SSH-2.0-x".ljust(99)) as other, swallowing() as hole:
         addresses = [("no.such.host.invalid", 1), closed_port(), other, hole, ("127.0.0.1", there.port)]
-        with Connected(addresses, there.secret) as client:
+        with ScopedClient(addresses, there.secret) as client:
             assert client.address == ("127.0.0.1", there.port)
             assert client.request(Ping(number=3), SOON_S) == Pong(number=3)
 
 
-def test_of_each_address_it_is_said_what_happened() -> None:
-    with somebody_else(b"SSH-2.0-x".ljust(99)) as other, somebody_else() as mute, swallowing() as hole:
+def test_the_error_names_each_address_and_its_error() -> None:
+    with another_server(b"SSH-2.0-x".ljust(99)) as other, another_server() as mute, swallowing() as hole:
         closed = closed_port()
         with pytest.raises(ChannelBroken) as failed:
-            Connected([closed, other, hole, mute], Secret.new(), 1.5)
-    told = str(failed.value)
-    assert f"127.0.0.1:{closed[1]}: Connection refused" in told
-    assert f"127.0.0.1:{other[1]}: what listens there is not a stream reader" in told
-    assert f"127.0.0.1:{mute[1]}: no answer in time" in told
-    assert f"127.0.0.1:{hole[1]}: no answer in time" in told
+            ScopedClient([closed, other, hole, mute], Secret.new(), 1.5)
+    error = str(failed.value)
+    assert f"127.0.0.1:{closed[1]}: Connection refused" in error
+    assert f"127.0.0.1:{other[1]}: the server at this address is not a stream reader" in error
+    assert f"127.0.0.1:{mute[1]}: no answer in time" in error
+    assert f"127.0.0.1:{hole[1]}: no answer in time" in error
     assert failed.value.retriable and not failed.value.fields["refused"]
 
 
-def test_where_nobody_listens_that_is_said() -> None:
+def test_the_error_says_that_nothing_listens_at_any_address() -> None:
     with pytest.raises(ChannelBroken) as failed:
-        Connected([closed_port(), closed_port()], Secret.new(), 0.3)
+        ScopedClient([closed_port(), closed_port()], Secret.new(), 0.3)
     assert failed.value.fields["refused"]
 
 
-def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
+def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     lie = GREETING + b"c" * FIELD_BYTES + b"p" * FIELD_BYTES
-    with somebody_else(lie) as liar, pytest.raises(ChannelBroken, match="does not know this run's secret"):
-        Connected([liar], Secret.new(), 0.5)
+    with another_server(lie) as liar, pytest.raises(ChannelBroken, match="does not know this run's secret"):
+        ScopedClient([liar], Secret.new(), 0.5)
 
 
-def test_a_server_that_comes_later_is_found() -> None:
+def test_the_client_retries_until_the_server_starts() -> None:
     host, port = closed_port()
-    secret, found = Secret.new(), queue.Queue[Connected]()
-    thread = threading.Thread(target=lambda: found.put(Connected([(host, port)], secret)))
+    secret, found = Secret.new(), queue.Queue[ScopedClient]()
+    thread = threading.Thread(target=lambda: found.put(ScopedClient([(host, port)], secret)))
     thread.start()
-    threading.Event().wait(0.2)  # it has been there once
-    with Listening(secret=secret, port=port):
+    threading.Event().wait(0.2)  # it has tried once
+    with RecordingServer(secret=secret, port=port):
         found.get(timeout=SOON_S).close()
         thread.join(SOON_S)
 
 
-def test_closing_ends_the_waiting_for_messages() -> None:
-    with Listening() as there, there.client() as client:
+def test_closing_wakes_the_receiving_thread() -> None:
+    with RecordingServer() as there, there.client() as client:
         failed: list[str] = []
-        thread = threading.Thread(target=lambda: failed.append(client.gone()))
+        thread = threading.Thread(target=lambda: failed.append(client.await_end()))
         thread.start()
         client.close()
         thread.join(SOON_S)
         assert "closed by this side" in failed[0]
 
 
-def test_a_socket_is_not_closed_under_a_thread_that_is_about_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number would be the next file's, and the thread would wait for that."""
-    with Listening() as there, there.client() as client:
+def test_the_socket_is_not_closed_under_a_thread_that_is_about_to_poll_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor could be reused by another file, and the thread would poll that."""
+    with RecordingServer() as there, there.client() as client:
         about, go, real = threading.Event(), threading.Event(), client._poll
 
-        class Late:
+        class SlowPoll:
             def poll(self, wait_ms: int) -> object:
                 about.set()
                 go.wait(SOON_S)
                 return real.poll(wait_ms)
 
-        monkeypatch.setattr(client, "_poll", Late())
+        monkeypatch.setattr(client, "_poll", SlowPoll())
         failed: list[str] = []
-        waiting = threading.Thread(target=lambda: failed.append(client.gone()))
+        waiting = threading.Thread(target=lambda: failed.append(client.await_end()))
         closing = threading.Thread(target=client.close)
         waiting.start()
         assert about.wait(SOON_S)
@@ -138,15 +138,15 @@ def test_a_socket_is_not_closed_under_a_thread_that_is_about_to_wait_for_it(monk
         assert "closed by this side" in failed[0] and client._socket.fileno() < 0
 
 
-def test_a_question_that_is_not_answered_ends_at_its_deadline() -> None:
-    with Listening() as there, there.client() as client:
+def test_a_request_without_a_response_times_out() -> None:
+    with RecordingServer() as there, there.client() as client:
         there.server._on_message = lambda *_: None
         with pytest.raises(ChannelBroken, match="no answer within") as failed:
             client.request(Ping(), 0.2)
         assert failed.value.fields == {"waited_ms": 200}
 
 
-def test_no_message_in_time_is_no_end() -> None:
-    with Listening() as there, there.client() as client:
+def test_a_receive_timeout_does_not_close_the_connection() -> None:
+    with RecordingServer() as there, there.client() as client:
         assert client.receive(0.05) is None
         assert client.request(Ping(number=1), SOON_S) == Pong(number=1)

@@ -1,4 +1,4 @@
-"""Messages as bytes: what is written is read, and nothing else is."""
+"""Encoded messages decode to equal messages; anything else is refused."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_group_source.agents.channel.codec import FRAME_BYTES_MAX, Codec, Envelope, WireError
-from spark_group_source.agents.channel.frames import framed, length_of, receive
+from spark_group_source.agents.channel.frames import body_length, frame, receive_frame
 from spark_group_source.model import OffsetRange, TopicPartition
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -44,7 +44,7 @@ documents = st.recursive(
 
 
 @given(messages, numbers, numbers)
-def test_a_message_is_read_as_it_was_written(message: Everything, asks: int, answers: int) -> None:
+def test_a_message_decodes_to_an_equal_message(message: Everything, asks: int, answers: int) -> None:
     again = CODEC.decode(CODEC.encode(message, asks=asks, answers=answers))
     assert again == Envelope(message, asks, answers)
     for field in fields(Everything):  # True == 1, and a named tuple is equal to a plain one
@@ -53,13 +53,13 @@ def test_a_message_is_read_as_it_was_written(message: Everything, asks: int, ans
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_and_nothing_else(data: bytes) -> None:
+def test_garbage_raises_WireError_only(data: bytes) -> None:
     with pytest.raises(WireError):
         CODEC.decode(data)
 
 
 @given(documents)
-def test_json_that_is_no_message_is_refused(document: Any) -> None:
+def test_json_that_is_not_a_message_is_refused(document: Any) -> None:
     for body in (document, [0, 0, "Everything", document], [0, 0, document, []], [document, 0, "Ping", [1, ""]]):
         data = json.dumps(body).encode()
         try:
@@ -68,11 +68,13 @@ def test_json_that_is_no_message_is_refused(document: Any) -> None:
             continue
         assert (
             json.loads(CODEC.encode(found.message, asks=found.asks, answers=found.answers)) == body
-        )  # it happened to be one
+        )  # a valid message by chance
 
 
 @given(messages, st.data())
-def test_a_message_with_a_value_that_was_swapped_is_refused_or_another_message(message: Everything, data: Any) -> None:
+def test_a_message_with_one_changed_value_is_refused_or_decodes_to_another_message(
+    message: Everything, data: Any
+) -> None:
     body = json.loads(CODEC.encode(message))
     at = data.draw(st.integers(0, len(body[3]) - 1))
     body[3][at] = data.draw(documents)
@@ -103,12 +105,12 @@ def test_a_message_with_a_value_that_was_swapped_is_refused_or_another_message(m
         b"",
     ],
 )
-def test_what_is_nearly_a_message_is_refused(data: bytes) -> None:
+def test_almost_valid_messages_are_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         CODEC.decode(data)
 
 
-def test_a_key_occurs_once() -> None:
+def test_a_duplicate_key_is_refused() -> None:
     good = json.loads(CODEC.encode(Everything()))
     names = [field.name for field in fields(Everything)]
     for name, twice in (
@@ -121,7 +123,7 @@ def test_a_key_occurs_once() -> None:
             CODEC.decode(json.dumps(body).encode())
 
 
-def test_what_is_no_message_is_not_written() -> None:
+def test_invalid_messages_are_not_encoded() -> None:
     for wrong in (
         replace(Everything(), number=True),
         replace(Everything(), text="\ud800"),
@@ -132,12 +134,12 @@ def test_what_is_no_message_is_not_written() -> None:
     ):
         with pytest.raises(WireError):
             CODEC.encode(wrong)
-    with pytest.raises(WireError, match=f"maximum is {FRAME_BYTES_MAX}"):
+    with pytest.raises(WireError, match=f"limit is {FRAME_BYTES_MAX}"):
         CODEC.encode(Ping(load="x" * FRAME_BYTES_MAX))
 
 
 @pytest.mark.parametrize("topic", ["orders", "orders" * 40])
-def test_all_partitions_of_a_large_topic_are_one_message(topic: str) -> None:
+def test_all_partitions_of_a_large_topic_fit_one_message(topic: str) -> None:
     tps = [TopicPartition(topic, p) for p in range(100_000)]
     for message in (Everything(assigned=tuple(tps)), Everything(assigned=tuple(reversed(tps)))):
         assert CODEC.decode(CODEC.encode(message)).message == message
@@ -145,13 +147,13 @@ def test_all_partitions_of_a_large_topic_are_one_message(topic: str) -> None:
     assert CODEC.decode(CODEC.encode(long)).message == long
 
 
-def test_a_refusal_is_short_and_has_one_line() -> None:
+def test_an_error_is_one_short_line() -> None:
     with pytest.raises(WireError) as refused:
         CODEC.decode(json.dumps([0, 0, "x\n" * 10_000, []]).encode())
     assert len(str(refused.value)) < 200 and "\n" not in str(refused.value)
 
 
-def test_a_type_that_cannot_travel_is_refused_when_the_codec_is_made() -> None:
+def test_an_unsupported_field_type_is_refused_when_the_codec_is_created() -> None:
     @dataclass(frozen=True)
     class Wrong:
         anything: Any
@@ -161,22 +163,22 @@ def test_a_type_that_cannot_travel_is_refused_when_the_codec_is_made() -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300), max_size=10), st.data())
-def test_frames_come_out_as_they_went_in_however_they_are_cut(bodies: list[bytes], data: Any) -> None:
-    stream = b"".join(framed(body) for body in bodies)
+def test_frames_are_received_whole_however_the_stream_is_split(bodies: list[bytes], data: Any) -> None:
+    stream = b"".join(frame(body) for body in bodies)
     parts = []
     while stream:
-        cut = data.draw(st.integers(1, len(stream)))
-        parts.append(stream[:cut])
-        stream = stream[cut:]
+        at = data.draw(st.integers(1, len(stream)))
+        parts.append(stream[:at])
+        stream = stream[at:]
     one, other = socket.socketpair()
     with one, other:
         sender = threading.Thread(target=lambda: deque(map(one.sendall, parts)))
         sender.start()
-        assert [receive(other, 300, time.monotonic() + SOON_S) for _ in bodies] == bodies
+        assert [receive_frame(other, 300, time.monotonic() + SOON_S) for _ in bodies] == bodies
         sender.join()
 
 
 @pytest.mark.parametrize("length", [0, 301, 2**32 - 1])
-def test_a_frame_that_is_too_long_is_refused_by_its_length(length: int) -> None:
-    with pytest.raises(WireError, match="maximum is 300"):
-        length_of(length.to_bytes(4, "big"), 300)
+def test_an_invalid_frame_length_is_refused(length: int) -> None:
+    with pytest.raises(WireError, match="limit is 300"):
+        body_length(length.to_bytes(4, "big"), 300)

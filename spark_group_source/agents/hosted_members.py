@@ -1,0 +1,253 @@
+"""The members that are placed on an agent.
+
+Runs in: agents. Deliberately absent: the channel (``send`` and :meth:`HostedMembers.receive` are its interface),
+reading, and decisions.
+
+The members are the same as in the stream reader. Their events are sent to the stream reader, and its orders come back,
+in order and each once (``session``). An agent that receives nothing from the stream reader for a lease closes its
+members, which stay in the group as static members, and ends: by then they are placed elsewhere.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents.session import Session
+from spark_group_source.kafka import Environment, Identity
+from spark_group_source.members.member import Member
+from spark_group_source.model import TopicPartition
+from spark_group_source.options.client import SESSION_TIMEOUT_MS, setting_ms
+from spark_group_source.protocol import events as ev
+
+log = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 6
+"""Heartbeats that the agent sends in a lease; each is answered."""
+RECONNECT_SHARE = 1 / 3
+"""Share of a lease, two heartbeats: an agent that receives nothing for so long assumes that its connection drops what
+is sent, and opens another one while the lease lasts."""
+CLOSE_S_MAX = 8.0
+"""Limit for closing the members when the agent ends; a member that is not closed then leaves with its session."""
+KNOWN_AS_MAX = 2_000
+"""Member ids that a member remembers; an agent does not use them."""
+PrefetchSize = Callable[[Iterable[TopicPartition]], tuple[int, int]]
+"""Returns how many bytes and rows of these partitions are prefetched in this agent."""
+
+
+def _nothing_prefetched(_: Iterable[TopicPartition]) -> tuple[int, int]:
+    return 0, 0
+
+
+class HostedMembers:
+    """The members that are placed on one agent.
+
+    Args:
+        agent: the agent's unique id.
+        executor: the executor that it belongs to.
+        name: the executor's host and process id, for people.
+        settings: librdkafka settings of members, with group.id.
+        environment: threads, clock and clients.
+        send: sends a message over the current connection, if there is one; never raises.
+        on_ended: takes the reason why the agent has to end, once. All members are closed by then.
+        on_silent: is called when nothing was received on the connection for too long; never raises or waits.
+            :meth:`connected` is called when there is another connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        agent: str,
+        executor: str,
+        name: str,
+        settings: Mapping[str, str],
+        environment: Environment,
+        send: Callable[[ms.AgentReport], object],
+        on_ended: Callable[[str], None],
+        on_silent: Callable[[], object],
+    ) -> None:
+        self._agent, self._executor, self._name = agent, executor, name
+        self._settings, self._environment, self._send = dict(settings), environment, send
+        self._on_ended, self._on_silent = on_ended, on_silent
+        self._prefetched: PrefetchSize = _nothing_prefetched
+        self._session: Session[ms.MemberChange] = Session(environment)
+        self._changed = environment.condition()
+        self._members: dict[int, Member] = {}
+        """The current member of each slot."""
+        self._replaced: list[Member] = []
+        """Members that have a successor and have not ended yet."""
+        self._lease_ms = setting_ms(self._settings, "session.timeout.ms", SESSION_TIMEOUT_MS)
+        self._received_ms = self._connected_ms = environment.now_ms()
+        self._fresh = True
+        """Whether no stream reader has accepted this agent yet."""
+        self._end_reason: str | None = None
+
+    def start(self, prefetched: PrefetchSize = _nothing_prefetched) -> None:
+        """Start the thread that sends heartbeats, which report what is ``prefetched``."""
+        self._prefetched = prefetched
+        self._environment.spawn(
+            "hosted", self._run, died=lambda exc: self._on_ended(f"the thread of the agent died: {exc!r}")
+        )
+
+    def connected(self) -> None:
+        """There is a new connection to the stream reader."""
+        with self._changed:
+            self._connected_ms = self._environment.now_ms()
+        self._send_report()
+        self._session.connect(lambda number, change: self._send_report(number=number, change=change))
+
+    def receive(self, message: ms.AgentOrders) -> None:
+        """Take a message of the stream reader. On the connection's thread, in order; never waits."""
+        with self._changed:
+            self._received_ms = self._environment.now_ms()
+            if not message.end_reason:
+                if message.lease_ms != self._lease_ms:
+                    self._changed.notify_all()  # the next heartbeat was scheduled by the former lease
+                self._fresh, self._lease_ms = False, message.lease_ms
+        if message.end_reason:
+            self.close(message.end_reason)
+            return
+        self._session.acknowledge(message.received)
+        if message.order is not None and self._session.receive(message.number):
+            self._execute(message.client, message.order)
+
+    def close(self, reason: str) -> None:
+        """Close the members, which stay in the group as static members, and end. Any thread; does not wait."""
+        with self._changed:
+            self._end_reason = self._end_reason or reason
+            self._changed.notify_all()
+
+    # --- the heartbeat thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (reason := self._wait()) is None:
+            if self._is_silent():
+                self._on_silent()
+            else:
+                self._send_report(prefetched=self._prefetched_by_slot())
+        self._end(reason)
+
+    def _wait(self) -> str | None:
+        """Wait until the next heartbeat is due. Returns why the agent ends, or None."""
+        with self._changed:
+            if self._end_reason is None:
+                self._changed.wait(self._lease_ms / HEARTBEATS_PER_LEASE / 1000)
+            silent_ms = self._environment.now_ms() - self._received_ms
+            if self._end_reason is None and silent_ms >= self._lease_ms:
+                self._end_reason = f"nothing was received from the stream reader for {silent_ms} ms"
+            if self._end_reason is None and self._session.overflowed:
+                self._end_reason = "the stream reader does not acknowledge changes of members"
+            return self._end_reason
+
+    def _is_silent(self) -> bool:
+        """Whether the connection has been silent too long. The next one gets the full time."""
+        with self._changed:
+            now_ms = self._environment.now_ms()
+            silent = now_ms - max(self._received_ms, self._connected_ms) >= self._lease_ms * RECONNECT_SHARE
+            if silent:
+                self._connected_ms = now_ms
+            return silent
+
+    def _end(self, reason: str) -> None:
+        log.info("the members of agent %s close: %s", self._name, reason)
+        with self._changed:
+            members = [*self._members.values(), *self._replaced]
+            self._members.clear()
+        deadline_ms = self._environment.now_ms() + int(CLOSE_S_MAX * 1000)
+        for member in members:
+            member.order(ev.Leave(slot=member.slot, leave=False))
+        for member in members:
+            if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
+                log.warning("the member of slot %d did not close in time; it leaves with its session", member.slot)
+        self._send_report(end_reason=reason)
+        self._on_ended(reason)
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    def _execute(self, client: int, order: ms.MemberOrder) -> None:
+        if isinstance(order, ev.Join):
+            self._start_member(order)
+            return
+        with self._changed:
+            member = self._members.get(order.slot)
+        if member is not None and member.client == client:
+            member.order(order)
+
+    def _start_member(self, join: ev.Join) -> None:
+        member = Member(
+            join,
+            self._settings,
+            environment=self._environment,
+            known_as=deque(maxlen=KNOWN_AS_MAX),
+            report=partial(self._on_event, join),
+            renamed=partial(self._on_identity, join),
+        )
+        with self._changed:
+            if self._end_reason is not None:
+                return
+            former = self._members.get(join.slot)
+            self._members[join.slot] = member
+            if former is not None:
+                self._replaced.append(former)
+        if former is not None:
+            former.order(ev.Leave(slot=join.slot, leave=False))
+        member.start()
+
+    # --- events of members, on their threads ------------------------------------------------------------------------
+
+    def _on_event(self, join: ev.Join, event: ev.Event) -> None:
+        match event:
+            case ev.Assigned() | ev.Revoking() | ev.Lost() | ev.MemberFailed() | ev.MemberFenced():
+                self._session.add(event)
+            case ev.MemberEnded():
+                with self._changed:
+                    if (member := self._members.get(join.slot)) is not None and member.client == join.client:
+                        del self._members[join.slot]
+                    ended = (join.slot, join.client)
+                    self._replaced = [member for member in self._replaced if (member.slot, member.client) != ended]
+                self._session.add(event)
+            case ev.InternalFailure():  # the slot may work on another agent, or in the stream reader
+                self._session.add(ev.MemberFailed(slot=join.slot, client=join.client, reason=str(event.error)))
+            case _:
+                log.warning("slot %d reported an unexpected event %s; ignoring it", join.slot, type(event).__name__)
+
+    def _on_identity(self, join: ev.Join, identity: Identity | None) -> None:
+        generation, member, metadata = -1, "", ""
+        if identity is not None:
+            (generation, member), metadata = identity[:2], bytes(identity.metadata).hex()
+        self._session.add(
+            ms.MemberIdentity(
+                slot=join.slot, client=join.client, generation=generation, member=member, metadata=metadata
+            )
+        )
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def _prefetched_by_slot(self) -> tuple[ev.Buffered, ...]:
+        with self._changed:
+            members = list(self._members.values())
+        sizes = [(member.slot, *self._prefetched(member.held)) for member in members]
+        return tuple(ev.Buffered(slot=slot, bytes=bytes_, rows=rows) for slot, bytes_, rows in sizes)
+
+    def _send_report(
+        self,
+        *,
+        number: int = 0,
+        change: ms.MemberChange | None = None,
+        prefetched: tuple[ev.Buffered, ...] = (),
+        end_reason: str = "",
+    ) -> None:
+        self._send(
+            ms.AgentReport(
+                agent=self._agent,
+                executor=self._executor,
+                name=self._name,
+                fresh=self._fresh,
+                received=self._session.received,
+                number=number,
+                change=change,
+                prefetched=prefetched,
+                end_reason=end_reason,
+            )
+        )

@@ -1,0 +1,141 @@
+"""Read a piece through the executor's agent: buffered records from its memory, the others from the brokers.
+
+Runs in: executor workers. Deliberately absent: starting the agent (``start``), reading from brokers (``reader.fetch``).
+
+A task receives the agent's whole response before it yields any of it. If the agent ends or is too slow meanwhile, its
+rows are dropped and everything is read from the brokers: no row is read twice.
+"""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from spark_group_source.agents.agent_folder import AgentFolder, is_same_user
+from spark_group_source.agents.channel import frames
+from spark_group_source.agents.channel.codec import Codec, WireError
+from spark_group_source.agents.task_messages import ClaimGranted, ServedRange, ServedRanges
+from spark_group_source.model import OffsetRange, Piece
+from spark_group_source.reader.fetch import read_ranges
+from spark_group_source.reader.range_reader import ReadOptions
+from spark_group_source.reader.read_counts import ReadCounts
+from spark_group_source.reader.records import arrow_schema
+
+MessageT = TypeVar("MessageT")
+log = logging.getLogger(__name__)
+
+CODEC = Codec((ClaimGranted, ServedRanges), bytes_max=16 << 20)
+"""A task sends the ranges that it reads, and the agent responds with those that it serves. 100,000 ranges take 3 MB."""
+RESPONSE_S = 5.0
+"""Limit for the agent's whole response; then the task reads from the brokers."""
+READ_BYTES = 64 << 10
+"""Larger columns are read into their own memory; a larger buffer would hold a copy of each."""
+
+
+def read_with_agent(
+    folder: AgentFolder, piece: Piece, options: ReadOptions, counts: ReadCounts
+) -> Iterator[pa.RecordBatch]:
+    """Yield what :func:`~spark_group_source.reader.fetch.read_ranges` yields; buffered records come from the agent.
+
+    Raises:
+        GroupError: as ``read_ranges`` does. Failures of the agent raise nothing.
+    """
+    batches, rest = request_buffered(folder, piece, include_headers=options.include_headers, counts=counts)
+    batches.reverse()
+    while batches:
+        yield batches.pop()  # the batch is freed as soon as Spark has consumed it
+    yield from read_ranges(piece._replace(ranges=tuple(rest)), options, counts)
+
+
+def request_buffered(
+    folder: AgentFolder, piece: Piece, *, include_headers: bool, counts: ReadCounts | None = None
+) -> tuple[list[pa.RecordBatch], list[OffsetRange]]:
+    """The rows that the agent has buffered from the start of a piece's ranges, and the rest of the ranges."""
+    ranges = piece.ranges
+    if not ranges:
+        return [], []
+    request = ClaimGranted(**piece._asdict())
+    until_s = time.monotonic() + RESPONSE_S
+    try:
+        with connect(folder, until_s) as connection:
+            send(connection, request, until_s)
+            served = receive(connection, ServedRanges, until_s)
+            rest = _rest(ranges, served.ranges)
+            batches = _receive_batches(connection, served.rows, include_headers, until_s)
+    except FileNotFoundError:
+        return [], list(ranges)  # the agent is still starting, or has ended
+    except (OSError, WireError, pa.ArrowException) as exc:
+        log.info(
+            "no response from the agent in %s: %s: %s; reading from the brokers", folder.path, type(exc).__name__, exc
+        )
+        return [], list(ranges)
+    if counts is not None:
+        counts.rows_from_agent.update({ranges[one.index].tp: one.rows for one in served.ranges if one.rows})
+    return batches, rest
+
+
+@contextlib.contextmanager
+def connect(folder: AgentFolder, until_s: float) -> Iterator[socket.socket]:
+    """A connection to the agent, for one request. Raises OSError if no agent listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, folder.socket_path() as path:
+        frames.set_deadline(connection, until_s)
+        connection.connect(path)
+        if not is_same_user(connection):
+            raise PermissionError(f"a process of another user listens in {folder.path}")
+        yield connection
+
+
+def send(connection: socket.socket, message: object, until_s: float) -> None:
+    """Send a message of :data:`CODEC`. Raises OSError, WireError."""
+    frames.set_deadline(connection, until_s)
+    connection.sendall(frames.frame(CODEC.encode(message)))
+
+
+def receive(connection: socket.socket, wanted: type[MessageT], until_s: float) -> MessageT:
+    """The next message, which must be of this type. Raises OSError, WireError."""
+    message = CODEC.decode(frames.receive_frame(connection, CODEC.bytes_max, until_s)).message
+    if not isinstance(message, wanted):
+        raise WireError(f"received {type(message).__name__}, expected {wanted.__name__}")
+    return message
+
+
+def _rest(ranges: Sequence[OffsetRange], served: Sequence[ServedRange]) -> list[OffsetRange]:
+    """What is left of the ranges.
+
+    Raises:
+        WireError: the agent's response does not fit the ranges.
+    """
+    ends = {one.index: one.until for one in served}
+    if not ends.keys() <= set(range(len(ranges))):
+        raise WireError(f"the agent served ranges {sorted(ends)} of {len(ranges)}")
+    rest = []
+    for index, r in enumerate(ranges):
+        until = ends.get(index, r.start)
+        if not r.start <= until <= r.end:
+            raise WireError(f"the agent served {r} up to {until}")
+        if until < r.end:
+            rest.append(OffsetRange(r.tp, until, r.end))
+    return rest
+
+
+def _receive_batches(
+    connection: socket.socket, rows: int, include_headers: bool, until_s: float
+) -> list[pa.RecordBatch]:
+    batches: list[pa.RecordBatch] = []
+    if not rows:
+        return batches
+    frames.set_deadline(connection, until_s)
+    with connection.makefile("rb", buffering=READ_BYTES) as file, pa.ipc.open_stream(file) as stream:
+        if not stream.schema.equals(arrow_schema(include_headers)):
+            raise WireError("the agent's rows have other columns")
+        for batch in stream:
+            batches.append(batch)
+            frames.set_deadline(connection, until_s)
+    # A truncated Arrow stream cannot be told from a complete one.
+    if sum(batch.num_rows for batch in batches) != rows:
+        raise WireError("the agent's rows are incomplete")
+    return batches

@@ -1,0 +1,270 @@
+"""The prefetching thread of an agent, and the buffers that it shares with the threads that serve tasks.
+
+Runs in: agents. Deliberately absent: limits of the buffers (``buffers``), and the meaning of errors. A partition with
+an error is not prefetched until its next position arrives; the task that reads it from the brokers reports the error.
+
+Records of a later leader than the one that reported the last plan's end are not buffered (KIP-320). So all buffered
+records of a partition were in that leader's log, and a plan of another leader epoch is not served from them.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import numpy as np
+
+from spark_group_source.agents.prefetch.buffers import UNKNOWN, AcceptedRows, BufferedRange, PrefetchBuffers
+from spark_group_source.agents.task_messages import PrefetchPositions
+from spark_group_source.errors import SourceError
+from spark_group_source.model import TopicPartition
+from spark_group_source.reader.native_client import NativeChunk, NativeClient
+from spark_group_source.reader.planned_rows import EOF, RecordSize, select_rows
+from spark_group_source.reader.range_reader import LINGER_S
+from spark_group_source.reader.records import ClientEvent, Ints, PartitionRows, RowSlice, group_by_batch
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1
+"""Limit of one poll while no records arrive; new positions wait as long."""
+ROOM_S = 1.0
+"""Limit of one wait for room, or for positions."""
+REOPEN_S = 5.0
+"""Pause after a client failed for good, before another is opened."""
+OFFSET_MAX = 2**63 - 1
+SMALL_ROW_BYTES = 64
+"""One poll returns at most as many rows as there is room for if each has this size."""
+
+
+class SharedBuffers:
+    """The buffers, and the lock under which the prefetcher and the serving threads use them."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._buffers = PrefetchBuffers(memory_bytes)
+        self.version = 0
+        """Increases with each change that the prefetcher did not make."""
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[PrefetchBuffers]:
+        """The buffers, to read them, or for a change of the prefetcher."""
+        with self._changed:
+            yield self._buffers
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[PrefetchBuffers]:
+        """The buffers, for a change that the prefetcher is notified of."""
+        with self._changed:
+            yield self._buffers
+            self.version += 1
+            self._changed.notify_all()
+
+    def follow(self, positions: PrefetchPositions) -> None:
+        """Prefetch from these positions."""
+        with self.changing() as buffers:
+            buffers.follow(positions)
+
+    def free(self, ranges: Collection[BufferedRange]) -> None:
+        """Free ranges that were served."""
+        with self.changing() as buffers:
+            buffers.free(ranges)
+
+    def size_of(self, tps: Iterable[TopicPartition]) -> tuple[int, int]:
+        """How many bytes and rows of these partitions are buffered."""
+        with self._changed:
+            found = [one for tp in tps if (one := self._buffers.partitions.get(tp)) is not None]
+            rows = sum(each.last - each.first for one in found for each in one.ranges)
+            return sum(one.bytes for one in found), rows
+
+    def wait_changed(self, version: int, wait_s: float) -> None:
+        """Wait until ``version`` is outdated, or for ``wait_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version != version, wait_s)
+
+
+class Prefetcher:
+    """Fills the buffers.
+
+    Args:
+        open_client: opens the client. A client that failed for good is replaced.
+    """
+
+    def __init__(
+        self, buffers: SharedBuffers, open_client: Callable[[], NativeClient], *, include_headers: bool
+    ) -> None:
+        self._buffers, self._open_client, self._include_headers = buffers, open_client, include_headers
+        self._stopping = threading.Event()
+        self._assigned: dict[TopicPartition, int] = {}
+        """The partitions that the client reads, each with the number of the seek that it reads for; 0: for none."""
+        self._full: set[TopicPartition] = set()
+        """Assigned partitions that have no room."""
+        self._seen_version = -1
+        self._busy = False
+        """Whether the last poll returned records."""
+        self._record_size = RecordSize()
+        self._thread = threading.Thread(target=self._run, name="prefetcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        self._stopping.set()
+        with self._buffers.changing():  # wakes the thread
+            pass
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._prefetch()
+            except (SourceError, RuntimeError, MemoryError) as exc:
+                log.warning("prefetching failed: %s; starting again in %.0f s", exc, REOPEN_S)
+            with self._buffers.changing() as buffers:
+                buffers.drop_all()
+            self._stopping.wait(REOPEN_S)
+
+    def _prefetch(self) -> None:
+        with self._buffers.locked() as buffers:
+            idle = not buffers.partitions
+        while idle and not self._stopping.is_set():  # a client costs memory and threads even when it reads nothing
+            self._buffers.wait_changed(self._buffers.version, ROOM_S)
+            with self._buffers.locked() as buffers:
+                idle = not buffers.partitions
+        if self._stopping.is_set():
+            return
+        client = self._open_client()
+        self._assigned, self._full, self._seen_version = {}, set(), -1
+        try:
+            while not self._stopping.is_set():
+                version = self._buffers.version
+                if version != self._seen_version or self._full:
+                    self._assign(client)
+                    self._seen_version = version
+                if self._assigned.keys() <= self._full:
+                    self._buffers.wait_changed(version, ROOM_S)
+                else:
+                    self._poll(client)
+        finally:
+            client.close()
+
+    # --- which partitions are read
+
+    def _assign(self, client: NativeClient) -> None:
+        """Assign the partitions that have room. A full partition is unassigned, unless all partitions are full: then
+        nothing is polled, and what the client has fetched meanwhile is kept."""
+        with self._buffers.locked() as buffers:
+            wanted = {tp: one for tp, one in buffers.partitions.items() if not one.halted}
+            kept = {tp for tp, seek in self._assigned.items() if tp in wanted and wanted[tp].seek == seek}
+            full = {tp for tp in kept if buffers.is_full(tp)}
+            others = {tp for tp in wanted.keys() - kept if buffers.has_room_again(tp)}
+            if others or full < kept:
+                kept -= full
+                full = set()
+            added = [(tp, wanted[tp].position) for tp in others]
+            seeks = {tp: wanted[tp].seek for tp in kept | others}
+        dropped = self._assigned.keys() - kept
+        if dropped:
+            client.incremental_unassign(list(dropped))
+        if added:
+            client.incremental_assign(added)
+        self._assigned, self._full = seeks, full
+
+    def _poll(self, client: NativeClient) -> None:
+        with self._buffers.locked() as buffers:
+            rows_max = self._record_size.rows_max(max(1, buffers.free_bytes // SMALL_ROW_BYTES))
+        chunk = client.poll(rows_max, LINGER_S) if self._busy else client.poll(1, IDLE_S)
+        try:
+            self._busy = bool(chunk.partition_rows)
+            if self._busy and self._include_headers:
+                chunk.count_headers()
+            self._record_size.update(chunk.sizes)
+            self._buffer(chunk)
+        finally:
+            chunk.free()
+
+    # --- what a poll returned
+
+    def _buffer(self, chunk: NativeChunk) -> None:
+        # An error of a partition may stand anywhere between its rows: none of its rows is buffered.
+        stopped = {event.tp for event in chunk.events if event.code != EOF and event.tp is not None}
+        failed = frozenset(stopped)
+        if chunk.partition_rows:
+            offsets = np.concatenate([rows.offsets for rows in chunk.partition_rows])
+            slices = [RowSlice(rows.tp, rows.first, rows.first + len(rows.offsets)) for rows in chunk.partition_rows]
+            for group in group_by_batch(slices, chunk.sizes):
+                self._convert(chunk, group, offsets, stopped)
+        with self._buffers.locked() as buffers:
+            for event in chunk.events:
+                self._on_event(buffers, event, stopped)
+            for tp in failed:
+                buffers.halt(tp)
+            for tp in {rows.tp for rows in chunk.partition_rows}:
+                if tp in buffers.partitions and buffers.is_full(tp):
+                    self._full.add(tp)
+            incomplete = stopped & self._assigned.keys()
+        for tp in incomplete:
+            self._assigned[tp] = 0  # the next records of its client do not follow the buffered ones
+            self._full.add(tp)  # assign again
+
+    def _convert(self, chunk: NativeChunk, group: list[RowSlice], offsets: Ints, stopped: set[TopicPartition]) -> None:
+        """Buffer those rows of the group that are the next ones of their partitions and that have room."""
+        accepted: list[AcceptedRows] = []
+        ends: dict[TopicPartition, int] = {}
+        with self._buffers.locked() as buffers:
+            for row_slice in group:
+                if row_slice.tp in stopped:
+                    continue
+                rows = self._accept(buffers, chunk, row_slice, offsets[row_slice.first : row_slice.last], ends, stopped)
+                if rows is not None:
+                    accepted.append(rows)
+                    ends[row_slice.tp] = rows.end
+        if not accepted:
+            return
+        try:
+            batch = chunk.batch([rows.row_slice for rows in accepted], self._include_headers)
+        except SourceError:  # a record that Spark cannot hold: the task that reads it reports it
+            with self._buffers.locked() as buffers:
+                buffers.cancel(accepted)
+                for tp in ends:
+                    buffers.halt(tp)
+            stopped |= ends.keys()
+            return
+        with self._buffers.locked() as buffers:
+            buffers.add(batch, accepted)
+
+    def _accept(
+        self,
+        buffers: PrefetchBuffers,
+        chunk: NativeChunk,
+        row_slice: RowSlice,
+        offsets: Ints,
+        ends: dict[TopicPartition, int],
+        stopped: set[TopicPartition],
+    ) -> AcceptedRows | None:
+        partition = buffers.partitions.get(row_slice.tp)
+        if partition is None or partition.halted or partition.seek != self._assigned.get(row_slice.tp):
+            return None
+        start = ends.get(row_slice.tp, partition.position)
+        epoch = partition.leader_epoch if partition.leader_epoch != UNKNOWN else None
+        first, last, _, later = select_rows(
+            chunk, PartitionRows(row_slice.tp, row_slice.first, offsets), start, OFFSET_MAX, epoch
+        )
+        if later is not None:
+            partition.halted = True
+            stopped.add(row_slice.tp)
+        if first >= last:
+            return None
+        count, reserved = buffers.reserve(row_slice.tp, chunk.sizes[row_slice.first + first : row_slice.first + last])
+        if count < last - first:
+            stopped.add(row_slice.tp)
+        if not count:
+            return None
+        accepted = RowSlice(row_slice.tp, row_slice.first + first, row_slice.first + first + count)
+        end = int(offsets[first + count - 1]) + 1
+        return AcceptedRows(accepted, partition, partition.seek, start, end, reserved)
+
+    def _on_event(self, buffers: PrefetchBuffers, event: ClientEvent, stopped: Collection[TopicPartition]) -> None:
+        if event.code != EOF:
+            log.info("error while prefetching %s: %s", event.tp or "all partitions", event.text)
+        elif event.tp is not None and event.tp not in stopped and event.tp in self._assigned:
+            buffers.advance(event.tp, self._assigned[event.tp], event.offset)

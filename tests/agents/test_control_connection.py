@@ -1,0 +1,109 @@
+"""The connection of an agent over a real channel: reconnects, and the end of the stream reader."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from channel_words import RecordingServer
+from kafka_words import await_until
+
+from spark_group_source.agents import control_connection
+from spark_group_source.agents import member_messages as ms
+from spark_group_source.agents.channel.server import ChannelPeer
+from spark_group_source.agents.control_connection import ControlConnection
+from spark_group_source.agents.task_messages import PrefetchPositions
+
+LEASE_MS = 600_000
+"""Longer than any test: no agent ends here because of its lease."""
+
+
+class StreamReader(RecordingServer):
+    """A stream reader that accepts every agent, and answers the first report of each connection only."""
+
+    lease_ms = LEASE_MS
+
+    def __init__(self) -> None:
+        self.first: list[ms.AgentReport] = []
+        self.last: list[ms.AgentReport] = []
+        self.peers: list[ChannelPeer] = []
+        super().__init__(codec=ms.CODEC)
+
+    def _on_message(self, peer: ChannelPeer, message: Any, asks: int) -> None:
+        assert isinstance(message, ms.AgentReport)
+        if message.end_reason:
+            self.last.append(message)
+        elif peer not in self.peers:
+            self.peers.append(peer)
+            self.first.append(message)
+            peer.send(ms.AgentOrders(received=0, lease_ms=self.lease_ms))
+
+
+@pytest.fixture
+def reader() -> Iterator[StreamReader]:
+    with StreamReader() as started:
+        yield started
+
+
+@contextmanager
+def agent(reader: StreamReader) -> Iterator[tuple[ControlConnection, list[PrefetchPositions]]]:
+    requested: list[PrefetchPositions] = []
+    given = {
+        "addresses": [["127.0.0.1", reader.port]],
+        "secret": reader.secret.to_hex(),
+        "executor": "executor-1",
+        "name": "one",
+        "settings": {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "session.timeout.ms": str(LEASE_MS)},
+    }
+    connection = ControlConnection(given)
+    connection.start(requested.append, lambda _: (0, 0))
+    try:
+        yield connection, requested
+    finally:
+        with suppress(Exception):
+            connection.stop(3)
+
+
+def test_an_agent_reconnects_with_its_identity_when_its_connection_is_lost(reader: StreamReader) -> None:
+    with agent(reader) as (connection, requested):
+        await_until(lambda: reader.first, 20, what="the agent")
+        positions = PrefetchPositions(positions={})
+        reader.peers[0].send(positions)
+        await_until(lambda: requested == [positions], 20, what="the next positions")
+        reader.peers[0].drop("closed by the test")
+        await_until(lambda: len(reader.first) == 2, 20, what="the agent on another connection")
+        first, second = reader.first
+        assert (first.agent, first.executor, first.fresh) == (second.agent, "executor-1", True)
+        assert not second.fresh, "it was accepted before"
+        assert connection.end_reason == ""
+
+
+def test_an_agent_reconnects_when_its_connection_is_silent_for_a_third_of_its_lease(
+    reader: StreamReader,
+) -> None:
+    """A connection that drops messages looks like a silent one."""
+    reader.lease_ms = 3_000
+    with agent(reader) as (connection, _):
+        await_until(lambda: len(reader.first) == 3, 20, what="the agent on a third connection")
+        assert {report.agent for report in reader.first} == {reader.first[0].agent}
+        assert connection.end_reason == ""
+
+
+def test_an_agent_ends_soon_after_all_addresses_refuse_connections(
+    reader: StreamReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its lease ends: the stream reader listens as long as it runs."""
+    monkeypatch.setattr(control_connection, "REFUSED_S", 0.5)
+    with agent(reader) as (connection, _):
+        await_until(lambda: reader.first, 20, what="the agent")
+        reader.server.stop()
+        await_until(lambda: connection.end_reason, 20, what="the end of the agent")
+        assert "the stream reader has ended" in connection.end_reason
+
+
+def test_an_agent_reports_that_it_ends(reader: StreamReader) -> None:
+    with agent(reader) as (connection, _):
+        await_until(lambda: reader.first, 20, what="the agent")
+        connection.stop(10)
+        await_until(lambda: reader.last, 20, what="its last report")
+        assert connection.end_reason == "the agent ends"
