@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from spark_group_source import answers, errors
+from spark_group_source import error_codes, errors
 from spark_group_source.cli import app as cli
 from spark_group_source.metrics import groups as group_metrics
 from spark_group_source.metrics import run as run_metrics
@@ -65,7 +65,7 @@ def blocks() -> dict[Path, dict[str, str]]:
     return {
         README: {"options": options_table(TEN)},
         OPTIONS: {"options": options_table()},
-        ANSWERS: {"answers": answer_rows()},
+        ANSWERS: {"error codes": error_code_rows()},
         CLI: {"exit codes": exit_codes(), "commands": commands()},
         METRICS: {
             "run metrics": metrics_table(run_metrics.METRICS),
@@ -94,19 +94,21 @@ def metrics_table(metrics: Sequence[Metric[Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def answer_rows() -> str:
-    """What each answer of a broker means, and to which requests it means something else."""
-    names = {code: name for name, code in answers.CODES.items()}
+def error_code_rows() -> str:
+    """The meaning of each error code, and its exceptions by request."""
+    names = {code: name for name, code in error_codes.CODES.items()}
     lines = ["| meaning | codes |", "|---|---|"]
-    for what in answers.Meaning:
+    for what in error_codes.Meaning:
         meant = sorted(
-            (code for code, means in answers.ANSWERS.items() if means is what), key=lambda code: (code < 0, abs(code))
+            (code for code, means in error_codes.MEANINGS.items() if means is what),
+            key=lambda code: (code < 0, abs(code)),
         )
         codes = ", ".join(f"`{names[code]}`" for code in meant)
-        lines.append(f"| {what.value} | {'every other code' if what is answers.Meaning.AGAIN else codes} |")
-    lines += ["", "| request | code | means here |", "|---|---|---|"]
+        lines.append(f"| {what.value} | {'every other code' if what is error_codes.Meaning.RETRY else codes} |")
+    lines += ["", "| request | code | meaning for this request |", "|---|---|---|"]
     lines += [
-        f"| {request.value} | `{names[code]}` | {what.value} |" for (request, code), what in answers.EXCEPTIONS.items()
+        f"| {request.value} | `{names[code]}` | {what.value} |"
+        for (request, code), what in error_codes.EXCEPTIONS.items()
     ]
     return "\n".join(lines) + "\n"
 

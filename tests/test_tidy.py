@@ -28,7 +28,7 @@ ARCHITECTURE_NAMES_MIN = 100
 """Fewer names than this were found: the pattern does not match any more."""
 
 PURE = {"time", "random", "threading", "socket", "logging", "os", "queue", "asyncio", "subprocess"}
-VALUES = {"model", "errors", "answers", "compatibility", "__version__"}
+VALUES = {"model", "error_codes", "errors", "compatibility", "__version__"}
 """What every room may import."""
 STREAM_READER = {"runtime", "members", "kafka", "reader", "agents"}
 WALLS: dict[str, set[str]] = {

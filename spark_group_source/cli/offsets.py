@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from spark_group_source.answers import CODES
 from spark_group_source.cli.report import DEAD, not_there
 from spark_group_source.cli.reset import scope_of
 from spark_group_source.cli.shared import (
@@ -27,6 +26,7 @@ from spark_group_source.cli.shared import (
     console,
     table_of,
 )
+from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription
 from spark_group_source.kafka.offset_deletion import name_of

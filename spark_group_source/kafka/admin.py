@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka import admin as kafka_admin
 
-from spark_group_source.answers import Meaning, Request, lacks_token, meaning
+from spark_group_source.error_codes import Meaning, Request, is_token_missing, meaning
 from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
@@ -363,7 +363,7 @@ class Admin:
             except KafkaException as exc:
                 self._slow += not short
                 self._client.poll(0)  # runs the error callback
-                passes = meaning(request, exc.args[0].code()) is Meaning.AGAIN
+                passes = meaning(request, exc.args[0].code()) is Meaning.RETRY
                 told = self._tokenless if passes else None
                 self._renew()
                 raise exc if told is None else KafkaException(told) from exc
@@ -374,7 +374,7 @@ class Admin:
 
     def _on_error(self, error: KafkaError) -> None:
         self._refusal(error)
-        if lacks_token(error.code(), error.str()):
+        if is_token_missing(error.code(), error.str()):
             self._tokenless = error
 
     def _renew(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.answers import Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate

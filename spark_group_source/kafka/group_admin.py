@@ -9,7 +9,7 @@ from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
-from spark_group_source.answers import Request
+from spark_group_source.error_codes import Request
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed
 from spark_group_source.kafka.admin import COORDINATOR_BOUND, Admin, Bound, Missing
 from spark_group_source.kafka.group_offsets import GroupOffsets

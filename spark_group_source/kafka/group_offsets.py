@@ -11,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import KafkaException
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import Retry
@@ -65,7 +65,7 @@ class GroupOffsets:
             if answer.error is None:
                 at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
                 answered[TopicPartition(answer.topic, answer.partition)] = at
-            elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.AGAIN:
+            elif meaning(Request.COMMITTED, answer.error.code()) is not Meaning.RETRY:
                 raise KafkaException(answer.error, answer.topic)
         return answered
 

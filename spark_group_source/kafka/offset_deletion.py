@@ -1,8 +1,8 @@
 """Deleting committed offsets of a group, also of one with members (KIP-496): librdkafka's call, by ctypes.
 
 Runs in: a terminal, the user's driver. Deliberately absent: which partitions (``cli.offsets``), and what their answers
-mean (``answers``). The Python client has no such call, librdkafka has: a client of its own is made for one question,
-used by the thread that asks, and destroyed.
+mean (``error_codes``). The Python client has no such call, librdkafka has: a client of its own is made for one
+question, used by the thread that asks, and destroyed.
 """
 
 import ctypes as c
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.answers import CODES, Request
+from spark_group_source.error_codes import CODES, Request
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import Asker

@@ -1,8 +1,7 @@
 """Requests that are repeated until brokers have answered: retries, and which answers are believed.
 
-Runs in: wherever ``kafka`` does. Deliberately absent: what an error code means (``answers``), and outages that last: a
-question ends within seconds, and whoever asked it decides what then.
-"""
+Runs in: wherever ``kafka`` does. Deliberately absent: what an error code means (``error_codes``), and outages that
+last: a question ends within seconds, and whoever asked it decides what then."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from spark_group_source.answers import Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.translation import Asker, refusal_of_connection, translate
 
@@ -95,7 +94,7 @@ class Retry:
                 what = meaning(request, error.code(), error.str())
                 suspicions.clear(*(TWICE - {what}))
                 tries += 1
-                again = what is Meaning.AGAIN and tries <= self._retries and waited_s < ASK_S_MAX
+                again = what is Meaning.RETRY and tries <= self._retries and waited_s < ASK_S_MAX
                 if not (not suspicions.report(what) if what in TWICE else again):
                     name = exc.args[1] if len(exc.args) > 1 else ""
                     asker = self._asker

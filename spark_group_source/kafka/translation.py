@@ -11,7 +11,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from spark_group_source.answers import TLS_ALERT, Meaning, Request, lacks_token, meaning
+from spark_group_source.error_codes import TLS_ALERT, Meaning, Request, is_token_missing, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFailed, Fenced, GroupError
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
@@ -146,9 +146,9 @@ def translate(
             return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
         case Meaning.GONE if request is Request.DELETE:
             return GroupError(f"{op}: there is no group {asker.group or name!r} on {servers}", op=op)
-        case Meaning.ENDS:
+        case Meaning.FATAL:
             return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
-    if lacks_token(error.code(), text):
+    if is_token_missing(error.code(), text):
         said = (
             f"{op} could not be asked of {servers} for {waited_s:.0f} s: {text}. Check that the endpoint or function "
             "for tokens can be reached, and what it says: kafka.sasl.oauthbearer.* or kafka.oauth_cb"

@@ -14,7 +14,7 @@ partitions have left us: the members of a group give up those of a deleted topic
 from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
-from spark_group_source.answers import Suspicions
+from spark_group_source.error_codes import Suspicions
 from spark_group_source.errors import DataLoss, GroupError, TopicMissing
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.model import TopicPartition
 from spark_group_source.reader.native_client import NativeClient
 from spark_group_source.reader.records import ClientEvent, TopicDescription, TopicDescriptions, Watermarks
@@ -110,7 +110,7 @@ class TopicChecks:
 
     def _compared(self, name: str, topic: TopicDescription) -> TopicCheck:
         match meaning(Request.TOPICS, topic.code):
-            case Meaning.GOOD:
+            case Meaning.SUCCESS:
                 # Brokers before 2.8 have no ids: nothing is compared.
                 is_other = topic.id and topic.id != self._planned_ids.get(name, topic.id)
                 return Recreated() if is_other else Planned(topic.partitions)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spark_group_source.answers import CODES
+from spark_group_source.error_codes import CODES
 from spark_group_source.reader.native_client import NativeChunk
 from spark_group_source.reader.records import BATCH_BYTES_MAX, BATCH_ROWS_MAX, Ints, PartitionRows
 

@@ -9,7 +9,7 @@ offset before the end, which may not exist.
 
 Before the first rows, and again after the last ones unless they came at once, a broker must confirm that the topic is
 the planned one. Records are fetched and handed over while requests are pending. Nothing counts as lost because of the
-client's own view alone: see ``answers``.
+client's own view alone: see ``error_codes``.
 """
 
 import threading
@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 
 import pyarrow as pa
 
-from spark_group_source.answers import CODES, Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import CODES, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import GroupError
 from spark_group_source.model import OffsetRange, Piece, TopicPartition
 from spark_group_source.options.client import principal

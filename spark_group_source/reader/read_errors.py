@@ -1,12 +1,11 @@
 """Failed requests of a reading task, and the errors that end it.
 
-Runs in: executor workers. Deliberately absent: the meaning of an error code (``answers``), and when records count as
-lost (``range_reader``).
-"""
+Runs in: executor workers. Deliberately absent: the meaning of an error code (``error_codes``), and when records count
+as lost (``range_reader``)."""
 
 from collections.abc import Sequence
 
-from spark_group_source.answers import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import CODES, TLS_ALERT, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, ReadTimeout, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader.planned_rows import NewerRecord
@@ -48,7 +47,7 @@ class RequestFailures:
             is_believed = self._suspicions.report((request, topic), now_s)
             if is_believed and (topic is not None or self._renewed):
                 raise access_denied(topic, self._servers, event.text, request.value, self._user)
-        if verdict is Meaning.ENDS:
+        if verdict is Meaning.FATAL:
             what = "fatal error of the reading client" if event.code == _FATAL else f"request refused: {request.value}"
             raise GroupError(f"{what}, at {self._servers}: {event.text}", op=request.value)
 

@@ -1,6 +1,6 @@
 """Admin requests of a reading task about topics and logs, each resent until a broker responds.
 
-Runs in: executor workers and agents. Deliberately absent: the meaning of error codes (``answers``), and
+Runs in: executor workers and agents. Deliberately absent: the meaning of error codes (``error_codes``), and
 ``query_watermark_offsets``, which sends two requests and may report one offset for both if one of them fails.
 
 librdkafka sends a request to the broker that it knows as the controller or the leader, and may not notice for minutes

@@ -15,9 +15,9 @@ from scenes import Scene, Shown
 from streams import PROTOCOLS, Outsider, numbered
 
 from spark_group_source import DeltaSink
-from spark_group_source.answers import CODES
 from spark_group_source.cli import offsets as deletion
 from spark_group_source.cli.offsets import Fate, Outcome, chosen, foretell
+from spark_group_source.error_codes import CODES
 from spark_group_source.errors import BrokerUnavailable, GroupError, OptionError
 from spark_group_source.kafka import CommittedOffset, GroupAdmin, GroupDescription, GroupMember
 from spark_group_source.kafka import offset_deletion as library

@@ -7,7 +7,7 @@ import pytest
 from confluent_kafka import KafkaError
 from manual_environment import A0, A1, ManualEnvironment, refusal
 
-from spark_group_source.answers import ANSWERS, CODES, EXCEPTIONS, Meaning, Request, Suspicions, meaning
+from spark_group_source.error_codes import CODES, EXCEPTIONS, MEANINGS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
@@ -38,18 +38,18 @@ def admin(environment: ManualEnvironment) -> Admin:
 def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
     """Whatever is in no table is asked again."""
     assert CODES.items() <= NAMES.items()
-    assert ANSWERS.keys() == set(CODES.values())
-    assert all(code in ANSWERS and ANSWERS[code] is not means for (_, code), means in EXCEPTIONS.items())
+    assert MEANINGS.keys() == set(CODES.values())
+    assert all(code in MEANINGS and MEANINGS[code] is not means for (_, code), means in EXCEPTIONS.items())
 
 
 @pytest.mark.proves("G10", level="core")
 def test_G10_nothing_that_the_library_says_by_itself_means_gone() -> None:
-    assert not [code for code in ANSWERS if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
+    assert not [code for code in MEANINGS if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
 
 
 @pytest.mark.parametrize("code", [UNHEARD_OF, KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TRANSPORT])
 def test_a_code_that_is_in_no_table_is_asked_again(code: int) -> None:
-    assert {meaning(request, code) for request in Request} == {Meaning.AGAIN}
+    assert {meaning(request, code) for request in Request} == {Meaning.RETRY}
 
 
 def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
@@ -67,7 +67,7 @@ def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
 @pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
 def test_every_row_is_followed(request_: Request) -> None:
     """Asked again, believed the second time, or the end: for each code in the answer to each kind of request."""
-    for code in ANSWERS.keys() - {KafkaError.NO_ERROR}:
+    for code in MEANINGS.keys() - {KafkaError.NO_ERROR}:
         environment = ManualEnvironment()
         tries = itertools.count(1)
 
@@ -80,7 +80,7 @@ def test_every_row_is_followed(request_: Request) -> None:
             return Retry(Asker("b:9092"), environment, retries=3)(request_, "asking", ask)
 
         means = meaning(request_, code)
-        if means is Meaning.AGAIN:
+        if means is Meaning.RETRY:
             assert asked() == "answer"
             assert next(tries) == 4
             continue

@@ -22,7 +22,7 @@ from kit.fake_reader import FakeChunk, Message
 from kit.mock_cluster import Api, MockCluster
 from reading import read as read_batches
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import AccessDenied, DataLoss, GroupError, TopicMissing
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.reader import fetch, planned_rows, range_reader, read_counts, read_errors, records, requests
@@ -154,7 +154,7 @@ OF_FETCH = (1, 2, 70, 71, 106, 109)
 
 def test_fetches_are_repeated_after_a_temporary_error() -> None:
     def play(cluster: MockCluster, code: int) -> None:
-        assert meaning(Request.FETCH, code) is Meaning.AGAIN
+        assert meaning(Request.FETCH, code) is Meaning.RETRY
         cluster.push_partition_errors(TP, Api.FETCH, [code, code])
         assert rows_of(cluster) == list(range(COUNT))
 

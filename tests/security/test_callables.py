@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kafka_words import await_until
 
-from spark_group_source.answers import Meaning, Request, meaning
+from spark_group_source.error_codes import Meaning, Request, meaning
 from spark_group_source.errors import BrokerUnavailable, OptionError
 from spark_group_source.kafka import check_settings
 from spark_group_source.kafka.environment import Environment
@@ -113,7 +113,7 @@ def test_the_error_of_a_client_without_a_token_has_the_reason() -> None:
     code, words = client.errors[0]
     client.close()
     assert "the function for tokens raised RuntimeError: no role is assumed" in words
-    assert meaning(Request.FETCH, code, words) is Meaning.AGAIN
+    assert meaning(Request.FETCH, code, words) is Meaning.RETRY
 
 
 AWS_IAM = {

@@ -12,7 +12,7 @@ from streams import Engine, numbered, texts, values_of
 
 from security import token_function
 from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
-from spark_group_source.answers import CODES
+from spark_group_source.error_codes import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
 from spark_group_source.kafka import Admin
 from spark_group_source.kafka.offset_deletion import delete_offsets

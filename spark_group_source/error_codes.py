@@ -1,19 +1,18 @@
-"""What an answer of Kafka's means: the one place that judges error codes.
+"""The meaning of Kafka's error codes, for every request of this package.
 
-Runs in: every process that asks brokers something. Deliberately absent: asking, how long anything is waited for, and
-imports: reading tasks do without the client library's package, which takes long to load.
+Runs in: every process that sends requests to brokers. Deliberately absent: sending requests, timeouts, and imports:
+reading tasks work without the package of the client library, which takes long to load.
 
-A code of 0 and above stands in a response: it is a broker's word. A code below 0 is librdkafka's own view of the world,
-and no fact about it: the library says "unknown partition" of a partition whose broker it cannot reach. So no negative
-code means :attr:`Meaning.GONE`. What a broker says may be a passing state as well (a topic that was just made, a leader
-that just moved), so :attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed when they were said twice:
-:class:`Suspicions`.
+A code of 0 or above is a broker's response. A negative code is librdkafka's own view, which may be wrong: it reports
+"unknown partition" for a partition whose broker it cannot reach. So no negative code means :attr:`Meaning.GONE`. A
+broker's response may be temporary too (a topic that was just created, a leader that just moved), so
+:attr:`~Meaning.GONE` and :attr:`~Meaning.REFUSED` are believed only after a second report: :class:`Suspicions`.
 
-Of the tokens that a client logs in with (OAUTHBEARER) the library tells by one code, and in texts alone, that none
-came, which is silence, or that their endpoint said "no", which is a refusal. See :func:`lacks_token`.
+For OAUTHBEARER tokens the library uses one code in two cases, and only the text differs: no token came, which is
+retried, or the token endpoint refused one, which is a refusal. See :func:`is_token_missing`.
 
 The codes are those of https://kafka.apache.org/protocol#protocol_error_codes and of librdkafka's ``rdkafka.h``. A code
-that is in no table is asked again, within the bound of every question.
+that is in no table is retried until the request times out.
 """
 
 from collections.abc import Container, Hashable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Final
 
 
 class Request(Enum):
-    """What was asked of the brokers. A code that comes with a lost connection is of the request that it ended."""
+    """A kind of request to brokers. An error of a lost connection belongs to the request that it interrupted."""
 
     TOPICS = "list or describe topics"
     OFFSETS = "list offsets"
@@ -30,33 +29,33 @@ class Request(Enum):
     GROUP = "describe a group"
     CONFIGS = "describe a broker's settings"
     COMMITTED = "read committed offsets"
-    ALTER = "move committed offsets"
-    DELETE = "delete a group, or offsets of it"
-    JOIN = "be a member"
+    ALTER = "alter committed offsets"
+    DELETE = "delete a group or its offsets"
+    JOIN = "join and stay in the group"
     COMMIT = "commit as a member"
     TRANSACTION = "commit in a transaction"
 
 
 class Meaning(Enum):
-    """What is done about an answer."""
+    """How a response is handled."""
 
-    GOOD = "the answer"
-    AGAIN = "asked again"  # it passes: an outage, a leader or coordinator that moves, an answer in between
-    GONE = "gone"  # a broker says that the topic, partition or group is not there
+    SUCCESS = "success"
+    RETRY = "retry"  # a temporary error: an outage, a moving leader or coordinator
+    GONE = "gone"  # a broker reports that the topic, partition or group does not exist
     REFUSED = "refused"  # credentials or permissions
-    FENCED = "fenced"  # another process has the transactional id, or a member's place
-    STALE = "stale"  # the member is not what it was
-    ENDS = "ours to end with"  # asked again it would be answered the same
+    FENCED = "fenced"  # another process uses the transactional id or the instance id
+    STALE = "stale"  # the member is in another generation
+    FATAL = "fatal"  # a retry would get the same response
 
 
-_WORDS: Final[Mapping[Meaning, str]] = {
-    Meaning.GOOD: """
+_CODES: Final[Mapping[Meaning, str]] = {
+    Meaning.SUCCESS: """
         NO_ERROR=0
     """,
-    Meaning.AGAIN: """
+    Meaning.RETRY: """
         OFFSET_OUT_OF_RANGE=1 NON_EMPTY_GROUP=68 GROUP_SUBSCRIBED_TO_TOPIC=86
         _AUTO_OFFSET_RESET=-140 _PARTITION_EOF=-191 _BAD_MSG=-199
-    """,  # and whatever is not in this table; these are named because the code speaks of them
+    """,  # and every code that is not in this table; these are listed because the code refers to them
     Meaning.GONE: """
         UNKNOWN_TOPIC_OR_PART=3 GROUP_ID_NOT_FOUND=69 UNKNOWN_TOPIC_ID=100
     """,
@@ -74,7 +73,7 @@ _WORDS: Final[Mapping[Meaning, str]] = {
     Meaning.STALE: """
         ILLEGAL_GENERATION=22 UNKNOWN_MEMBER_ID=25 FENCED_MEMBER_EPOCH=110 STALE_MEMBER_EPOCH=113
     """,
-    Meaning.ENDS: """
+    Meaning.FATAL: """
         INVALID_MSG_SIZE=4 MSG_SIZE_TOO_LARGE=10 OFFSET_METADATA_TOO_LARGE=12 TOPIC_EXCEPTION=17
         RECORD_LIST_TOO_LARGE=18 INVALID_REQUIRED_ACKS=21 INCONSISTENT_GROUP_PROTOCOL=23 INVALID_GROUP_ID=24
         INVALID_SESSION_TIMEOUT=26 INVALID_COMMIT_OFFSET_SIZE=28 INVALID_TIMESTAMP=32 UNSUPPORTED_VERSION=35
@@ -95,39 +94,39 @@ _WORDS: Final[Mapping[Meaning, str]] = {
 }
 
 CODES: Final[Mapping[str, int]] = {
-    name: int(code) for words in _WORDS.values() for name, _, code in (word.partition("=") for word in words.split())
+    name: int(code) for words in _CODES.values() for name, _, code in (word.partition("=") for word in words.split())
 }
 """The codes of the table by their names in confluent_kafka's ``KafkaError``."""
 
-ANSWERS: Final[Mapping[int, Meaning]] = {
-    int(word.partition("=")[2]): meaning for meaning, words in _WORDS.items() for word in words.split()
+MEANINGS: Final[Mapping[int, Meaning]] = {
+    int(word.partition("=")[2]): meaning for meaning, words in _CODES.items() for word in words.split()
 }
-"""The codes of the table, whatever was asked."""
+"""The meaning of each code in the table, for requests without an exception."""
 
 TLS_ALERT: Final = "SSL alert number"
-"""With TLS 1.3 a broker refuses a certificate when the client thinks the connection made. librdkafka calls that a lost
-connection; the broker's word, an alert, stands in the text alone."""
+"""Part of the text of a TLS alert. With TLS 1.3 a broker refuses a certificate after the client considers the
+connection open. librdkafka reports that as a lost connection; only the text has the alert."""
 
 _NOT_THERE: Final = ("UNKNOWN_TOPIC_OR_PART", "UNKNOWN_TOPIC_ID")
 _STALE: Final = ("ILLEGAL_GENERATION", "UNKNOWN_MEMBER_ID", "STALE_MEMBER_EPOCH", "FENCED_MEMBER_EPOCH")
 
 EXCEPTIONS: Final[Mapping[tuple[Request, int], Meaning]] = {
-    # A broker that lost a partition to another one says the same of it; whether a topic is gone, metadata tells.
+    # A broker responds the same after a partition moved to another one. Only metadata shows if a topic is gone.
     **{
-        (request, CODES[name]): Meaning.AGAIN
+        (request, CODES[name]): Meaning.RETRY
         for request in (Request.FETCH, Request.COMMITTED, Request.COMMIT, Request.TRANSACTION, Request.JOIN)
         for name in _NOT_THERE
     },
-    # The library joins again by itself.
-    **{(Request.JOIN, CODES[name]): Meaning.AGAIN for name in _STALE},
-    # It has members: who waits for them to leave asks by himself.
-    (Request.DELETE, CODES["NON_EMPTY_GROUP"]): Meaning.ENDS,
-    (Request.DELETE, CODES["GROUP_SUBSCRIBED_TO_TOPIC"]): Meaning.ENDS,
-    # Whose share of a commit was refused, and that the commit is worth another try without it.
+    # librdkafka rejoins by itself.
+    **{(Request.JOIN, CODES[name]): Meaning.RETRY for name in _STALE},
+    # The group has members; the caller decides whether to wait for them to leave.
+    (Request.DELETE, CODES["NON_EMPTY_GROUP"]): Meaning.FATAL,
+    (Request.DELETE, CODES["GROUP_SUBSCRIBED_TO_TOPIC"]): Meaning.FATAL,
+    # The member's share of the commit is left out; the rest of the commit is retried.
     (Request.COMMIT, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,
     (Request.TRANSACTION, CODES["FENCED_INSTANCE_ID"]): Meaning.STALE,
 }
-"""Where a code means something else in the answer to one kind of request."""
+"""Codes with another meaning for one kind of request."""
 
 _NO_TOKEN: Final = ("Failed to acquire SASL OAUTHBEARER token", "there is no token available")
 _REFUSED_TOKEN: Final = (
@@ -138,37 +137,37 @@ _REFUSED_TOKEN: Final = (
     '"unsupported_grant_type"',
     '"invalid_scope"',
 )
-"""What an endpoint says "no" with (RFC 6749, 5.2), as it stands in the JSON of its answer."""
+"""The errors of a token endpoint (RFC 6749, 5.2), as they appear in the JSON of its response."""
 
 
-def lacks_token(code: int, text: str) -> bool:
-    """Whether a client has no (new) token to log in with, and no endpoint said "no".
+def is_token_missing(code: int, text: str) -> bool:
+    """Whether a client has no token to authenticate with, and no endpoint refused one.
 
-    Of an endpoint's answer the library passes on the text, and not the status: a refusal that is not told in the words
-    of OAuth cannot be told from an endpoint, or what stands before it, that is out of order. Nor can a function that
-    raises. Both are asked again.
+    librdkafka reports the text of the endpoint's response, but not its status. A refusal without an OAuth error cannot
+    be distinguished from a failing endpoint or proxy, nor from a function that raises. All of these are retried.
     """
     none = code == CODES["_AUTHENTICATION"] and any(words in text for words in _NO_TOKEN)
     return none and not any(word in text for word in _REFUSED_TOKEN)
 
 
 def meaning(request: Request, code: int, text: str = "") -> Meaning:
-    """What the answer with this code to that request means; a code that nobody knows is asked again.
+    """Return the meaning of an error code in the response to a request; an unknown code is retried.
 
     Args:
-        text: the library's, for a failed login.
+        text: librdkafka's error text, for a failed authentication.
     """
-    if lacks_token(code, text):
-        return Meaning.AGAIN
-    return EXCEPTIONS.get((request, code)) or ANSWERS.get(code, Meaning.AGAIN)
+    if is_token_missing(code, text):
+        return Meaning.RETRY
+    return EXCEPTIONS.get((request, code)) or MEANINGS.get(code, Meaning.RETRY)
 
 
 class Suspicions:
-    """What was reported and may be wrong, such as that a topic is gone. Each is believed when it was reported
-    twice without a contradiction, over the grace at least.
+    """Reports that may be wrong, such as a missing topic. A report is believed when it is repeated after the grace
+    period, without a contradiction in between.
 
     Args:
-        grace: between the first report and the one that is believed, in the unit of the caller's clock.
+        grace: the minimum time between the first report and the one that is believed, in the unit of the caller's
+            clock.
     """
 
     def __init__(self, grace: float = 0) -> None:
@@ -176,25 +175,25 @@ class Suspicions:
         self._since: dict[Hashable, float] = {}
 
     def report(self, what: Hashable, now: float = 0) -> bool:
-        """Note a report. Returns whether it is believed now."""
+        """Record a report. Returns whether it is believed now."""
         again = what in self._since
         return now - self._since.setdefault(what, now) >= self._grace and again
 
     def clear(self, *what: Hashable) -> None:
-        """Something else was reported, or happened."""
+        """Forget reports that were contradicted."""
         for one in what:
             self._since.pop(one, None)
 
     def keep(self, wanted: Container[Hashable]) -> None:
-        """Clear all that is not among these."""
+        """Forget all reports but these."""
         self.clear(*(what for what in self if what not in wanted))
 
     def is_open(self, now: float) -> bool:
-        """Whether anything is suspected for too short a time to be believed."""
+        """Whether a report is within its grace period."""
         return any(now - since < self._grace for since in self._since.values())
 
     def __contains__(self, what: Hashable) -> bool:
-        """Whether it is suspected, believed or not."""
+        """Whether it was reported, believed or not."""
         return what in self._since
 
     def __iter__(self) -> Iterator[Hashable]:
