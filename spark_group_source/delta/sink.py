@@ -240,14 +240,14 @@ class _BatchCommit:
     # --- read -------------------------------------------------------------------------------------------------------
 
     def _read_history(self) -> TableHistory:
-        """Read the newest version of the table. Raises LedgerConflict if the table was deleted meanwhile."""
+        """Read the newest version of the table. Raises LedgerConflict if the table was deleted or replaced."""
         history = self.table.history()
         newest_known = max((ledger.table_version for ledger in self._known.values()), default=0)
         if history.version < newest_known or self.table.identity() != self.sink._table_id:
             raise LedgerConflict(
-                f"table {self.sink.table} was deleted while the query runs, and the group's ledger with it. Nothing "
-                "was written. Start the query again: it creates the table and continues at the group's committed "
-                "offsets in Kafka",
+                f"table {self.sink.table} was deleted or replaced while the query runs. Nothing was written. Start the "
+                "query again: with a replaced table it continues at its ledger; a deleted table is created, and the "
+                "query continues at the group's position",
                 table=self.sink.table,
             )
         return history

@@ -64,6 +64,24 @@ def test_a_restore_during_a_batch_by_options_refuses_the_next_batch(
             query.run(again, 3, offset(3, one(30, 40)))
 
 
+# REPLACE
+
+
+@pytest.mark.slow
+def test_a_replaced_table_stops_the_query_which_then_continues_at_the_ledger(query: Query, table: Path) -> None:
+    """``decisions/test_history.py`` has DELETE and overwrite, which are not noticed."""
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    name = f"delta.`{table}`"
+    query.spark.sql(f"CREATE OR REPLACE TABLE {name} USING delta AS SELECT * FROM {name} WHERE offset >= 5")
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
+        query.run(sink, 1, offset(1, one(10, 20)))
+    for n in (1, 2):
+        query.run(query.sink(table), n, offset(n, one(n * 10, n * 10 + 10)))
+    assert found(query.spark, table) == records(5, 30)
+    assert next_offsets(table) == {("orders", 0): 30}
+
+
 # Maintenance
 
 

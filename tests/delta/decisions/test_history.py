@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from sink_source import SCHEMA, offset
 from sink_words import (
     Intruder,
@@ -162,6 +162,25 @@ def test_the_version_of_a_restore_by_timestamp_is_found_by_its_files(query: Quer
         query.run(query.sink(table), 3, offset(3, one(30, 40)))
 
 
+# DELETE and overwrite
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["delete", "overwrite"])
+def test_rows_removed_by_delete_or_an_overwrite_are_not_noticed(query: Query, table: Path, overwrite: bool) -> None:
+    """The ledger knows what was written: the query continues, and the removed rows stay missing."""
+    sink = query.sink(table)
+    query.run(sink, 0, offset(0, one(0, 10)))
+    if overwrite:
+        left = DeltaTable(table).to_pyarrow_table().slice(5)
+        write_deltalake(table, left, mode="overwrite")
+    else:
+        DeltaTable(table).delete("offset < 5")
+    query.run(sink, 1, offset(1, one(10, 20)))
+    query.run(query.sink(table), 2, offset(2, one(20, 30)))
+    assert rows(table) == records(5, 30)
+    assert next_offsets(table) == {("orders", 0): 30}
+
+
 # Expired logs
 
 
@@ -279,10 +298,10 @@ def test_a_table_that_is_deleted_while_the_query_runs_is_not_silently_recreated(
     for n in range(3):
         query.run(sink, n, offset(n, one(n * 10, n * 10 + 10)))
     rmtree(table)
-    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
         query.run(sink, 3, offset(3, one(30, 40)))
     assert not list(table.glob("_delta_log/*.json"))
     query.run(query.sink(table), 3, offset(3, one(30, 40)))
-    with pytest.raises(LedgerConflict, match="was deleted while the query runs"):
+    with pytest.raises(LedgerConflict, match="was deleted or replaced while the query runs"):
         query.run(sink, 4, offset(4, one(40, 50)))
     assert rows(table) == records(30, 40)
