@@ -259,7 +259,7 @@ def exporter(
     """Tell Prometheus of groups: offsets, lag in records and in seconds, members, rebalances. It joins none of them."""
     from spark_group_source.kafka import check_settings
     from spark_group_source.metrics.groups import Exporter
-    from spark_group_source.metrics.sweep import Sweeps
+    from spark_group_source.metrics.sweep import GroupSweeper
 
     if bool(group) == all_groups:
         raise OptionError("say which groups: --group, once for each, or --all-groups")
@@ -270,7 +270,7 @@ def exporter(
     check_settings(options)
     stop = stop_on_signals()
     names = None if all_groups else sorted(set(group or ()))
-    sweeps = Sweeps(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)
+    sweeps = GroupSweeper(options.admin_settings(), names, isolation_level=isolation_level, bound_s=interval)
     serving = Exporter(sweeps, interval_s=interval, host=host, port=port)
 
     typer.echo(f"metrics of {'all groups' if names is None else ', '.join(names)} at port {serving.port}, /metrics")

@@ -1,6 +1,7 @@
-"""Numbers for Prometheus: of a run, from inside; of any group, from outside.
+"""Metrics for Prometheus: of a query run, and of any group (the exporter).
 
-Runs in: the stream reader (``metricsPort``), and the process of ``spark-group exporter``. Deliberately absent: counting
-(``group.statistics`` does), and storing anything: Prometheus does. Names and units follow its conventions
-(https://prometheus.io/docs/practices/naming); the tables ``run.METRICS`` and ``groups.METRICS`` are the documentation.
+Runs in: the stream reader (``metricsPort``), the process of ``spark-group exporter``. Deliberately absent: counting
+(``protocol.statistics``) and storage (Prometheus). Names and units follow the conventions of Prometheus
+(https://prometheus.io/docs/practices/naming). The documentation is generated from the tables ``run.METRICS`` and
+``groups.METRICS``.
 """

@@ -1,9 +1,9 @@
-"""Metrics as rows of a table, and the HTTP server that answers ``GET /metrics`` with them.
+"""Metrics as rows of a table, and the HTTP server that serves them at ``GET /metrics``.
 
-Runs in: the stream reader, the exporter; a thread that accepts, and one for each answer. Deliberately absent: which
-metrics there are (``run``, ``groups``), TLS and passwords. An answer holds names of groups, topics and hosts, and
-numbers: no records and no secrets. To keep it from others, use rules of the network, or listen on 127.0.0.1 behind a
-proxy that authenticates.
+Runs in: the stream reader, the exporter; an accepting thread and one thread per response. Deliberately absent: the
+metrics themselves (``run``, ``groups``), TLS and authentication. A response contains numbers and the names of groups,
+topics and hosts, but no records and no secrets. To restrict access, use network rules, or listen on 127.0.0.1 behind an
+authenticating proxy.
 """
 
 import contextlib
@@ -27,74 +27,76 @@ from spark_group_source.kafka import Environment
 log = logging.getLogger(__name__)
 
 PEER_S = 10.0
-"""How long a peer may take for its question, and for taking the answer."""
+"""The timeout for receiving a request and for sending the response."""
 SCRAPES_MAX = 8
-"""Answers at one time; more connections are closed."""
-ANY = "0.0.0.0"
-AGAIN_S = 0.25
-"""Between two tries to get a port that another process has."""
+"""Concurrent responses; further connections are closed."""
+ALL_ADDRESSES = "0.0.0.0"
+BIND_RETRY_S = 0.25
+"""The pause before another attempt to bind a port that is in use."""
 
-Of = TypeVar("Of")
+Source = TypeVar("Source")
 Sample = tuple[tuple[str, ...], float]
-"""The values of the labels, and that of the metric."""
+"""The values of the labels, and the value of the metric."""
 
 
-class Metric(NamedTuple, Generic[Of]):
-    """One row of a table. ``samples`` reads it off what was published last, at a time of the publisher's clock (ms); a
-    value that is not known is left out, never 0."""
+class Metric(NamedTuple, Generic[Source]):
+    """One metric: a row of a table."""
 
     name: str
     labels: tuple[str, ...]
-    samples: Callable[[Of, int], Iterable[Sample]]
+    """The names of the labels."""
+    samples: Callable[[Source, int], Iterable[Sample]]
+    """Derives the samples from the values published last and the time of the publisher's clock in ms. An unknown value
+    is left out, never 0."""
     doc: str
 
     @property
     def kind(self) -> Literal["gauge", "counter"]:
-        """By Prometheus' conventions what only grows ends in ``_total``."""
+        """By Prometheus' conventions the names of counters end in ``_total``."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-class Published(Collector, Generic[Of]):
-    """The metrics of a table, as ``prometheus_client`` asks for them at each scrape; has no state.
+class MetricsCollector(Collector, Generic[Source]):
+    """Collects the metrics of a table at each scrape; has no state.
 
     Args:
         metrics: the table.
-        last: what was published last; None: nothing so far.
+        last: returns the values published last; None: nothing so far.
         now_ms: the publisher's clock.
     """
 
     def __init__(
-        self, metrics: Sequence[Metric[Of]], last: Callable[[], Of | None], *, now_ms: Callable[[], int]
+        self, metrics: Sequence[Metric[Source]], last: Callable[[], Source | None], *, now_ms: Callable[[], int]
     ) -> None:
         self._metrics, self._last, self._now_ms = metrics, last, now_ms
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        of, now_ms = self._last(), self._now_ms()
+        source, now_ms = self._last(), self._now_ms()
         for metric in self._metrics:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(metric.name, metric.doc, labels=metric.labels)
-            for labels, value in () if of is None else metric.samples(of, now_ms):
+            for labels, value in () if source is None else metric.samples(source, now_ms):
                 family.add_metric(labels, value)
             yield family
 
 
 def since_s(then_ms: int | None, now_ms: int) -> float:
-    """Seconds from a time of the publisher's clock to now; 0 for "never" (None or 0)."""
+    """Return the seconds from a time of the publisher's clock to now; 0 for "never" (None or 0)."""
     return max(0, now_ms - then_ms) / 1000 if then_ms else 0.0
 
 
 class Endpoint:
-    """Serves one collector, and the process's memory and CPU time (``process_*``), until it is stopped.
+    """Serves a collector, and the process's memory and CPU time (``process_*``), until it is stopped.
 
     Args:
-        collector: asked at every scrape, on a thread of the server's.
-        host: a name or address of this machine to listen at; "": all its IPv4 addresses.
-        port: 0: any free one.
-        option: what the port is called where it is set, for errors.
-        wait_s: how long a port is waited for that another process has: a run that ends keeps its own for seconds.
+        collector: called at every scrape, on a thread of the server.
+        host: the name or address to listen on; "": all IPv4 addresses of this host.
+        port: the port to listen on; 0: any free one.
+        option: the name of the port's option, for errors.
+        wait_s: how long to wait for a port that is in use: a run that stops keeps its port for seconds.
 
     Raises:
-        OptionError: it cannot listen there.
+        OptionError: it cannot listen on this address.
     """
 
     def __init__(
@@ -111,15 +113,15 @@ class Endpoint:
         registry.register(collector)
         ProcessCollector(registry=registry)
         environment = environment or Environment()
-        self._server = _bound(host or ANY, port, option, wait_s, environment)
+        self._server = _bound(host or ALL_ADDRESSES, port, option, wait_s, environment)
         self._server.set_app(make_wsgi_app(registry))
         self.port = int(self._server.server_address[1])
         self._thread = environment.spawn("metrics", self._server.serve_forever, died=_died)
 
     def stop(self) -> None:
-        """Free the port at once. Safe to call twice."""
+        """Close the port at once. Idempotent."""
         with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()
@@ -133,14 +135,14 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """What ``prometheus_client.start_http_server`` starts, with a bound on peers and their time, and without its
-    question for this machine's name, which may take as long as a name server does not answer."""
+    """The server of ``prometheus_client.start_http_server``, with a limit on connections and a timeout, and without the
+    lookup of this host's name, which blocks while a name server does not answer."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily) -> None:
         self.address_family = family
-        self._places = threading.BoundedSemaphore(SCRAPES_MAX)
+        self._free = threading.BoundedSemaphore(SCRAPES_MAX)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -149,7 +151,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -158,7 +160,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class's signature
         log.debug("a scrape by %s failed: %s", client_address, sys.exception())
@@ -172,13 +174,13 @@ def _bound(host: str, port: int, option: str, wait_s: float, environment: Enviro
             return _Server(address, family)
         except OSError as exc:
             if exc.errno != errno.EADDRINUSE or environment.now_ms() >= until_ms:
-                taken = "another process has it. Free it, or choose another; 0 takes any free one"
-                why = taken if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
+                in_use = "another process uses it. Stop that process, or set another port (0: any free one)"
+                reason = in_use if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
                 raise OptionError(
-                    f"{option} is {port}, and this process cannot listen there ({host}): {why}", option=option
+                    f"{option} is {port}, but this process cannot listen on that port ({host}): {reason}", option=option
                 ) from exc
-        environment.pause(AGAIN_S)
+        environment.pause(BIND_RETRY_S)
 
 
 def _died(exc: BaseException) -> None:
-    log.warning("metrics are not served any more: %r", exc)
+    log.warning("the metrics endpoint failed; metrics are not served any more: %r", exc)

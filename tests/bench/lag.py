@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spark_group_source.local.broker import Broker
-from spark_group_source.metrics.sweep import Seen, Sweeps
+from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
 
 RECORDS = 20
 BATCH = 5
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             admin.create_topics([NewTopic(topic, TOPIC_PARTITIONS, 1)])[topic].result(CREATE_S)
         _fill(broker.bootstrap_servers, topics, chosen.value)
         settings = {"bootstrap.servers": broker.bootstrap_servers}
-        sweeps = Sweeps(settings, ("bench",), isolation_level="read_committed", bound_s=INTERVAL_S)
+        sweeps = GroupSweeper(settings, ("bench",), isolation_level="read_committed", bound_s=INTERVAL_S)
         moving = []
         for number in range(chosen.sweeps + 1):  # the first one opens the connections
             for topic in topics:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if kept else 1
 
 
-def _timed(sweeps: Sweeps, partitions: int) -> tuple[float, float]:
+def _timed(sweeps: GroupSweeper, partitions: int) -> tuple[float, float]:
     """How long a sweep took, and the processor's seconds in it."""
     before = _cpu_s()
     seen = sweeps.sweep()
@@ -84,7 +84,7 @@ def _timed(sweeps: Sweeps, partitions: int) -> tuple[float, float]:
     return seen.took_s, _cpu_s() - before
 
 
-def _check(seen: Seen, partitions: int) -> None:
+def _check(seen: SweepResult, partitions: int) -> None:
     found = seen.groups[0].partitions.values()
     known = sum(p.age_s is not None and p.age_s > 0 for p in found)
     if known != partitions:

@@ -16,7 +16,7 @@ from rebalance.ordinary import OrdinaryConsumer
 
 from spark_group_source.kafka import Environment
 from spark_group_source.metrics.groups import Exporter
-from spark_group_source.metrics.sweep import Sweeps
+from spark_group_source.metrics.sweep import GroupSweeper
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
@@ -47,7 +47,7 @@ def environment() -> Ahead:
 @pytest.fixture
 def exporter(faulty: FaultyCluster, environment: Ahead) -> Iterator[Exporter]:
     settings = {"bootstrap.servers": faulty.bootstrap_servers}
-    sweeps = Sweeps(settings, (GROUP,), isolation_level="read_committed", bound_s=10, environment=environment)
+    sweeps = GroupSweeper(settings, (GROUP,), isolation_level="read_committed", bound_s=10, environment=environment)
     serving = Exporter(sweeps, interval_s=0.5, host="127.0.0.1", port=0, environment=environment)
     stop = threading.Event()
     thread = threading.Thread(target=serving.run, args=(stop,), name="sweeps")

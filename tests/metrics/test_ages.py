@@ -2,7 +2,7 @@
 
 from spark_group_source.kafka import RecordTime
 from spark_group_source.kafka.record_times import NO_TIME
-from spark_group_source.metrics.sweep import READ_AGAIN_MS, Ages
+from spark_group_source.metrics.sweep import READ_AGAIN_MS, RecordAges
 from spark_group_source.model import TopicPartition
 
 TP = TopicPartition("orders", 0)
@@ -11,9 +11,9 @@ KEY = (TP, 40)
 RECORD = RecordTime(43, 5_000)
 
 
-def known(record: RecordTime | None, *, end: int = 90) -> Ages:
-    ages = Ages()
-    ages.take({KEY: record}, {KEY: end}, [KEY], now_ms=0)
+def known(record: RecordTime | None, *, end: int = 90) -> RecordAges:
+    ages = RecordAges()
+    ages.update({KEY: record}, {KEY: end}, [KEY], now_ms=0)
     return ages
 
 
@@ -43,10 +43,10 @@ def test_that_there_is_no_record_holds_until_the_log_grows() -> None:
 def test_what_was_not_answered_is_not_known_and_comes_first_the_next_time() -> None:
     ages = known(RECORD)
     behind = {KEY: 95, (OTHER, 7): 9}
-    ages.take({KEY: RECORD}, behind, list(behind), now_ms=1)
+    ages.update({KEY: RECORD}, behind, list(behind), now_ms=1)
     assert ages.age_s(OTHER, 7, wall_ms=8_000) is None
     assert ages.missing(behind, {TP: 44}, now_ms=2) == [(OTHER, 7), KEY]
-    ages.take({}, behind, [KEY], now_ms=3)
+    ages.update({}, behind, [KEY], now_ms=3)
     assert ages.age_s(TP, 40, wall_ms=8_000) is None, "it may be gone, and nobody said what is there now"
 
 

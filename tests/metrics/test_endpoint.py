@@ -39,7 +39,7 @@ def test_every_scrape_asks_anew(serving: Endpoint) -> None:
 
 
 def test_a_port_that_is_taken_is_refused_in_one_line_and_waited_for_if_told_so(serving: Endpoint) -> None:
-    with pytest.raises(OptionError, match=f"metricsPort is {serving.port}.*another process has it") as caught:
+    with pytest.raises(OptionError, match=f"metricsPort is {serving.port}.*another process uses it") as caught:
         Endpoint(Counted(), port=serving.port, option="metricsPort")
     assert "\n" not in str(caught.value)
     serving.stop()
@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line_and_waited_for_if_told_so(s
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
 def test_an_address_that_is_not_this_machines_is_refused_at_once(host: str) -> None:
-    with pytest.raises(OptionError, match=f"cannot listen there \\({host}\\)"):
+    with pytest.raises(OptionError, match=f"cannot listen on that port \\({host}\\)"):
         Endpoint(Counted(), host=host, port=0, option="metricsPort", wait_s=60)
 
 

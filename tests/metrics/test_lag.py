@@ -12,7 +12,7 @@ from scenes import Scene
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import GroupAdmin
-from spark_group_source.metrics.sweep import Seen, Sweeps
+from spark_group_source.metrics.sweep import GroupSweeper, SweepResult
 from spark_group_source.model import TopicPartition
 
 WITHIN_S = 0.002
@@ -27,16 +27,18 @@ COMPACT = {
 }
 NOW_S = time.time()
 
-MakeSweeps = Callable[..., Sweeps]
+MakeSweeps = Callable[..., GroupSweeper]
 
 
 @pytest.fixture
 def sweeps(scene: Scene) -> Iterator[MakeSweeps]:
-    made: list[Sweeps] = []
+    made: list[GroupSweeper] = []
 
-    def make(isolation_level: str = "read_committed", groups: tuple[str, ...] | None = (scene.group,)) -> Sweeps:
+    def make(isolation_level: str = "read_committed", groups: tuple[str, ...] | None = (scene.group,)) -> GroupSweeper:
         settings = {"bootstrap.servers": scene.servers}
-        made.append(Sweeps(settings, groups, isolation_level=isolation_level, bound_s=HANG_S, wall_s=lambda: NOW_S))
+        made.append(
+            GroupSweeper(settings, groups, isolation_level=isolation_level, bound_s=HANG_S, wall_s=lambda: NOW_S)
+        )
         return made[-1]
 
     yield make
@@ -49,7 +51,7 @@ def aged(*ages_s: float, size: int = 10) -> list[Record]:
     return [Record(b"x" * size, timestamp_ms=round((NOW_S - age_s) * 1000), partition=0) for age_s in ages_s]
 
 
-def age_of(seen: Seen, topic: str, group: int = 0) -> float | None:
+def age_of(seen: SweepResult, topic: str, group: int = 0) -> float | None:
     return seen.groups[group].partitions[TopicPartition(topic, 0)].age_s
 
 

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 from metrics.scrapes import Scrape, parsed, value, values
 from spark_group_source.kafka import GroupMember
 from spark_group_source.metrics import groups, run
-from spark_group_source.metrics.endpoint import Metric, Published
-from spark_group_source.metrics.sweep import GroupSeen, PartitionSeen, Seen
+from spark_group_source.metrics.endpoint import Metric, MetricsCollector
+from spark_group_source.metrics.sweep import GroupSnapshot, PartitionSnapshot, SweepResult
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.states import RunState
 from spark_group_source.protocol.statistics import Statistics
@@ -62,12 +62,12 @@ def told(collector: Collector) -> Scrape:
 
 
 def of_run(statistics: Statistics | None) -> Scrape:
-    return told(Published(run.METRICS, lambda: statistics, now_ms=lambda: NOW_MS))
+    return told(MetricsCollector(run.METRICS, lambda: statistics, now_ms=lambda: NOW_MS))
 
 
-def of_groups(*seen: GroupSeen, silent_ms: int | None = None) -> Scrape:
-    whole = Seen(groups=seen, unreachable_since_ms=silent_ms, took_s=0.5, ended_s=1.0, records_read=3)
-    return told(Published(groups.METRICS, lambda: whole, now_ms=lambda: NOW_MS))
+def of_groups(*seen: GroupSnapshot, silent_ms: int | None = None) -> Scrape:
+    whole = SweepResult(groups=seen, unreachable_since_ms=silent_ms, took_s=0.5, ended_s=1.0, records_read=3)
+    return told(MetricsCollector(groups.METRICS, lambda: whole, now_ms=lambda: NOW_MS))
 
 
 @pytest.mark.parametrize("metric", [*run.METRICS, *groups.METRICS], ids=lambda metric: metric.name)
@@ -92,7 +92,7 @@ def test_a_run_tells_its_statistics_in_base_units() -> None:
     assert of | {"last_rebalance_timestamp_seconds": 0} == {
         "durable_batch": 7,
         "generation": 3,
-        "lent_slots": 1,
+        "placed_slots": 1,
         "moves_total": 0,
         "unreachable_seconds": 90,
         "rebalances_total": 4,
@@ -102,12 +102,12 @@ def test_a_run_tells_its_statistics_in_base_units() -> None:
         "hold_max_seconds": 1.5,
         "hold_overruns_total": 1,
         "partitions_lost_total": 2,
-        "maybe_twice_total": 40,
+        "possible_duplicates_total": 40,
         "records_lost_total": 9,
         "commits_total": 8,
         "commits_failed_total": 1,
-        "echo_last_seconds": 0.012,
-        "echo_max_seconds": 0.13,
+        "commit_delay_last_seconds": 0.012,
+        "commit_delay_max_seconds": 0.13,
         "uncommitted_partitions": 2,
         "ledger_gap_offsets": 120,
         "offsets_renewed_total": 5,
@@ -129,11 +129,11 @@ def test_a_run_whose_brokers_answer_was_never_unreachable_and_one_that_said_noth
 def test_a_partition_whose_age_is_not_known_has_none() -> None:
     ages = {0: 12.5, 1: None, 2: 0.0}
     partitions = {
-        TopicPartition("orders", p): PartitionSeen(committed=3, end=8 if p < 2 else 3, age_s=age)
+        TopicPartition("orders", p): PartitionSnapshot(committed=3, end=8 if p < 2 else 3, age_s=age)
         for p, age in ages.items()
     }
     member = GroupMember("m-1", "app", "", "/10.0.0.1", (TP,))
-    at = of_groups(GroupSeen(group="etl", state="stable", members=(member,), partitions=partitions, rebalances=2))
+    at = of_groups(GroupSnapshot(group="etl", state="stable", members=(member,), partitions=partitions, rebalances=2))
     found = {p: values(at, "kafka_group_lag_seconds", group="etl", topic="orders", partition=str(p)) for p in ages}
     assert found == {0: [12.5], 1: [], 2: [0.0]}
     assert value(at, "kafka_group_lag_unknown_partitions") == 1
@@ -144,7 +144,7 @@ def test_a_partition_whose_age_is_not_known_has_none() -> None:
 
 
 def test_of_a_group_that_did_not_answer_only_that_is_told() -> None:
-    at = of_groups(GroupSeen(group="etl", unreachable_since_ms=NOW_MS - 61_000, rebalances=2), silent_ms=NOW_MS)
+    at = of_groups(GroupSnapshot(group="etl", unreachable_since_ms=NOW_MS - 61_000, rebalances=2), silent_ms=NOW_MS)
     mine = {sample.name: found for sample, found in at.items() if ("group", "etl") in sample.labels}
     assert mine == {
         "kafka_group_up": 0,

@@ -7,7 +7,7 @@ from kafka_words import set_committed
 from streams import numbered
 
 from security.guarded import Guarded, Permission, query
-from spark_group_source.metrics.sweep import GroupSeen, Sweeps
+from spark_group_source.metrics.sweep import GroupSnapshot, GroupSweeper
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 
@@ -29,10 +29,10 @@ def test_the_exporter_needs_what_its_page_says_and_shows_nothing_that_it_may_not
         set_committed(guarded.admin, group, topic, {0: 4})
     settings = Options.parse(query(guarded.scram(WATCHER, WORD), group_id, topic)).admin_settings()
 
-    def seen() -> GroupSeen:
+    def seen() -> GroupSnapshot:
         """Of a new exporter, which remembers no time of a record."""
-        sweeps = Sweeps(settings, None, isolation_level="read_committed", bound_s=30)
-        named = Sweeps(settings, (group_id,), isolation_level="read_committed", bound_s=30)
+        sweeps = GroupSweeper(settings, None, isolation_level="read_committed", bound_s=30)
+        named = GroupSweeper(settings, (group_id,), isolation_level="read_committed", bound_s=30)
         try:
             assert {group.group for group in sweeps.sweep().groups} <= {group_id}, "and not the other one"
             (found,) = named.sweep().groups
