@@ -138,7 +138,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         ends: dict[str, dict[str, int]] = {}
-        for tp, end in sorted(self._started().ends().items()):
+        for tp, end in sorted(self._started().log_ends().items()):
             ends.setdefault(tp.topic, {})[str(tp.partition)] = end
         return ends or None
 
@@ -252,7 +252,9 @@ def _start_control_server(options: Options, coordinator: "Coordinator") -> "Cont
     """Start the server that agents and tasks connect to. Returns None if it cannot listen and is not required."""
     from spark_group_source.agents.control_server import ControlServer
 
-    server = ControlServer(options, agents=coordinator.agents, died=coordinator.died, on_task_report=coordinator.read)
+    server = ControlServer(
+        options, agents=coordinator.agents, died=coordinator.fail, on_task_report=coordinator.record_task
+    )
     try:
         server.start()
     except ChannelBroken as exc:
@@ -277,7 +279,7 @@ def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
 
     environment = Environment()
     serving = endpoint.Endpoint(
-        endpoint.Published(run.METRICS, lambda: publisher.last, now_ms=environment.now_ms),
+        endpoint.MetricsCollector(run.METRICS, lambda: publisher.last, now_ms=environment.now_ms),
         host=options.metrics_host or "",
         port=options.metrics_port or 0,
         option="metricsPort",

@@ -53,7 +53,7 @@ class ConnectedAgents:
         environment: locks and futures.
         lease_ms: how long an agent may be silent.
         incremental: whether members keep partitions through a rebalance.
-        known_as: takes each member id that the group gives a placed member.
+        own_member_ids: takes each member id that the group gives a placed member.
         handle: takes each event; never raises.
     """
 
@@ -63,11 +63,11 @@ class ConnectedAgents:
         environment: Environment,
         lease_ms: int,
         incremental: bool,
-        known_as: deque[str],
+        own_member_ids: deque[str],
         handle: Callable[[ev.Event], None],
     ) -> None:
         self._environment, self._lease_ms, self._incremental = environment, lease_ms, incremental
-        self._known_as, self._handle = known_as, handle
+        self._own_member_ids, self._handle = own_member_ids, handle
         self._lock = environment.condition()
         self._connections: dict[str, AgentConnection] = {}
         """By agent, its newest connection."""
@@ -184,7 +184,7 @@ class ConnectedAgents:
             environment=self._environment,
             incremental=self._incremental,
             send_order=partial(self._add_order, join.agent),
-            known_as=self._known_as,
+            own_member_ids=self._own_member_ids,
             report=self._handle,
         )
         with self._lock:

@@ -156,7 +156,7 @@ class HostedMembers:
             self._members.clear()
         deadline_ms = self._environment.now_ms() + int(CLOSE_S_MAX * 1000)
         for member in members:
-            member.order(ev.Leave(slot=member.slot, leave=False))
+            member.submit(ev.Leave(slot=member.slot, leave=False))
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
                 log.warning("the member of slot %d did not close in time; it leaves with its session", member.slot)
@@ -172,16 +172,16 @@ class HostedMembers:
         with self._changed:
             member = self._members.get(order.slot)
         if member is not None and member.client == client:
-            member.order(order)
+            member.submit(order)
 
     def _start_member(self, join: ev.Join) -> None:
         member = Member(
             join,
             self._settings,
             environment=self._environment,
-            known_as=deque(maxlen=KNOWN_AS_MAX),
+            own_member_ids=deque(maxlen=KNOWN_AS_MAX),
             report=partial(self._on_event, join),
-            renamed=partial(self._on_identity, join),
+            on_identity=partial(self._on_identity, join),
         )
         with self._changed:
             if self._end_reason is not None:
@@ -191,7 +191,7 @@ class HostedMembers:
             if former is not None:
                 self._replaced.append(former)
         if former is not None:
-            former.order(ev.Leave(slot=join.slot, leave=False))
+            former.submit(ev.Leave(slot=join.slot, leave=False))
         member.start()
 
     # --- events of members, on their threads ------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class HostedMembers:
     def _prefetched_by_slot(self) -> tuple[ev.Buffered, ...]:
         with self._changed:
             members = list(self._members.values())
-        sizes = [(member.slot, *self._prefetched(member.held)) for member in members]
+        sizes = [(member.slot, *self._prefetched(member.partitions)) for member in members]
         return tuple(ev.Buffered(slot=slot, bytes=bytes_, rows=rows) for slot, bytes_, rows in sizes)
 
     def _send_report(

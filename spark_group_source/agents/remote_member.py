@@ -27,7 +27,7 @@ class RemoteMember(SlotMember):
         environment: locks and futures.
         incremental: whether the member keeps partitions through a rebalance.
         send_order: sends an order to the consumer with that number, if its agent lives; never raises.
-        known_as: takes each member id that the group gives the member.
+        own_member_ids: takes each member id that the group gives the member.
         report: takes each event; never raises.
     """
 
@@ -38,12 +38,12 @@ class RemoteMember(SlotMember):
         environment: Environment,
         incremental: bool,
         send_order: Callable[[int, MemberOrder], None],
-        known_as: deque[str],
+        own_member_ids: deque[str],
         report: Callable[[ev.Event], None],
     ) -> None:
         super().__init__(join)
         self._environment, self._incremental = environment, incremental
-        self._send_order, self._known_as, self._report = send_order, known_as, report
+        self._send_order, self._own_member_ids, self._report = send_order, own_member_ids, report
         self._lock = environment.condition()
         self._ended: Future[None] = environment.future()
         self._revoking: tuple[TopicPartition, ...] = ()
@@ -57,10 +57,10 @@ class RemoteMember(SlotMember):
     def start(self) -> None:
         self._send_order(self.client, self._join)
 
-    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
+    def submit(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
         if isinstance(order, ev.Release):
             with self._lock:
-                self._gave_back(self._revoking)
+                self._remove_partitions(self._revoking)
         self._send_order(self.client, order)
 
     def wait_ended(self, timeout_s: float) -> bool:
@@ -88,27 +88,27 @@ class RemoteMember(SlotMember):
         with self._lock:
             if self._ended.done():
                 return
-            self._identity, self.held = None, ()
+            self._identity, self.partitions = None, ()
             self._ended.set_result(None)
 
     def _set_identity(self, change: MemberIdentity) -> None:
         if not change.member:
             self._identity = None
             return
-        if change.member not in self._known_as:
-            self._known_as.append(change.member)
+        if change.member not in self._own_member_ids:
+            self._own_member_ids.append(change.member)
         self._identity = Identity(change.generation, change.member, bytes.fromhex(change.metadata))
 
     def _note(self, event: ev.MemberReport | ev.MemberEnded) -> None:
         with self._lock:
             match event:
                 case ev.Assigned():
-                    self.held += event.partitions
+                    self.partitions += event.partitions
                 case ev.Revoking():
                     self._revoking = event.partitions
                 case ev.Lost():
-                    self._gave_back(event.partitions if self._incremental else self.held)
+                    self._remove_partitions(event.partitions if self._incremental else self.partitions)
                 case ev.MemberFailed() | ev.MemberFenced():
-                    self._identity, self.held = None, ()
+                    self._identity, self.partitions = None, ()
         if isinstance(event, ev.MemberEnded):
             self.end()

@@ -189,7 +189,7 @@ def targets_of(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPa
         OptionError: a partition is not there, or ends before that offset.
     """
     offsets = {tp: at for tp, at in found.offsets.items() if in_scope(tp, scope)}
-    topics = admin.require({tp.topic for tp in offsets})
+    topics = admin.require_topics({tp.topic for tp in offsets})
     every = {TopicPartition(name, p) for name, topic in topics.items() for p in range(topic.partitions)}
     first, end = admin.earliest(every), admin.latest(every)
     for tp, at in sorted(offsets.items()):
@@ -205,7 +205,7 @@ def targets_of(admin: GroupAdmin, found: Progress, scope: Scope) -> dict[TopicPa
 
 def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dict[str, dict[str, int]]:
     """``startingOffsets`` of every partition of the group's topics."""
-    described = admin.group(group)
+    described = admin.describe_group(group)
     if described.members:
         raise GroupError(
             f"group {group!r} has {len(described.members)} members, so its offsets still move. Drain its queries "
@@ -222,7 +222,7 @@ def _back(admin: GroupAdmin, group: str, table: str | None, scope: Scope) -> dic
     if described.state == DEAD and not committed and ledger is None:
         raise not_there(group)
     known = {tp.topic for tp in (*committed, *(ledger.offsets if ledger else ()))}
-    topics = admin.existing(known)
+    topics = admin.existing_topics(known)
     offsets: Mapping[TopicPartition, int] = reset.plan({}, committed, ledger, topics).offsets
     found: dict[str, dict[str, int]] = {}
     for name, there in sorted(topics.items()):

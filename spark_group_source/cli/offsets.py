@@ -170,7 +170,7 @@ def delete_offsets(
     """
     scope = scope_of(topic)
     admin = admin_of(bootstrap_servers, group, command_config)
-    described, committed = admin.group(group), admin.committed(group)
+    described, committed = admin.describe_group(group), admin.committed(group)
     if described.state == DEAD and not committed:
         raise not_there(group)
     offsets = chosen(scope, committed)
@@ -195,7 +195,7 @@ def delete_group(
     Exit code 1: it is still there.
     """
     admin = admin_of(bootstrap_servers, group, command_config)
-    found = admin.group(group)
+    found = admin.describe_group(group)
     offsets = admin.committed(group)
     if found.state == DEAD and not offsets:
         raise not_there(group)

@@ -133,7 +133,7 @@ def look(
     Args:
         elsewhere: what runs on other hosts said of themselves.
     """
-    described = admin.group(group)
+    described = admin.describe_group(group)
     committed = admin.committed(group) if offsets or described.state == DEAD else {}
     here = run_files.read(group)
     mine = {(doc["stream"], doc["pid"]) for doc in here}

@@ -127,7 +127,7 @@ def find(admin: GroupAdmin, group: str, to: To, scope: Scope) -> dict[TopicParti
             raise OptionError(f"partition {gone[0]} does not exist; create the topic, or leave the partition out")
         return found
     tps = partitions_of(admin, group, scope)
-    if not tps and admin.group(group).state == DEAD:
+    if not tps and admin.describe_group(group).state == DEAD:
         raise not_there(group, "to begin it somewhere, name the topics with --topic")
     if isinstance(to, StartAt):
         return targets(admin, tps, to)
@@ -147,7 +147,7 @@ def partitions_of(admin: GroupAdmin, group: str, scope: Scope) -> list[TopicPart
     """
     if not scope:
         return sorted(admin.committed(group))
-    there = admin.require(scope)
+    there = admin.require_topics(scope)
     for name, wanted in scope.items():
         if beyond := sorted(p for p in wanted if p >= there[name].partitions):
             raise OptionError(f"topic {name} has no partition {beyond[0]}; it has 0 to {there[name].partitions - 1}")
@@ -165,7 +165,7 @@ def targets(admin: GroupAdmin, tps: Iterable[TopicPartition], to: StartAt) -> di
     """Where a word, an offset or a time means for each partition. Partitions that are gone are left out."""
     tps = list(tps)
     if to.kind == "time":
-        found = admin.at_time(dict.fromkeys(tps, to.value))
+        found = admin.offsets_at_time(dict.fromkeys(tps, to.value))
         end = admin.latest(tp for tp, at in found.items() if at is None)
         return {tp: at for tp, at in (found | end).items() if at is not None}
     number = {"earliest": EARLIEST_OFFSET, "latest": LATEST_OFFSET}.get(to.kind, to.value)
@@ -278,7 +278,7 @@ def reset(
         with contextlib.suppress(LedgerDamaged):  # nobody can read it: it is written anew
             ledger = ledger_store.read_ledger(spark, table, group)
     known = [*targets, *committed, *({} if ledger is None else ledger.offsets)]
-    topics = admin.existing(tp.topic for tp in known)
+    topics = admin.existing_topics(tp.topic for tp in known)
     found = plan(targets, committed, ledger, topics)
     admin.move_committed(group, found.offsets, notes=found.notes)
     if spark is not None and table is not None:
@@ -301,7 +301,7 @@ def reset(
 def _require_movable(admin: GroupAdmin, group: str, targets: Mapping[TopicPartition, int]) -> None:
     if not targets:
         raise OptionError(f"group {group!r} has no offsets to move; name the topics with --topic")
-    described = admin.group(group)
+    described = admin.describe_group(group)
     if described.members or described.state in ACTIVE:
         raise GroupError(
             f"group {group!r} is {described.state} with {len(described.members)} members: Kafka moves offsets only of "
@@ -392,7 +392,7 @@ def reset_command(
             assert spark is not None
             to = Offsets(require_ledger(spark, str(table), group).offsets, written=False)
         targets = find(admin, group, to, scope)
-        new = not admin.committed(group) and admin.group(group).state == DEAD
+        new = not admin.committed(group) and admin.describe_group(group).state == DEAD
         done = reset(admin, group, targets, spark=spark, table=table, execute=execute)
     if export:
         typer.echo(plan_text(targets), nl=False)

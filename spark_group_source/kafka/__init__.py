@@ -1,13 +1,13 @@
-"""The group's side of Kafka: questions about topics and offsets, the fenced commit, and the consumers of members.
+"""The group's side of Kafka: requests about topics, offsets and groups, the fenced offset commit, members' consumers.
 
-Runs in: the stream reader, the user's driver (CLI). Deliberately absent: reading records (``executor``) and every
-decision (``group``). With ``executor`` and ``local`` it is the only importer of confluent_kafka; Kafka's errors become
-ours here, once.
+Runs in: the stream reader, agents, the user's driver (CLI). Deliberately absent: reading records (``reader``), and
+decisions (``protocol``). Besides ``reader`` and ``local`` only this package imports confluent_kafka; here Kafka's
+errors become this package's exceptions.
 """
 
 from spark_group_source.kafka.admin import Admin
 from spark_group_source.kafka.committer import OffsetCommitter
-from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_place
+from spark_group_source.kafka.consumer import Identity, MemberConsumer, is_incremental, take_over_membership
 from spark_group_source.kafka.environment import Empty, Environment, Queue, Thread
 from spark_group_source.kafka.group_admin import GroupAdmin
 from spark_group_source.kafka.group_offsets import GroupOffsets
@@ -45,5 +45,5 @@ __all__ = [
     "Topic",
     "check_settings",
     "is_incremental",
-    "take_place",
+    "take_over_membership",
 ]

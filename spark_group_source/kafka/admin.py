@@ -1,6 +1,6 @@
-"""Questions about topics, groups and offsets, each with a deadline.
+"""Requests about topics, groups and offsets, each with a timeout.
 
-Runs in: the stream reader, the user's driver (CLI). Deliberately absent: any state of the group; every answer is fresh.
+Runs in: the stream reader, the user's driver (CLI). Deliberately absent: state of the group; every answer is fresh.
 """
 
 import math
@@ -19,47 +19,48 @@ from spark_group_source.errors import TopicMissing
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.translation import (
-    Asker,
+    ClientInfo,
     GroupDescription,
     GroupMember,
     Topic,
-    portions,
+    from_kafka,
+    request_batches,
     to_kafka,
-    to_ours,
 )
 from spark_group_source.model import StartAt, TopicPartition
 
 REQUEST_TIMEOUT_S = 6.0
-"""One question to the cluster, including the search for the broker that can answer. A client that asked a broker which
-died goes on asking it; the next question is another client's."""
+"""The timeout of a request, including the search for the right broker. A client keeps sending to a broker that died, so
+the next request is sent by a new client."""
 FIRST_TIMEOUT_S, FIRST_TRIES = 2.0, 2
-"""So the first questions are given up sooner, and a cluster that is only slow has the whole time from then on, until it
-answers sooner again."""
+"""The timeout of the first requests. After this many slow requests in a row the cluster counts as slow, and the full
+timeout applies until a request is fast again."""
 ANSWER_S_MAX = REQUEST_TIMEOUT_S + 1.0
-"""How long an answer is waited for: the library's own timeout comes first."""
+"""The longest wait for a future; the library's own timeout comes first."""
 ERROR_POLL_S = 0.2
-"""While an answer is pending: how often to look whether the cluster refused the credentials."""
-MISSING_LOOKS = 3
+"""While a request is pending: the interval at which refused credentials are checked for."""
+MISSING_RETRIES = 3
 MISSING_PAUSE_S = 1.0
-"""How often, and how long apart, brokers are asked again for a topic that they say is not there."""
-FORMER_MAX = 3
-"""Clients that were given up and are kept for a while, because other threads may wait for their answers."""
-AWAY_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
-"""One question, so long after one that was not answered, or not by all leaders: another client may know better whom to
-ask, and no part of an answer is given before the rest is given up. If that was too short: the whole time again."""
+"""The number of retries, and the pause between them, when brokers report that a topic does not exist."""
+OLD_CLIENTS_MAX = 3
+"""Replaced clients that are kept for a while, because other threads may wait for their answers."""
+SHORT_TIMEOUT_S, TROUBLED_S = 1.5, 10.0
+"""The timeout of a request that follows within TROUBLED_S on one that was not fully answered: a new client may find the
+right broker, and a partial answer is returned only after the timeout of the rest. If that is too short, the retry has
+the full timeout."""
 RENEW_EVERY_S = 2.0
-"""How often another client is made meanwhile. One that knew the old leader may never ask the new one."""
-RETENTION = "offsets.retention.minutes"
-GUESSES = frozenset({KafkaError._NOENT, KafkaError._UNKNOWN_PARTITION})
-"""What the library says of partitions that are not there, and of those whose leader it does not know or reach."""
+"""The shortest interval between new clients meanwhile. A client that knew the old leader may never find the new one."""
+RETENTION_SETTING = "offsets.retention.minutes"
+AMBIGUOUS_CODES = frozenset({KafkaError._NOENT, KafkaError._UNKNOWN_PARTITION})
+"""The library's errors both for partitions that do not exist and for those whose leader it does not know or reach."""
 NO_MATCH = -1
-"""The offset that brokers tell where no record is as young as a time. The library answers -1001, and no error, where no
-broker answered it in time."""
+"""The offset that brokers return when no record is as recent as a timestamp. The library returns -1001, without an
+error, when no broker answered in time."""
 
 COORDINATOR_TIMEOUT_S = 3_600.0
-"""The library's own timeout of a question to the group's coordinator, far beyond ours, because the library must never
-be the one that gives up: a coordinator that comes back after that makes it abort the whole process (librdkafka 2.16).
-We stop waiting after :data:`REQUEST_TIMEOUT_S` and drop the late answer."""
+"""The library's timeout of a request to the group's coordinator. It is far beyond ours so that the library never times
+out first: if the coordinator comes back after that, the library aborts the whole process (librdkafka 2.16). This module
+stops waiting after :data:`REQUEST_TIMEOUT_S` and drops the late answer."""
 
 Bound = Mapping[str, float]
 COORDINATOR_BOUND: Bound = {"request_timeout": COORDINATOR_TIMEOUT_S}
@@ -68,23 +69,23 @@ T = TypeVar("T")
 K = TypeVar("K")
 Offsets = dict[TopicPartition, int]
 
-# The library's stubs do not know the types of OffsetSpec, and hide ConfigResource.
+# The library's type stubs lack OffsetSpec and ConfigResource.
 _OffsetSpec: Any = kafka_admin.OffsetSpec  # type: ignore[attr-defined]
 _ConfigResource: Any = kafka_admin.ConfigResource  # type: ignore[attr-defined]
 
 
 class Missing:
-    """A marker among this module's answers: the topic or partition is not there."""
+    """An answer: the topic, partition or group does not exist."""
 
 
 class Admin:
-    """Questions about topics and offsets. Any thread may ask; each question has a deadline.
+    """Sends requests about topics, groups and offsets. Any thread may call it; each request has a timeout.
 
     Args:
         settings: librdkafka settings of an admin client.
-        environment: clock and clients; the real ones unless given.
-        retries: how often a question that was not answered is asked again.
-        retry_interval_s: the wait before it is.
+        environment: clock and Kafka clients.
+        retries: the maximum number of retries of an unanswered request.
+        retry_interval_s: the pause before a retry.
     """
 
     def __init__(
@@ -97,58 +98,58 @@ class Admin:
     ) -> None:
         self._environment = environment or Environment()
         self._servers = settings["bootstrap.servers"]
-        self._asker = Asker.of(settings)
+        self._client_info = ClientInfo.of(settings)
         self._retries = retries
         self._retry = Retry(
-            self._asker, self._environment, retries=retries, interval_s=retry_interval_s, pause=self.pause
+            self._client_info, self._environment, retries=retries, interval_s=retry_interval_s, pause=self.pause
         )
         self._settings = settings
         self._refusal = RefusalWatch()
-        self._tokenless: KafkaError | None = None  # what the client last told of tokens that did not come
+        self._token_error: KafkaError | None = None  # the client's last error about a missing token
         self._renewed_ms: float = -math.inf
-        self._slow = 0  # questions in a row that the time of the first ones was too short for
-        self._former: deque[Any] = deque(maxlen=FORMER_MAX)
-        # The object must outlive every answer: a collected AdminClient fails its pending futures.
+        self._slow = 0  # requests in a row that took longer than FIRST_TIMEOUT_S
+        self._old_clients: deque[Any] = deque(maxlen=OLD_CLIENTS_MAX)
+        # Old clients are kept because a garbage-collected AdminClient fails its pending futures.
         self._client = self._new_client()
 
-    def topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
-        """Every topic that ``wants`` says yes to, with its id and partition count."""
-        return self.describe([name for name in self.listed() if wants(name)])
+    def matching_topics(self, wants: Callable[[str], bool]) -> dict[str, Topic]:
+        """Return all topics whose name ``wants`` accepts."""
+        return self.describe_topics([name for name in self.list_topics() if wants(name)])
 
-    def listed(self) -> dict[str, Any]:
-        """The library's word of every topic that this user may see; each has ``partitions``."""
+    def list_topics(self) -> dict[str, Any]:
+        """Return the library's object for every topic that the user may describe; each has ``partitions``."""
         op = "listing topics"
-        listed = self._asked(Request.TOPICS, op, lambda _: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
+        listed = self._request(Request.TOPICS, op, lambda _: self._client.list_topics(timeout=REQUEST_TIMEOUT_S))
         found: dict[str, Any] = listed.topics
         return found
 
-    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
-        """The named topics; those that a broker says do not exist are left out. It may not have heard of a new one."""
+    def describe_topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return the named topics, without those that a broker reports missing. It may not know a new one yet."""
         names = sorted(set(names))
         if not names:
             return {}
         topics = TopicCollection(names)
         op = "describing topics"
-        answers = self._ask(Request.TOPICS, op, lambda bound: self._client.describe_topics(topics, **bound))
+        answers = self._collect(Request.TOPICS, op, lambda bound: self._client.describe_topics(topics, **bound))
         return {
             name: Topic(str(found.topic_id), len(found.partitions))
             for name, found in answers.items()
             if not isinstance(found, Missing)
         }
 
-    def existing(self, names: Iterable[str]) -> dict[str, Topic]:
-        """The named topics that exist. One that is told to be missing is asked for again: for a moment a broker may not
-        know a new one, and one that just started knows none."""
-        return self._looked_for(set(names), self.describe)
+    def existing_topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return the named topics that exist. Retries those reported missing: for a moment a broker may not know a new
+        topic, and a broker that has just started knows none."""
+        return self._retry_missing(set(names), self.describe_topics)
 
-    def require(self, names: Iterable[str]) -> dict[str, Topic]:
-        """The named topics, all of them.
+    def require_topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return all of the named topics.
 
         Raises:
-            TopicMissing: the message lists the ones that do not exist.
+            TopicMissing: the message lists the topics that do not exist.
         """
         names = list(names)
-        found = self.existing(names)
+        found = self.existing_topics(names)
         missing = sorted(set(names) - found.keys())
         if missing:
             raise TopicMissing(
@@ -158,104 +159,119 @@ class Admin:
         return found
 
     def latest(self, tps: Iterable[TopicPartition], *, committed: bool = True, whole: bool = True) -> Offsets:
-        """Where each log ends. Partitions that a broker says are not there are left out.
+        """Return the end offset of each partition, without those that a broker reports missing.
 
         Args:
-            committed: at its last stable offset.
-            whole: False leaves out those that were not answered, too, if any was: their leader moves, or is away.
+            committed: return the last stable offset instead of the high watermark.
+            whole: fail if a partition is unanswered (its leader moves, or is unavailable). With False such partitions
+                are left out, provided that another one was answered.
         """
         return self._offsets(tps, _OffsetSpec.latest(), committed=committed, whole=whole)
 
-    def latest_of_all(self, tps: Iterable[TopicPartition], *, committed: bool) -> Offsets:
-        """The same of partitions that exist, as far as the caller knows: what holds for :meth:`existing` does here."""
-        return self._looked_for(set(tps), partial(self.latest, committed=committed))
+    def latest_of_existing(self, tps: Iterable[TopicPartition], *, committed: bool) -> Offsets:
+        """:meth:`latest` for partitions that should exist. Retries those reported missing, as
+        :meth:`existing_topics`."""
+        return self._retry_missing(set(tps), partial(self.latest, committed=committed))
 
-    def ends(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
-        """:meth:`latest` of those that were answered, and the leader epochs, where leaders told theirs."""
-        found = self._told(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=False)
-        epochs = {tp: epoch for tp, told in found.items() if (epoch := told.leader_epoch) is not None and epoch >= 0}
-        return {tp: told.offset for tp, told in found.items()}, epochs
+    def latest_with_epochs(self, tps: Iterable[TopicPartition], *, committed: bool) -> tuple[Offsets, Offsets]:
+        """Return the end offsets of the answered partitions, and the leader epochs where leaders returned them."""
+        found = self._list_offsets(dict.fromkeys(tps, _OffsetSpec.latest()), committed=committed, whole=False)
+        epochs = {tp: epoch for tp, at in found.items() if (epoch := at.leader_epoch) is not None and epoch >= 0}
+        return {tp: at.offset for tp, at in found.items()}, epochs
 
     def earliest(self, tps: Iterable[TopicPartition], *, whole: bool = True) -> dict[TopicPartition, int]:
-        """Where each log begins; who is left out: as in :meth:`latest`."""
+        """Return the log start offset of each partition. Missing and unanswered ones: as in :meth:`latest`."""
         return self._offsets(tps, _OffsetSpec.earliest(), whole=whole)
 
-    def at_time(self, times: Mapping[TopicPartition, int], *, whole: bool = True) -> dict[TopicPartition, int | None]:
-        """The first offset whose record is not older than the given milliseconds since the epoch; None: no such one."""
+    def offsets_at_time(
+        self, times: Mapping[TopicPartition, int], *, whole: bool = True
+    ) -> dict[TopicPartition, int | None]:
+        """Return the first offset whose timestamp is at or after the given ms since the epoch; None: there is none."""
         specs = {tp: _OffsetSpec.for_timestamp(at_ms) for tp, at_ms in times.items()}
-        found = self._told(specs, whole=whole, least=NO_MATCH)
-        return {tp: told.offset if told.offset >= 0 else None for tp, told in found.items()}
+        found = self._list_offsets(specs, whole=whole, least=NO_MATCH)
+        return {tp: at.offset if at.offset >= 0 else None for tp, at in found.items()}
 
-    def starts(self, words: Mapping[TopicPartition, StartAt], *, committed: bool) -> dict[TopicPartition, int | None]:
-        """The offset that each of these words stands for, with one question for all of a kind.
-
-        None where no record is as young as the time. Partitions that were not answered are left out.
+    def starting_offsets(
+        self, starts: Mapping[TopicPartition, StartAt], *, committed: bool
+    ) -> dict[TopicPartition, int | None]:
+        """Resolve starting positions to offsets, with one request per kind. Unanswered partitions are left out.
 
         Args:
-            committed: the latest offset is the last stable one.
+            committed: "latest" is the last stable offset.
+
+        Returns:
+            The offset; None: no record is as recent as the timestamp.
         """
-        found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in words.items() if at.kind == "offset"}
-        found.update(self.earliest((tp for tp, at in words.items() if at.kind == "earliest"), whole=False))
-        latest = (tp for tp, at in words.items() if at.kind == "latest")
+        found: dict[TopicPartition, int | None] = {tp: at.value for tp, at in starts.items() if at.kind == "offset"}
+        found.update(self.earliest((tp for tp, at in starts.items() if at.kind == "earliest"), whole=False))
+        latest = (tp for tp, at in starts.items() if at.kind == "latest")
         found.update(self.latest(latest, committed=committed, whole=False))
-        found.update(self.at_time({tp: at.value for tp, at in words.items() if at.kind == "time"}, whole=False))
+        times = {tp: at.value for tp, at in starts.items() if at.kind == "time"}
+        found.update(self.offsets_at_time(times, whole=False))
         return found
 
-    def group(self, group: str) -> GroupDescription:
-        """Who is in the group. A group that never was is described as dead, without members."""
-        found = self._ask(
+    def describe_group(self, group: str) -> GroupDescription:
+        """Describe the group. A group that never existed is described as dead, without members."""
+        found = self._collect(
             Request.GROUP,
             "describing the group",
             lambda _: self._client.describe_consumer_groups([group], **COORDINATOR_BOUND),
         )[group]
         if isinstance(found, Missing):
             return GroupDescription("dead", "", "", ())
+        node = found.coordinator
         return GroupDescription(
             found.state.name.lower(),
             found.type.name.lower(),
             found.partition_assignor,
             tuple(
                 GroupMember(
-                    m.member_id, m.client_id, m.group_instance_id or "", m.host, to_ours(m.assignment.topic_partitions)
+                    m.member_id,
+                    m.client_id,
+                    m.group_instance_id or "",
+                    m.host,
+                    from_kafka(m.assignment.topic_partitions),
                 )
                 for m in found.members
             ),
-            f"{node.host}:{node.port} ({node.id})" if (node := found.coordinator) else "",
+            f"{node.host}:{node.port} ({node.id})" if node else "",
             found.is_simple_consumer_group,
             node.id if node else -1,
         )
 
     def retention_ms(self, group: str) -> int | None:
-        """How long the group's coordinator keeps offsets that nobody needs (``offsets.retention.minutes``); None where
-        it does not tell.
+        """Return how long the group's coordinator keeps the offsets of an inactive group
+        (``offsets.retention.minutes``); None if it does not return the setting.
 
         Raises:
-            AccessDenied: the user needs DescribeConfigs on the cluster, told twice.
+            AccessDenied: the user needs DescribeConfigs on the cluster, refused twice.
         """
-        broker = self.group(group).coordinator_id
-        if broker < 0:  # there is no such group
+        broker = self.describe_group(group).coordinator_id
+        if broker < 0:  # the group does not exist
             return None
-        at = _ConfigResource(_ConfigResource.Type.BROKER, str(broker))
-        op = "asking how long offsets are kept"
-        found = self._ask(Request.CONFIGS, op, lambda bound: self._client.describe_configs([at], **bound))
-        told = found[at].get(RETENTION) if not isinstance(found[at], Missing) else None
-        return int(told.value) * 60_000 if told is not None and told.value else None
+        resource = _ConfigResource(_ConfigResource.Type.BROKER, str(broker))
+        op = "reading the retention of offsets"
+        found = self._collect(Request.CONFIGS, op, lambda bound: self._client.describe_configs([resource], **bound))[
+            resource
+        ]
+        entry = None if isinstance(found, Missing) else found.get(RETENTION_SETTING)
+        return int(entry.value) * 60_000 if entry is not None and entry.value else None
 
     def close(self) -> None:
-        """No answer is wanted any more; nothing may be asked after it. The clients end here and now, for the library
-        ends the whole process where one ends on its own thread: there a late answer lets garbage be collected."""
-        self._former.clear()
+        """Destroy the clients, on the calling thread. No request may follow. (If a client were destroyed on its own
+        thread, where a late answer runs the garbage collection, the library would abort the whole process.)"""
+        self._old_clients.clear()
         self._client = None
 
     def pause(self, wait_s: float) -> None:
-        """Let time pass between two questions, serving the client meanwhile."""
+        """Pause between two requests, and serve the client's callbacks."""
         self._environment.pause(wait_s)
         self._client.poll(0)
 
-    def _looked_for(self, wanted: set[K], find: Callable[[set[K]], dict[K, T]]) -> dict[K, T]:
-        """All of it, or what is there after :data:`MISSING_LOOKS`."""
+    def _retry_missing(self, wanted: set[K], find: Callable[[set[K]], dict[K, T]]) -> dict[K, T]:
+        """Find all wanted items, or those found after :data:`MISSING_RETRIES`."""
         found = find(wanted)
-        for _ in range(MISSING_LOOKS):
+        for _ in range(MISSING_RETRIES):
             if found.keys() >= wanted:
                 break
             self.pause(MISSING_PAUSE_S)
@@ -263,25 +279,30 @@ class Admin:
         return found
 
     def _offsets(self, tps: Iterable[TopicPartition], spec: Any, *, committed: bool = False, whole: bool) -> Offsets:
-        found = self._told(dict.fromkeys(tps, spec), committed=committed, whole=whole)
-        return {tp: told.offset for tp, told in found.items()}
+        found = self._list_offsets(dict.fromkeys(tps, spec), committed=committed, whole=whole)
+        return {tp: at.offset for tp, at in found.items()}
 
-    def _told(
+    def _list_offsets(
         self, specs: Mapping[TopicPartition, Any], *, committed: bool = False, whole: bool, least: int = 0
     ) -> dict[TopicPartition, Any]:
+        """Return the library's answer for each partition, without missing partitions.
+
+        Args:
+            least: an answer with a smaller offset counts as unanswered.
+        """
         if not specs:
             return {}
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        requests = [{to_kafka(tp): specs[tp] for tp in portion} for portion in portions(specs)]
-        ask = partial(self._list_offsets, requests, level, whole, least)
-        answers = self._asked(Request.OFFSETS, "listing offsets", ask)
-        return {TopicPartition(p.topic, p.partition): end for p, end in answers.items() if not isinstance(end, Missing)}
+        requests = [{to_kafka(tp): specs[tp] for tp in batch} for batch in request_batches(specs)]
+        send = partial(self._list_offsets_once, requests, level, whole, least)
+        answers = self._request(Request.OFFSETS, "listing offsets", send)
+        return {TopicPartition(p.topic, p.partition): at for p, at in answers.items() if not isinstance(at, Missing)}
 
-    def _list_offsets(
+    def _list_offsets_once(
         self, requests: Iterable[dict[Any, Any]], level: IsolationLevel, whole: bool, least: int, bound: Bound
     ) -> dict[Any, Any]:
-        """What brokers say is not there is left out. The library says of those what it says of partitions whose leader
-        it does not know, so a broker is asked."""
+        """Send once. The library's errors are the same for missing partitions and for those whose leader it does not
+        know, so a broker is asked which partitions exist."""
         answers: dict[Any, Any] = {}
         failed: dict[Any, KafkaException] = {}
         futures: dict[Any, Future[Any]] = {}
@@ -303,31 +324,33 @@ class Admin:
             return answers
         if not failed:
             return answers
-        guessed = {p: exc for p, exc in failed.items() if exc.args[0].code() in GUESSES}
-        wrong = [exc for p, exc in failed.items() if p not in guessed] or self._there(guessed, bound)
-        if wrong:
-            raise wrong[0]
+        ambiguous = {p: exc for p, exc in failed.items() if exc.args[0].code() in AMBIGUOUS_CODES}
+        errors = [exc for p, exc in failed.items() if p not in ambiguous] or self._of_existing(ambiguous, bound)
+        if errors:
+            raise errors[0]
         return answers
 
-    def _there(self, failed: Mapping[Any, KafkaException], bound: Bound) -> list[KafkaException]:
-        """The failures of those partitions that are there, as far as a broker says."""
+    def _of_existing(self, failed: Mapping[Any, KafkaException], bound: Bound) -> list[KafkaException]:
+        """Return the errors of those partitions that exist according to a broker."""
         topics = TopicCollection(sorted({p.topic for p in failed}))
         futures = self._client.describe_topics(topics, **bound)
         answers = self._answers(Request.TOPICS, futures)
-        counts = {  # a topic of which no partition is told may have any
+        counts = {  # a topic without any known partition may have any number
             name: 0 if isinstance(topic, Missing) else len(topic.partitions) or inf for name, topic in answers.items()
         }
         return [exc for p, exc in failed.items() if p.partition < counts[p.topic]]
 
-    def _ask(self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]) -> dict[Any, Any]:
-        """Send a question and collect its answers; what does not exist is answered with :class:`Missing`."""
-        return self._asked(request, op, lambda bound: self._answers(request, send(bound)))
+    def _collect(
+        self, request: Request, op: str, send: Callable[[Bound], Mapping[Any, "Future[Any]"]]
+    ) -> dict[Any, Any]:
+        """Send a request and collect its answers; :class:`Missing` for what does not exist."""
+        return self._request(request, op, lambda bound: self._answers(request, send(bound)))
 
     def _answers(self, request: Request, futures: Mapping[Any, "Future[Any]"]) -> dict[Any, Any]:
         return {name: self._answer(request, future, name) for name, future in futures.items()}
 
     def _answer(self, request: Request, future: "Future[Any]", name: str = "") -> Any:
-        """One answer; ``name``: the topic or group that it is about."""
+        """Wait for one answer; ``name``: the topic or group that it is about."""
         deadline_ms = self._environment.now_ms() + ANSWER_S_MAX * 1000
         while True:
             try:
@@ -345,52 +368,52 @@ class Admin:
     def _timeout_s(self) -> float:
         return FIRST_TIMEOUT_S if self._slow < FIRST_TRIES and self._retries > 0 else REQUEST_TIMEOUT_S
 
-    def _asked(self, request: Request, op: str, ask: Callable[[Bound], T]) -> T:
+    def _request(self, request: Request, op: str, send: Callable[[Bound], T]) -> T:
+        """Send a request with retries, and with the timeout that the cluster's last answers suggest."""
         short = False
 
-        def once() -> T:
+        def send_once() -> T:
             nonlocal short
-            troubled = self._environment.now_ms() < self._renewed_ms + TROUBLED_S * 1000
+            sent_ms = self._environment.now_ms()
+            troubled = sent_ms < self._renewed_ms + TROUBLED_S * 1000
             short = troubled and not short and self._retries > 0
-            asked_ms = self._environment.now_ms()
             try:
-                answer = ask({"request_timeout": AWAY_TIMEOUT_S if short else self._timeout_s()})
-                if not short:  # an answer may leave out what a slow leader was asked
-                    self._slow = (
-                        self._slow + 1 if self._environment.now_ms() - asked_ms >= FIRST_TIMEOUT_S * 1000 else 0
-                    )
+                answer = send({"request_timeout": SHORT_TIMEOUT_S if short else self._timeout_s()})
+                if not short:  # with a short timeout, the answer may leave out a slow leader's partitions
+                    took_ms = self._environment.now_ms() - sent_ms
+                    self._slow = self._slow + 1 if took_ms >= FIRST_TIMEOUT_S * 1000 else 0
                 return answer
             except KafkaException as exc:
                 self._slow += not short
                 self._client.poll(0)  # runs the error callback
-                passes = meaning(request, exc.args[0].code()) is Meaning.RETRY
-                told = self._tokenless if passes else None
+                transient = meaning(request, exc.args[0].code()) is Meaning.RETRY
+                token_error = self._token_error if transient else None
                 self._renew()
-                raise exc if told is None else KafkaException(told) from exc
+                raise exc if token_error is None else KafkaException(token_error) from exc
 
-        answer = self._retry(request, op, once)
-        self._forget_errors()  # whatever was refused meanwhile, it worked
+        answer = self._retry(request, op, send_once)
+        self._forget_errors()  # errors of the meantime are obsolete: the request succeeded
         return answer
 
     def _on_error(self, error: KafkaError) -> None:
         self._refusal(error)
         if is_token_missing(error.code(), error.str()):
-            self._tokenless = error
+            self._token_error = error
 
     def _renew(self) -> None:
-        """The next question is asked by another client, which knows nothing yet.
+        """Replace the client by a new one.
 
-        One that failed goes on asking the leader, controller or coordinator that it knows, for as long as that is away
-        or says that it is not any more; and it says only once in half a minute that it was refused.
+        A client that failed keeps sending to the leader, controller or coordinator that it knows, although that broker
+        is unavailable or has lost the role. It also reports a refusal only once in 30 s.
         """
         self._forget_errors()
         self._renewed_ms = self._environment.now_ms()
-        self._former.append(self._client)
+        self._old_clients.append(self._client)
         self._client = self._new_client()
 
     def _forget_errors(self) -> None:
         self._refusal.clear()
-        self._tokenless = None
+        self._token_error = None
 
     def _new_client(self) -> Any:
         return self._environment.admin({**self._settings, "error_cb": self._on_error})

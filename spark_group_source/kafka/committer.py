@@ -1,9 +1,10 @@
-"""The echo: one fenced commit of a group's offsets from outside the group.
+"""The transactional offset commit: commits a group's offsets from outside the group, fenced by a transactional id.
 
-Runs in: the stream reader's worker thread. Deliberately absent: which offsets and when (``group``).
+Runs in: the stream reader's request thread. Deliberately absent: which offsets are committed and when (``protocol``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,49 +15,76 @@ from spark_group_source.errors import CommitFailed, GroupError
 from spark_group_source.kafka.consumer import Identity
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
-from spark_group_source.kafka.translation import Asker, stale, to_kafka, translate
+from spark_group_source.kafka.translation import ClientInfo, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 
 TRANSACTION_TIMEOUT_S = 10.0
-"""One step of the transactional commit; normally milliseconds. What was not answered is asked for again, and lookups
-wait behind it: a revocation may be held meanwhile."""
+"""The timeout of init, commit and abort; normally they take milliseconds. An unanswered step is repeated. Lookups wait
+behind it, while a revocation may be held."""
 EXPIRES_S = 60.0
-"""After this long the brokers end a transaction themselves, and what they say to its producer then is what they say to
-one that was replaced. ``kafka.transaction.timeout.ms`` overrides it."""
+"""After this time the brokers abort an open transaction, and then fence its producer as if it had been replaced.
+``kafka.transaction.timeout.ms`` overrides it."""
 SEND_TIMEOUT_S = 5.0
-"""A step that names offsets. The library repeats it for this long when a topic is unknown, and a deleted one
-stays so; revocations wait for the commit meanwhile."""
+"""The timeout of adding offsets to the transaction. The library retries for this long when a topic is unknown, which a
+deleted one stays, while revocations wait for the commit."""
 REQUEST_TIMEOUT_MS = 10_000
-"""One request to a broker that took the connection and does not answer, as one that stands still; the library's own
-minute would keep lookups waiting behind a commit. ``kafka.socket.timeout.ms`` overrides it."""
+"""The timeout of a request to a broker that is connected but does not respond, such as a frozen one. With the library's
+default of a minute, lookups would wait that long behind a commit. ``kafka.socket.timeout.ms`` overrides it."""
 
 
 class Transaction(Enum):
-    """Where the producer's transaction is."""
+    """The state of the producer's transaction."""
 
-    NONE = "none is open"
-    OPEN = "it was begun, and its end was not requested"
-    COMMITTING = "its commit was requested, and not answered"
-    ABORTING = "its abort was requested, and not answered"
+    NONE = "no transaction is open"
+    OPEN = "begun; neither commit nor abort was requested"
+    COMMITTING = "commit requested, not confirmed"
+    ABORTING = "abort requested, not confirmed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclaimed:
+    """This process has not taken over the transactional id yet."""
+
+
+@dataclass(slots=True)
+class _Owned:
+    """This process has the transactional id, unless a newer process has taken it over since."""
+
+    producer: Any
+    transaction: Transaction = Transaction.NONE
+    begun_ms: int = 0
+    """When the last transaction was begun, on the environment's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncertain:
+    """This process had the transactional id; whether it still has it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fenced:
+    """A newer process has the transactional id. Final."""
+
+    error: KafkaError
 
 
 class OffsetCommitter:
     """Commits a group's offsets without being a member, fenced by its transactional id (KIP-98, KIP-447).
 
-    One thread uses it. The transaction holds nothing but the offsets, each share in the name of the member that has its
-    partitions: all or none, accepted while the group rebalances, refused when one of the members is none any more. A
-    newer process with the same id shuts this one out for good.
+    One thread uses it. The transaction contains only offsets, each committed as the member that owns its partition. It
+    is atomic, accepted while the group rebalances, and refused when one of the members has changed. A newer process
+    with the same transactional id fences this one for good.
 
-    The id is taken over once. A transaction that was not answered is ended with the same producer before the next one
-    begins: a new producer would take the id back from a process that was started instead of this one meanwhile. Where
-    the producer broke for good, or the brokers ended its transaction after a long outage, the id is :attr:`lost` until
-    :meth:`anew`: the caller proves first that this process still has its place.
+    The id is taken over once. An unanswered transaction is finished with the same producer before the next one begins:
+    a new producer would take the id back from a process that has replaced this one meanwhile. When the producer fails
+    for good, or the brokers aborted its transaction after a long outage, :attr:`id_uncertain` is set until
+    :meth:`regain_id`; the caller must first prove that this process still has its memberships.
 
     Args:
         settings: librdkafka settings of a producer.
         group: the consumer group.
-        transactional_id: the same for every run of one stream.
-        environment: clients.
+        transactional_id: the same for every run of a stream.
+        environment: clock and Kafka clients.
     """
 
     def __init__(
@@ -64,22 +92,23 @@ class OffsetCommitter:
     ) -> None:
         self._environment = environment
         own = {"transactional.id": transactional_id}
-        usual = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
-        self._settings = {**COORDINATOR_IDLE, **usual, **settings, **own}
-        self._asker = Asker.of(self._settings, group=group)
+        defaults = {"socket.timeout.ms": str(REQUEST_TIMEOUT_MS), "transaction.timeout.ms": str(int(EXPIRES_S * 1000))}
+        self._settings = {**COORDINATOR_IDLE, **defaults, **settings, **own}
+        self._client_info = ClientInfo.of(self._settings, group=group)
         self._group = group
-        self._producer: Any = None
-        self._transaction = Transaction.NONE
-        self._begun_ms = 0
-        self._fenced: KafkaError | None = None
-        self.lost = False
-        """Whether this process had the id, and cannot say any more whether it has: nothing is committed before
-        :meth:`anew`."""
+        self._state: _Unclaimed | _Owned | _Uncertain | _Fenced = _Unclaimed()
 
-    def anew(self) -> None:
-        """Take the id over again: a broker took a commit from a member of this process just now, which it would have
-        refused if another process had the place. That is good for this moment only: a process may stand still in the
-        next one, and shut its successor out when it goes on.
+    @property
+    def id_uncertain(self) -> bool:
+        """Whether this process had the transactional id and may have lost it. Nothing is committed before
+        :meth:`regain_id`."""
+        return isinstance(self._state, _Uncertain)
+
+    def regain_id(self) -> None:
+        """Take over the transactional id again, after a proof that this process still has its memberships.
+
+        The proof is that a broker has just accepted a commit of one of its members. It must be fresh: a process that
+        freezes after an older proof would fence its successor when it continues.
 
         Raises:
             As :meth:`prepare`.
@@ -90,12 +119,12 @@ class OffsetCommitter:
             raise self._failure(exc.args[0]) from exc
 
     def prepare(self) -> None:
-        """Take the transactional id over now: from here on no older process can commit with it.
+        """Take over the transactional id now, which fences all older processes.
 
         Raises:
-            Fenced: a newer process has it.
-            AccessDenied: transactions are not allowed here.
-            CommitFailed: not done; the first commit tries again.
+            Fenced: a newer process has the id.
+            AccessDenied: transactions are denied.
+            CommitFailed: the id was not taken over; the first commit tries again.
         """
         try:
             self._own()
@@ -103,151 +132,156 @@ class OffsetCommitter:
             raise self._failure(exc.args[0]) from exc
 
     def probe(self, tp: TopicPartition) -> bool:
-        """Ask the broker whether the id is still this process's: a transaction that names an offset and takes it back.
+        """Check with the broker that the id is still this process's, by a transaction with one offset that is aborted.
 
         Args:
-            tp: any partition of the group; nothing is committed for it.
+            tp: any partition of the group; no offset is committed for it.
 
         Returns:
-            True: it is. False: nothing was asked, because this process does not have the id (yet, or any more after a
-            failure); taking it over is no question.
+            True: it is. False: nothing was checked, because this process does not have the id (not yet, or not any more
+            after a failure); the check never takes the id over.
 
         Raises:
             Fenced: a newer process has the id. Final.
-            AccessDenied: transactions are not allowed here.
+            AccessDenied: transactions are denied.
             CommitFailed: no answer.
         """
-        if self._producer is None and self._fenced is None:
+        if isinstance(self._state, _Unclaimed | _Uncertain):
             return False
         try:
-            producer = self._begun()
+            owned = self._begin()
             nobody = memberless(self._settings, self._group, environment=self._environment)
-            producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
-            self._end()
+            owned.producer.send_offsets_to_transaction([to_kafka(tp, 0)], nobody.metadata, SEND_TIMEOUT_S)
+            self._end(owned)
         except KafkaException as exc:
             error = exc.args[0]
             failure = self._failure(error)
-            # Offsets are the second step: the first, which names the id, was taken.
-            if error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART or self._fenced is not None:
+            # Adding the offset is the second step. The first one, which names the id, was accepted.
+            if error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART or isinstance(self._state, _Fenced):
                 raise failure from exc
         return True
 
     def commit(
         self,
-        shares: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
+        parts: Sequence[tuple[Identity, Mapping[TopicPartition, int]]],
         notes: Mapping[TopicPartition, str],
     ) -> None:
-        """Commit the *next* offset of each partition, with its note as its metadata.
+        """Commit the *next* offset of each partition in one transaction.
 
         Args:
-            shares: offsets, and the member that holds their partitions.
-            notes: one for each partition.
+            parts: for each member, its identity and the offsets of its partitions.
+            notes: the metadata of each partition's offset.
 
         Raises:
             Fenced: a newer process has the id. Final.
-            AccessDenied: transactions are not allowed here; a member can commit instead.
-            MemberStale: a member is not what it was; nothing was committed.
-            CommitFailed: no answer, or refused; try again later.
+            AccessDenied: transactions are denied; a member can commit instead.
+            MemberStale: a member has changed; nothing was committed.
+            CommitFailed: unanswered or refused; try again later.
         """
-        at = 0
+        index = 0
         try:
-            producer = self._begun()
-            for at, (identity, offsets) in enumerate(shares):  # noqa: B007 - for the error
+            owned = self._begin()
+            for index, (identity, offsets) in enumerate(parts):  # noqa: B007 - for the error
                 entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
-                producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
-            self._transaction = Transaction.COMMITTING
-            self._end()
+                owned.producer.send_offsets_to_transaction(entries, identity.metadata, SEND_TIMEOUT_S)
+            owned.transaction = Transaction.COMMITTING
+            self._end(owned)
         except KafkaException as exc:
-            raise self._failure(exc.args[0], share=at, offsets=notes) from exc
+            raise self._failure(exc.args[0], part=index, offsets=notes) from exc
 
-    def settle(self) -> None:
-        """End what an unanswered commit left open: until then a stable read of the group's offsets waits for it.
+    def finish_transaction(self) -> None:
+        """Finish the transaction of an unanswered commit: while it is open, a stable read of the group's offsets waits.
 
         Raises:
             As :meth:`commit`.
         """
         try:
-            if self._producer is not None:
-                self._end()
+            if isinstance(self._state, _Owned):
+                self._end(self._state)
         except KafkaException as exc:
             raise self._failure(exc.args[0]) from exc
 
-    def _own(self) -> Any:
-        if self._fenced is not None:
-            raise KafkaException(self._fenced)
-        if self.lost:
-            raise CommitFailed("the transactional id may be another process's by now")
-        if self._producer is None:
-            self._take_over()
-        return self._producer
+    def _own(self) -> _Owned:
+        match self._state:
+            case _Owned():
+                return self._state
+            case _Fenced():
+                raise KafkaException(self._state.error)
+            case _Uncertain():
+                raise CommitFailed("the transactional id may belong to another process")
+            case _Unclaimed():
+                return self._take_over()
 
-    def _take_over(self) -> None:
+    def _take_over(self) -> _Owned:
         producer = self._environment.producer(self._settings)
         producer.init_transactions(TRANSACTION_TIMEOUT_S)
-        self._producer, self._transaction, self.lost = producer, Transaction.NONE, False
+        self._state = owned = _Owned(producer)
+        return owned
 
-    def _begun(self) -> Any:
-        """The producer, with a transaction that was just begun."""
-        producer = self._own()
-        self._end()
-        producer.begin_transaction()
-        self._transaction, self._begun_ms = Transaction.OPEN, self._environment.now_ms()
-        return producer
+    def _begin(self) -> _Owned:
+        """Begin a transaction, after finishing the last one."""
+        owned = self._own()
+        self._end(owned)
+        owned.producer.begin_transaction()
+        owned.transaction, owned.begun_ms = Transaction.OPEN, self._environment.now_ms()
+        return owned
 
-    def _end(self) -> None:
-        """Request the end of the transaction: that which was requested before, else its abort."""
-        if self._transaction is Transaction.NONE:
+    def _end(self, owned: _Owned) -> None:
+        """End the transaction: commit it if its commit was requested before, else abort it."""
+        if owned.transaction is Transaction.NONE:
             return
-        if self._transaction is Transaction.COMMITTING:
-            self._producer.commit_transaction(TRANSACTION_TIMEOUT_S)
+        if owned.transaction is Transaction.COMMITTING:
+            owned.producer.commit_transaction(TRANSACTION_TIMEOUT_S)
         else:
-            self._transaction = Transaction.ABORTING
-            self._producer.abort_transaction(TRANSACTION_TIMEOUT_S)
-        self._transaction = Transaction.NONE
+            owned.transaction = Transaction.ABORTING
+            owned.producer.abort_transaction(TRANSACTION_TIMEOUT_S)
+        owned.transaction = Transaction.NONE
 
-    def _failure(self, error: KafkaError, *, share: int = 0, offsets: Iterable[TopicPartition] = ()) -> GroupError:
-        of_member = stale(error, request=Request.TRANSACTION, share=share)
-        self._note_fenced(error)
+    def _failure(self, error: KafkaError, *, part: int = 0, offsets: Iterable[TopicPartition] = ()) -> GroupError:
+        """Update the state after a failed call, and return the exception to raise."""
+        stale = stale_member(error, request=Request.TRANSACTION, part=part)
         self._clean_up(error)
+        fenced = self._state.error if isinstance(self._state, _Fenced) else None
         refused = meaning(Request.TRANSACTION, error.code(), error.str()) is Meaning.REFUSED
-        if self._fenced is not None or (refused and not self._asker.may_be_late(error)):
+        if fenced is not None or (refused and not self._client_info.token_may_have_expired(error)):
             op = "committing offsets"
-            topic = next((tp.topic for tp in offsets if f"{tp.topic}(" in error.str()), "")  # the library names them
-            return translate(self._fenced or error, request=Request.TRANSACTION, op=op, asker=self._asker, name=topic)
-        return of_member or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
+            topic = next((tp.topic for tp in offsets if f"{tp.topic}(" in error.str()), "")  # named in the text only
+            return translate(
+                fenced or error, request=Request.TRANSACTION, op=op, client_info=self._client_info, name=topic
+            )
+        return stale or CommitFailed(f"committing offsets failed: {error.str()}", code=error.code())
 
     def _clean_up(self, error: KafkaError) -> None:
-        """Take back what was begun. An end that was not answered is asked for again next time."""
-        if self._transaction in (Transaction.COMMITTING, Transaction.ABORTING) and error.retriable():
+        """Abort what was begun. A commit or abort that was not confirmed is repeated by the next call instead."""
+        self._note(error)
+        if not isinstance(owned := self._state, _Owned) or owned.transaction is Transaction.NONE:
             return
-        if self._usable(error) and self._transaction is not Transaction.NONE:
-            self._transaction = Transaction.ABORTING
-            try:
-                self._end()
-            except KafkaException as exc:
-                self._note_fenced(exc.args[0])
-                self._usable(exc.args[0])
-
-    def _note_fenced(self, error: KafkaError) -> None:
-        if meaning(Request.TRANSACTION, error.code()) is not Meaning.FENCED:
+        if owned.transaction is not Transaction.OPEN and error.retriable():
             return
-        expires_ms = int(str(self._settings["transaction.timeout.ms"]))
-        if self._transaction is not Transaction.NONE and self._environment.now_ms() - self._begun_ms >= expires_ms:
-            self._producer, self._transaction, self.lost = None, Transaction.NONE, True
-        else:
-            self._fenced = error
+        owned.transaction = Transaction.ABORTING
+        try:
+            self._end(owned)
+        except KafkaException as exc:
+            self._note(exc.args[0])
 
-    def _usable(self, error: KafkaError) -> bool:
-        """Whether the producer can go on after this."""
-        if self._producer is not None and not (error.retriable() or error.txn_requires_abort()):
-            self.lost = self._fenced is None
-            self._producer = None
-        return self._producer is not None
+    def _note(self, error: KafkaError) -> None:
+        """Update the ownership of the id after an error."""
+        fenced = meaning(Request.TRANSACTION, error.code()) is Meaning.FENCED
+        match self._state:
+            case _Owned() as owned if fenced:
+                expires_ms = int(str(self._settings["transaction.timeout.ms"]))
+                open_ms = self._environment.now_ms() - owned.begun_ms
+                expired = owned.transaction is not Transaction.NONE and open_ms >= expires_ms
+                self._state = _Uncertain() if expired else _Fenced(error)
+            case _Owned() if not (error.retriable() or error.txn_requires_abort()):
+                self._state = _Uncertain()
+            case _ if fenced:
+                self._state = _Fenced(error)
 
 
 def memberless(settings: Mapping[str, Any], group: str, *, environment: Environment) -> Identity:
-    """What a consumer that never subscribed says of its group: generation -1, no member, which the broker accepts
-    for transactional commits in every state of the group. For the question alone: nothing is committed with it."""
+    """Return the identity of a consumer that never subscribed: generation -1 and no member id. Brokers accept it for
+    transactional commits in every state of the group. Used for :meth:`OffsetCommitter.probe` only, never to commit."""
     own = {name: value for name, value in settings.items() if name != "transactional.id"}
     consumer = environment.consumer({**own, **NEVER_JOINS, "group.id": group})
     try:

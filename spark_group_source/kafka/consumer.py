@@ -1,7 +1,7 @@
-"""The consumer behind a member: membership without reading.
+"""The Kafka consumer of a member: it keeps a membership and reads nothing.
 
-Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching, deciding what a rebalance means, and
-knowing that a member vanished.
+Runs in: the thread of a slot (``members.member``). Deliberately absent: fetching records, and decisions about
+rebalances.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import CommitFailed, Fenced, GroupError, OptionError
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.translation import Asker, stale, to_kafka, to_ours, translate
+from spark_group_source.kafka.translation import ClientInfo, from_kafka, stale_member, to_kafka, translate
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import SESSION_TIMEOUT_MS
 
 log = logging.getLogger(__name__)
 
 LEAVE_S_MAX = 3.0
-"""How long leaving the group may take; after it the place ends with the session."""
+"""The longest wait for leaving the group; after it the membership ends with its session."""
 LEAVE_POLL_S = 0.05
-TAKE_MS_MAX = 10_000
-"""How long :func:`take_place` may take; then the place is free when its session ends."""
-TAKE_POLL_S = 0.1
+TAKE_OVER_MS_MAX = 10_000
+"""The longest :func:`take_over_membership`; after it the membership is free when its session expires."""
+TAKE_OVER_POLL_S = 0.1
 _CONSUMER_PROTOCOL_ONLY = ("group.remote.assignor",)
-"""Settings that a classic consumer refuses."""
+"""Settings that a consumer of the classic protocol refuses."""
 REFUSED_CODES = frozenset(
     {
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
@@ -37,34 +37,36 @@ REFUSED_CODES = frozenset(
         KafkaError.INVALID_GROUP_ID,
     }
 )
-"""Answers to a join that only someone else's doing changes."""
+"""Errors of a join that persist until an operator or another member of the group changes something."""
 
 
 class Identity(NamedTuple):
-    """Who a consumer is in its group: what the broker checks before it takes a commit of its partitions."""
+    """A consumer's identity in its group, which the broker checks at every commit."""
 
     generation: int
+    """The group generation (classic) or the member epoch (KIP-848)."""
     member: str
+    """The member id."""
     metadata: Any
-    """The library's form, for a transaction."""
+    """The consumer group metadata as the library serialises it, for transactions."""
 
 
 class MemberConsumer:
-    """The consumer behind one slot: membership only, its partitions stay paused and nothing is fetched.
+    """The consumer of one slot: membership only. Its partitions stay paused, nothing is fetched.
 
-    One thread calls everything here, the callbacks run inside :meth:`poll` on that thread.
+    All calls are made on one thread; the callbacks run on it, inside :meth:`poll`.
 
     Args:
-        settings: librdkafka settings with group.id and group.instance.id.
-        environment: clock and clients.
-        known_as: takes each member id that the group gives it.
-        on_assigned: partitions that came, in addition; generation.
-        on_revoked: partitions to give back; returns when they may go, with what the member must end with, if anything.
-        on_lost: partitions that are gone, maybe none.
-        renamed: it is another member, or in another generation, or in none.
+        settings: librdkafka settings with group.id and, for a static member, group.instance.id.
+        environment: clock and Kafka clients.
+        own_member_ids: receives each member id that the group assigns to it.
+        on_assigned: called with the added partitions and the generation.
+        on_revoked: called with the revoked partitions. The revocation takes effect when it returns.
+        on_lost: called with the lost partitions, possibly none.
+        on_identity: called with the identity whenever it changes.
 
-    ``on_revoked`` and ``on_lost`` return why the consumer must not join again, or None: another process may have its
-    place.
+    ``on_revoked`` and ``on_lost`` return an error if the consumer must not rejoin because another process may have its
+    membership, else None.
     """
 
     def __init__(
@@ -72,24 +74,24 @@ class MemberConsumer:
         settings: Mapping[str, str],
         *,
         environment: Environment,
-        known_as: deque[str],
+        own_member_ids: deque[str],
         on_assigned: Callable[[tuple[TopicPartition, ...], int], None],
         on_revoked: Callable[[tuple[TopicPartition, ...]], GroupError | None],
         on_lost: Callable[[tuple[TopicPartition, ...]], GroupError | None],
-        renamed: Callable[[Identity | None], None] = lambda _: None,
+        on_identity: Callable[[Identity | None], None] = lambda _: None,
     ) -> None:
         self._environment = environment
-        self._asker = Asker.of(settings)
+        self._client_info = ClientInfo.of(settings)
         self.incremental = is_incremental(settings)
         self._consumer_protocol = settings.get("group.protocol") == "consumer"
         self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
-        self._renamed = renamed
+        self._on_identity = on_identity
         self._failure: GroupError | None = None
-        # Brokers that start refuse for a moment, and a member that is given up loses its partitions.
+        # A starting broker refuses requests for a moment, and closing a member for that would move its partitions.
         self._suspicions = Suspicions()
         self.identity: Identity | None = None
-        self._known_as = known_as
-        self._holder = ""  # as which member it was given its partitions
+        self._own_member_ids = own_member_ids
+        self._owner_id = ""  # the member id that the current partitions were assigned to
         self._session_timeout_ms = settings.get("session.timeout.ms", str(SESSION_TIMEOUT_MS))
         self._consumer: Any = environment.consumer(settings)
 
@@ -100,13 +102,13 @@ class MemberConsumer:
         """Serve the group protocol.
 
         Raises:
-            Fenced: another client took the instance id, or still has it (KIP-848); or ``on_lost`` said so.
-            OptionError: the brokers allow no such session timeout.
-            GroupError: the consumer is dead; make a new one.
+            Fenced: another client took the instance id, or still has it (KIP-848); or ``on_lost`` returned Fenced.
+            OptionError: the session timeout is outside the brokers' bounds.
+            GroupError: the consumer has failed; it must be replaced.
         """
         try:
             message = self._consumer.poll(timeout_s)
-        except KafkaException as exc:  # of a callback: the library refused to take partitions or give them up
+        except KafkaException as exc:  # raised in a callback: assign or unassign failed
             raise self._failure or self._fatal(exc.args[0]) from exc
         self.identify()
         if self._failure is not None:
@@ -116,42 +118,49 @@ class MemberConsumer:
         if error.code() == KafkaError._FATAL or error.fatal():
             raise self._fatal(error)
         refused = meaning(Request.JOIN, error.code(), error.str()) is Meaning.REFUSED
-        if refused and not self._asker.may_be_late(error) and self._suspicions.report(Meaning.REFUSED):
+        if refused and not self._client_info.token_may_have_expired(error) and self._suspicions.report(Meaning.REFUSED):
             name = message.topic() or ""
-            raise translate(error, request=Request.JOIN, op="joining the group", asker=self._asker, name=name)
+            raise translate(
+                error, request=Request.JOIN, op="joining the group", client_info=self._client_info, name=name
+            )
         if error.code() == KafkaError.INVALID_SESSION_TIMEOUT:
             raise OptionError(
                 f"kafka.session.timeout.ms is {self._session_timeout_ms}, which the brokers refuse: it must lie "
                 "between their group.min.session.timeout.ms and group.max.session.timeout.ms (6000 and 1800000 "
                 "unless set). `kafka-configs.sh --describe --all --entity-type brokers` shows them"
             )
-        if error.code() in REFUSED_CODES:  # the library would go on asking, and nobody would know why
-            raise GroupError(f"the broker refuses the member: {error.str()}")
+        if error.code() in REFUSED_CODES:  # the library would retry forever without reporting it
+            raise GroupError(f"the broker refuses the join: {error.str()}")
         log.info("member: %s", error.str())
 
     def identify(self) -> None:
-        """Ask the library who it is in the group now, for :attr:`identity`.
+        """Update :attr:`identity` from the library.
 
-        A consumer that holds a revocation is not told when its session ends: it can be back as another member, and keep
-        as its own what somebody else had meanwhile. Then it fails, and a new one takes its slot.
+        A consumer that holds a revocation gets no callback when its session expires. It can rejoin as another member
+        and keep partitions that another consumer had meanwhile: then this consumer fails, and a new one joins for the
+        slot.
         """
         now = _identity(self._consumer.consumer_group_metadata())
-        if now is not None and self._holder not in ("", now.member) and self._consumer.assignment():
-            self._failure = GroupError("thrown out of the group in a rebalance, and back as another member")
+        if now is not None and self._owner_id not in ("", now.member) and self._consumer.assignment():
+            self._failure = GroupError("the member was expelled in a rebalance and rejoined under another member id")
             now = None
-        if now is not None and now.member not in self._known_as:
-            self._known_as.append(now.member)
+        if now is not None and now.member not in self._own_member_ids:
+            self._own_member_ids.append(now.member)
         if now != self.identity:
             self.identity = now
-            self._renamed(now)
+            self._on_identity(now)
 
     def commit(self, offsets: Mapping[TopicPartition, int], notes: Mapping[TopicPartition, str]) -> None:
-        """Commit as this member, any partition of the group, with a note beside each offset.
+        """Commit offsets of any partitions of the group as this member.
+
+        Args:
+            offsets: the next offset of each partition.
+            notes: the metadata of each partition's offset.
 
         Raises:
-            MemberStale: it is not in the group as it was; nothing was committed.
+            MemberStale: the membership has changed; nothing was committed.
             AccessDenied: the user may not commit.
-            CommitFailed: nothing or not everything was committed.
+            CommitFailed: nothing, or not everything, was committed.
         """
         entries = [to_kafka(tp, offset, notes[tp]) for tp, offset in offsets.items()]
         try:
@@ -161,21 +170,25 @@ class MemberConsumer:
         except KafkaException as exc:
             error = exc.args[0]
             refused = meaning(Request.COMMIT, error.code(), error.str()) is Meaning.REFUSED
-            if refused and not self._asker.may_be_late(error):
+            if refused and not self._client_info.token_may_have_expired(error):
                 op = "committing offsets as a member"
-                raise translate(error, request=Request.COMMIT, op=op, asker=self._asker) from exc
+                raise translate(error, request=Request.COMMIT, op=op, client_info=self._client_info) from exc
             failure = CommitFailed(f"committing offsets as a member failed: {error.str()}", code=error.code())
-            raise stale(error, request=Request.COMMIT) or failure from exc
+            raise stale_member(error, request=Request.COMMIT) or failure from exc
 
     def close(self, *, leave: bool) -> None:
-        """Close the consumer. ``leave``: out of the group for good; else a static member keeps its place until its
-        session ends (classic: nothing is sent; KIP-848: epoch -2)."""
+        """Close the consumer.
+
+        Args:
+            leave: leave the group for good. Else a static member keeps its membership until its session expires
+                (classic: nothing is sent; KIP-848: the member leaves with epoch -2).
+        """
         with contextlib.suppress(KafkaException, RuntimeError):
-            self.identify()  # the library may have joined again: that member is known to be this run's
-        # SystemError is the binding's own, when a callback's refusal was still to be told: it is closed all the same.
+            self.identify()  # the library may have rejoined: record its member id as this run's
+        # The binding raises SystemError when a callback's error was still pending; the consumer is closed all the same.
         with contextlib.suppress(KafkaException, RuntimeError, SystemError):
             if leave:
-                # A close() right behind it would suppress a static member's leave: let the revocation be served first.
+                # A close() right after it would suppress a static member's leave: serve the revocation first.
                 self._consumer.unsubscribe()
                 deadline_ms = self._environment.now_ms() + LEAVE_S_MAX * 1000
                 self._consumer.poll(LEAVE_POLL_S)
@@ -184,123 +197,132 @@ class MemberConsumer:
             self._consumer.close()
 
     def _is_member(self) -> bool:
-        # KIP-848 member ids are made by the client and never go away; what it was assigned does.
+        # A KIP-848 member id is generated by the client and never cleared; the assignment is.
         return bool(self._consumer.assignment() or (not self._consumer_protocol and self._consumer.memberid()))
 
     @property
     def generation(self) -> int:
-        """The group generation, or the member epoch of KIP-848; -1 while not a member."""
+        """The group generation (classic) or member epoch (KIP-848); -1 while not a member."""
         return -1 if self.identity is None else self.identity.generation
 
     def _fatal(self, error: KafkaError) -> GroupError:
         text = error.str()
-        # The code is only "fatal"; which one it was stands in the text alone.
+        # The error code is only "fatal"; the cause is in the text alone.
         if "still used by another member" in text:
-            return GroupError(f"the place is still taken: {text}", unreleased=True)
+            return GroupError(f"another member still has the instance id: {text}", unreleased=True)
         if self._consumer_protocol and "group id does not exist" in text:
             return GroupError(
-                "the broker cannot turn this classic group into one of kafka.group.protocol=consumer while it has "
-                "members whose assignor keeps data of its own, such as cooperative-sticky. Let them leave, or change "
-                f"them to range or roundrobin, or use kafka.group.protocol=classic here ({text})"
+                "the broker cannot convert this classic group to kafka.group.protocol=consumer while it has members "
+                "whose assignor keeps data of its own, such as cooperative-sticky. Stop these members, change them to "
+                f"range or roundrobin, or set kafka.group.protocol=classic here ({text})"
             )
         if "fenced" in text.lower():
             return Fenced(f"the member was fenced: {text}")
-        return GroupError(f"the member failed: {text}")
+        return GroupError(f"the consumer failed: {text}")
 
     def _assigned(self, consumer: Any, partitions: list[Any]) -> None:
         self.identify()
-        if self.identity is None and self._holder and consumer.assignment():
-            # Thrown out while it gave something back: it would join again with the rest, which may be another's by now.
-            self._failure = GroupError("thrown out of the group in a rebalance, with partitions in hand")
+        if self.identity is None and self._owner_id and consumer.assignment():
+            # Expelled during a revocation: it would rejoin with the remaining partitions, which may be reassigned by
+            # now.
+            self._failure = GroupError("the member was expelled in a rebalance while it had partitions")
         if self._failure is not None:
             return
         self._suspicions.clear(Meaning.REFUSED)
-        if self.identity is not None:  # without one it was thrown out in a hold: who it was is what tells that later
-            self._holder = self.identity.member
-        # An explicit offset spares a lookup of the committed one; it is never used, since nothing is fetched.
-        paused = [to_kafka(tp, 0) for tp in to_ours(partitions)]
+        if self.identity is not None:  # None: expelled in a hold; identify() detects that by the former id
+            self._owner_id = self.identity.member
+        # An explicit offset spares a lookup of the committed one. It is never used: nothing is fetched.
+        paused = [to_kafka(tp, 0) for tp in from_kafka(partitions)]
         (consumer.incremental_assign if self.incremental else consumer.assign)(paused)
         if paused:
             consumer.pause(paused)
-        self._on_assigned(to_ours(partitions), self.generation)
+        self._on_assigned(from_kafka(partitions), self.generation)
 
     def _revoked(self, consumer: Any, partitions: list[Any]) -> None:
         self.identify()
         if self._failure is None:
-            self._stay_out(consumer, self._on_revoked(to_ours(partitions)))
+            self._prevent_rejoin(consumer, self._on_revoked(from_kafka(partitions)))
         if self.incremental:
             consumer.incremental_unassign(partitions)
         else:
             consumer.unassign()
 
     def _lost(self, consumer: Any, partitions: list[Any]) -> None:
-        self._holder = ""
-        self._stay_out(consumer, self._on_lost(to_ours(partitions)))
+        self._owner_id = ""
+        self._prevent_rejoin(consumer, self._on_lost(from_kafka(partitions)))
 
-    def _stay_out(self, consumer: Any, why: GroupError | None) -> None:
-        """Before the library gives up the partitions, which is when it joins again."""
-        if why is not None:
-            self._failure = why
-            with contextlib.suppress(KafkaException):  # the library may have heard itself that it is fenced
+    def _prevent_rejoin(self, consumer: Any, error: GroupError | None) -> None:
+        """Unsubscribe if there is an error, before the library gives up the partitions and rejoins."""
+        if error is not None:
+            self._failure = error
+            with contextlib.suppress(KafkaException):  # the library may know already that it is fenced
                 consumer.unsubscribe()
 
 
-def take_place(
+def take_over_membership(
     settings: Mapping[str, str],
     topics: Sequence[str],
     *,
     environment: Environment,
-    known_as: deque[str],
-    over: Callable[[], bool],
+    own_member_ids: deque[str],
+    is_cancelled: Callable[[], bool],
 ) -> None:
-    """Take a place of the group from a KIP-848 member that vanished, for the next member of that protocol.
+    """Take over the membership of a KIP-848 member that vanished, so that the next KIP-848 member can join with it.
 
-    The broker keeps the place of a static KIP-848 member until its session ends; then it divides the partitions anew,
-    and again when the next member comes. But to a static member of the classic protocol it gives the place at once,
-    with all that the place has, and from such a one it is given to any. So a classic consumer joins in between, for a
-    moment. Nothing of the group changes by that. A member that had the place and lives is fenced, and refused when it
-    joins again. Whether the place was taken shows when the next KIP-848 member is given it.
+    The broker keeps the membership of a static KIP-848 member until its session expires; then it reassigns the
+    partitions, and again when the next member joins. A static member of the classic protocol, however, takes over the
+    membership at once, with its partitions, and any member takes it over from that one. So a classic consumer joins for
+    a moment in between. The assignment does not change. If the former member is still alive, it is fenced, and refused
+    when it rejoins. Whether the take-over succeeded shows when the next KIP-848 member joins.
 
     Args:
-        settings: of the member that is to have the place, with group.instance.id.
-        topics: its subscription; it has to be that of the place, or the group divides anew.
-        over: whether nobody wants the place any more.
+        settings: those of the next member, with group.instance.id.
+        topics: the subscription. It must equal that of the membership, or the group rebalances.
+        is_cancelled: whether the membership is not wanted any more.
 
     Raises:
-        GroupError: it did not get the place.
+        GroupError: the membership was not taken over.
     """
-    given: list[int] = []
+    generations: list[int] = []
     classic = {name: text for name, text in settings.items() if name not in _CONSUMER_PROTOCOL_ONLY}
     consumer = MemberConsumer(
         classic | {"group.protocol": "classic"},
         environment=environment,
-        known_as=known_as,
-        on_assigned=lambda _, generation: given.append(generation),
+        own_member_ids=own_member_ids,
+        on_assigned=lambda _, generation: generations.append(generation),
         on_revoked=lambda _: None,
         on_lost=lambda _: None,
     )
     try:
         consumer.subscribe(topics)
-        until_ms = environment.now_ms() + TAKE_MS_MAX
-        while not given and not over() and environment.now_ms() < until_ms:
-            consumer.poll(TAKE_POLL_S)
+        until_ms = environment.now_ms() + TAKE_OVER_MS_MAX
+        while not generations and not is_cancelled() and environment.now_ms() < until_ms:
+            consumer.poll(TAKE_OVER_POLL_S)
     finally:
         consumer.close(leave=False)
-    if not given:
-        raise GroupError(f"the place was not taken from the member that vanished within {TAKE_MS_MAX} ms")
-    log.info("took the place %s from a member that vanished", settings.get("group.instance.id"))
+    if not generations:
+        raise GroupError(f"the membership of a vanished member was not taken over within {TAKE_OVER_MS_MAX} ms")
+    log.info(
+        "group %s: took over the membership %s of a vanished member",
+        settings.get("group.id"),
+        settings.get("group.instance.id"),
+    )
 
 
 def is_incremental(settings: Mapping[str, str]) -> bool:
-    """Whether this member keeps what it has through a rebalance (cooperative-sticky, KIP-848) or gives all back."""
+    """Whether rebalances are incremental (cooperative-sticky, KIP-848); else a member gives up all partitions in
+    each."""
     return settings.get("group.protocol") == "consumer" or "cooperative" in settings.get(
         "partition.assignment.strategy", ""
     )
 
 
 def _identity(metadata: Any) -> Identity | None:
-    """librdkafka's serialised group metadata: ``CGMDv2:``, a native int32 generation, then three texts that end with 0:
-    group, member id, instance id. None while not a member."""
+    """Parse librdkafka's serialised group metadata; None while not a member.
+
+    Its format: ``CGMDv2:``, a native int32 generation, then group, member id and instance id, each ending with a 0
+    byte.
+    """
     raw = bytes(metadata or b"")
     if not raw.startswith(b"CGMDv2:"):
         return None

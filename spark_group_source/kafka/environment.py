@@ -1,8 +1,8 @@
-"""What the shells need of the machine that they run on: time, threads, and the client library's own clients.
+"""The environment of a process: clocks, threads, and the clients of confluent_kafka.
 
-Runs in: the stream reader, the user's driver (CLI). Deliberately absent: decisions, and Kafka's words. Everything in
-``driver`` and ``kafka`` that waits, starts a thread or makes a client does it through one :class:`Environment`. The
-simulation has another one with the same methods, under which the same code runs with simulated time and brokers.
+Runs in: the stream reader, agents, the user's driver (CLI). Deliberately absent: decisions, and the group protocol. All
+code that waits, starts a thread or creates a client does it through one :class:`Environment`. The simulation has a
+subclass, under which the same code runs with simulated time and brokers.
 """
 
 import logging
@@ -27,24 +27,24 @@ __all__ = ["Empty", "Environment", "Queue", "Thread"]
 log = logging.getLogger(__name__)
 
 ID_DIGITS = 12
-"""Of a stream's id: it names one stream among those of a group, no more."""
+"""The length of a stream id, which is unique among the streams of one group."""
 
-# The library's stubs know neither callbacks nor loggers among the settings.
+# The library's type stubs accept neither callbacks nor loggers as settings.
 _AdminClient: Any = kafka_admin.AdminClient
 
 
 class Thread(Protocol):
-    """A thread that :meth:`Environment.spawn` made."""
+    """A thread that :meth:`Environment.spawn` started."""
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end, not longer than that."""
+        """Wait until it has ended, at most for the timeout."""
 
     def is_alive(self) -> bool:
-        """Whether it runs; False also for one that could not be started."""
+        """Whether it runs; False also if it could not be started."""
 
 
 class Environment:
-    """The real one. Any thread may call anything here."""
+    """The real environment. Any thread may call its methods."""
 
     def __init__(self) -> None:
         self._parent = os.getppid()
@@ -52,37 +52,38 @@ class Environment:
     # --- time and threads -------------------------------------------------------------------------------------------
 
     def now_ms(self) -> int:
-        """Milliseconds since some moment; never goes back."""
+        """Return monotonic time in ms; its zero is arbitrary."""
         return time.monotonic_ns() // 1_000_000
 
     def wall_ms(self) -> int:
-        """Milliseconds since the epoch, by this host's clock: for what others read, never for durations."""
+        """Return this host's wall-clock time in ms since the epoch: for stored timestamps, never for durations."""
         return time.time_ns() // 1_000_000
 
     def pause(self, wait_s: float) -> None:
-        """Let time pass: for pauses between two questions, of a bounded number."""
+        """Block the calling thread: for pauses between a bounded number of retries."""
         threading.Event().wait(max(wait_s, 0.0))
 
     def condition(self) -> threading.Condition:
-        """A condition whose lock the same thread may take again."""
+        """Return a condition with a reentrant lock."""
         return threading.Condition(threading.RLock())
 
     def queue(self, size_max: int) -> "Queue[Any]":
-        """A queue between threads: ``get`` raises :class:`Empty`, and ``put_nowait`` Full beyond ``size_max``."""
+        """Return a queue: ``get`` raises :class:`Empty` after its timeout, ``put_nowait`` raises Full at
+        ``size_max``."""
         return Queue(size_max)
 
     def future(self) -> "Future[Any]":
-        """A place for one answer; ``result(timeout=)`` raises TimeoutError."""
+        """Return a future; its ``result(timeout=)`` raises TimeoutError."""
         return Future()
 
     def spawn(self, name: str, run: Callable[[], None], *, died: Callable[[BaseException], None]) -> Thread:
-        """Start a thread that does not keep the process alive.
+        """Start a daemon thread.
 
         Args:
-            name: as the log shows it.
-            run: what it does.
-            died: is given whatever leaves ``run`` (except SystemExit), on that thread; or, on this one and before this
-                returns, why the thread cannot be started.
+            name: the thread's name in the log.
+            run: the function it runs.
+            died: called with every exception that leaves ``run`` (except SystemExit), on that thread. If the thread
+                cannot be started, called with the reason on the calling thread before this returns.
         """
         thread = _Thread(name, run, died)
         thread.start()
@@ -91,59 +92,62 @@ class Environment:
     # --- this process -----------------------------------------------------------------------------------------------
 
     def orphaned(self) -> bool:
-        """Whether the process that started this one is gone."""
+        """Whether the parent process has ended."""
         return os.getppid() != self._parent
 
     def new_id(self) -> str:
-        """A name that nobody else has."""
+        """Return a new unique id."""
         return uuid.uuid4().hex[:ID_DIGITS]
 
-    # --- the library's clients --------------------------------------------------------------------------------------
+    # --- Kafka clients --------------------------------------------------------------------------------------------
 
     def consumer(self, settings: Mapping[str, Any]) -> Any:
-        """A ``confluent_kafka.Consumer``."""
-        return made(Consumer, settings)
+        """Create a ``confluent_kafka.Consumer``."""
+        return create_client(Consumer, settings)
 
     def producer(self, settings: Mapping[str, Any]) -> Any:
-        """A ``confluent_kafka.Producer``."""
-        return made(Producer, settings)
+        """Create a ``confluent_kafka.Producer``."""
+        return create_client(Producer, settings)
 
     def admin(self, settings: Mapping[str, Any]) -> Any:
-        """A ``confluent_kafka.admin.AdminClient``."""
-        return made(_AdminClient, settings)
+        """Create a ``confluent_kafka.admin.AdminClient``."""
+        return create_client(_AdminClient, settings)
 
 
 class LibraryLog:
-    """librdkafka's log. For DEBUG alone are lost connections, which the query itself reports: in an outage each client
-    would add twenty lines a second; and settings that do not concern the client, which each new client repeats."""
+    """Receives librdkafka's log lines.
+
+    Two kinds are logged at DEBUG only: lost connections, which the query reports itself (in an outage each client would
+    add 20 lines per second), and unused settings, which each new client repeats.
+    """
 
     def log(self, level: int, text: str, *parts: object) -> None:
         quiet = bool(parts) and parts[0] in ("FAIL", "ERROR", "CONFWARN")
         log.log(logging.INFO if level >= logging.WARNING and not quiet else logging.DEBUG, text, *parts)
 
 
-def made(make: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:
-    """A client of the library's. Functions that the settings name are imported in this process.
+def create_client(constructor: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any]) -> Any:
+    """Create a client. Functions named in the settings are imported in this process.
 
     Raises:
         KafkaException: the library refuses the settings.
         OptionError: a function cannot be imported here.
-        BrokerUnavailable: the function for tokens gave none; the library waits 10 s for the first one.
+        BrokerUnavailable: the token function returned no token; the library waits 10 s for the first one.
     """
-    given = {"logger": LibraryLog(), **import_callables(settings)}
+    complete = {"logger": LibraryLog(), **import_callables(settings)}
     try:
-        return make(given)
+        return constructor(complete)
     except (KafkaException, SystemError) as failed:
-        # A line of the log that comes while the package raises trips it: what it raised is the cause then.
+        # A log line during the constructor's failure causes a SystemError, whose cause is the KafkaException.
         exc = failed if isinstance(failed, KafkaException) else failed.__cause__
         if not isinstance(exc, KafkaException):
             raise
-        if TOKEN_CALLABLE in given and exc.args[0].code() == KafkaError.SASL_AUTHENTICATION_FAILED:
-            function = given[TOKEN_CALLABLE]
+        if TOKEN_CALLABLE in complete and exc.args[0].code() == KafkaError.SASL_AUTHENTICATION_FAILED:
+            function = complete[TOKEN_CALLABLE]
             raise BrokerUnavailable(
-                f"kafka.{TOKEN_CALLABLE}: {function.name} gave no token: {function.failure or exc.args[0].str()}. It "
-                "must return (token, seconds since the epoch when it expires)",
-                op="asking for a token",
+                f"kafka.{TOKEN_CALLABLE}: {function.name} returned no token: {function.failure or exc.args[0].str()}. "
+                "It must return (token, expiry in seconds since the epoch)",
+                op="requesting a token",
             ) from None
         raise exc from None
 
@@ -158,7 +162,7 @@ class _Thread:
         try:
             self._thread.start()
             self._started = True
-        except RuntimeError as exc:  # the system has no more threads to give
+        except RuntimeError as exc:  # the system cannot start more threads
             self._died(exc)
 
     def join(self, timeout_s: float) -> None:
@@ -173,7 +177,7 @@ class _Thread:
             self._run()
         except SystemExit:
             pass
-        except:  # noqa: E722 - what the library lets through from a callback is not even a BaseException
+        except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
             exc: object = sys.exc_info()[1]
             log.exception("thread %s died", self._thread.name)
             self._died(exc if isinstance(exc, BaseException) else RuntimeError(repr(exc)))

@@ -1,8 +1,8 @@
-"""A group's committed offsets, read while it is active.
+"""Reads a group's committed offsets while the group is active.
 
-Runs in: the stream reader's worker thread. Deliberately absent: committing (``committer``), and the admin client's own
-request for this: it can end the whole process while a group's coordinator moves (librdkafka 2.16), which is when a
-source needs it most. A consumer that never subscribes asks the same question safely.
+Runs in: the stream reader's request thread, the exporter, the CLI. Deliberately absent: committing (``committer``), and
+the admin client's request for committed offsets, which can abort the whole process while the group's coordinator moves
+(librdkafka 2.16). A consumer that never subscribes sends the same request safely.
 """
 
 import contextlib
@@ -16,52 +16,52 @@ from spark_group_source.errors import CommitFailed
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import Retry
 from spark_group_source.kafka.settings import COORDINATOR_IDLE, NEVER_JOINS
-from spark_group_source.kafka.translation import Asker, CommittedOffset, portions, to_kafka
+from spark_group_source.kafka.translation import ClientInfo, CommittedOffset, request_batches, to_kafka
 from spark_group_source.model import TopicPartition
 
 READ_TIMEOUT_S = 10.0
-"""One question, including the search for the coordinator and the wait for unfinished transactions."""
+"""The timeout of one read, including the search for the coordinator and the wait for open transactions."""
 READ_BACK_S_MAX = 10.0
-"""How long a committed offset may stay invisible: its transaction marker takes milliseconds."""
+"""The longest wait until a committed offset is visible; the transaction marker takes milliseconds."""
 READ_BACK_PAUSES_S = (0.005, 0.05)
-"""First and longest pause between two looks."""
+"""The first and the longest pause between two reads of :meth:`GroupOffsets.wait_until_visible`."""
 
 
 class GroupOffsets:
-    """Reads one group's offsets. One thread uses it.
+    """Reads one group's committed offsets. One thread uses it.
 
     Args:
         settings: librdkafka settings of an admin client.
         group: the consumer group.
-        environment: clock and clients.
+        environment: clock and Kafka clients.
     """
 
     def __init__(self, settings: Mapping[str, str], *, group: str, environment: Environment) -> None:
         self._environment = environment
         self._settings = {**COORDINATOR_IDLE, **settings, **NEVER_JOINS, "group.id": group}
-        self._retry = Retry(Asker.of(settings, group=group), environment)
-        self._consumers: dict[bool, Any] = {}
+        self._retry = Retry(ClientInfo.of(settings, group=group), environment)
+        self._consumers: dict[bool, Any] = {}  # by whether its reads are stable
 
     def read(
         self, tps: Iterable[TopicPartition], *, stable: bool = True
     ) -> dict[TopicPartition, CommittedOffset | None]:
-        """The next offset of each partition, None where there is none. Partitions without an answer are left out.
+        """Read the committed offset of each partition; None where there is none. Unanswered partitions are left out.
 
         Args:
-            stable: wait for offsets of transactions that are not finished (KIP-447); without it the old value shows.
+            stable: wait for the offsets of open transactions (KIP-447); else the old offset is returned.
 
         Raises:
-            BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; ask again later.
-            AccessDenied: the user may not read the group, told twice.
+            BrokerUnavailable: no answer within :data:`READ_TIMEOUT_S`; try again later.
+            AccessDenied: the user may not read the group's offsets, refused twice.
         """
-        asked = [[to_kafka(tp) for tp in portion] for portion in portions(tps)]
-        return self._retry(Request.COMMITTED, "reading committed offsets", lambda: self._read(asked, stable))
+        batches = [[to_kafka(tp) for tp in batch] for batch in request_batches(tps)]
+        return self._retry(Request.COMMITTED, "reading committed offsets", lambda: self._read(batches, stable))
 
-    def _read(self, asked: list[list[Any]], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
-        """One try. What is asked again of one partition says nothing of the others: a broker may not have heard of a
-        new one, or its offset is part of a transaction that is not finished."""
+    def _read(self, batches: list[list[Any]], stable: bool) -> dict[TopicPartition, CommittedOffset | None]:
+        """Read once. A transient error of one partition does not affect the others: a broker may not know a new
+        partition yet, or its offset is part of an open transaction."""
         answered: dict[TopicPartition, CommittedOffset | None] = {}
-        for answer in self._answers(asked, stable):
+        for answer in self._answers(batches, stable):
             if answer.error is None:
                 at = CommittedOffset(answer.offset, answer.metadata or "") if answer.offset >= 0 else None
                 answered[TopicPartition(answer.topic, answer.partition)] = at
@@ -69,17 +69,17 @@ class GroupOffsets:
                 raise KafkaException(answer.error, answer.topic)
         return answered
 
-    def _answers(self, asked: list[list[Any]], stable: bool) -> Iterator[Any]:
+    def _answers(self, batches: list[list[Any]], stable: bool) -> Iterator[Any]:
         deadline_ms = self._environment.now_ms() + READ_TIMEOUT_S * 1000
-        for portion in asked:
+        for batch in batches:
             left_s = max(0, deadline_ms - self._environment.now_ms()) / 1000
-            yield from self._consumer(stable).committed(portion, timeout=left_s)
+            yield from self._consumer(stable).committed(batch, timeout=left_s)
 
-    def wait_shown(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Wait until a plain read of the group shows these offsets: other clients start where *it* says.
+    def wait_until_visible(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Wait until a read that is not stable returns these offsets: other consumers start where that read says.
 
         Raises:
-            CommitFailed: they did not show in time, or someone else committed others after us.
+            CommitFailed: they did not become visible in time, or another client committed other offsets since.
         """
         deadline_ms = self._environment.now_ms() + READ_BACK_S_MAX * 1000
         pause_s, pause_s_max = READ_BACK_PAUSES_S
@@ -91,20 +91,20 @@ class GroupOffsets:
             if self._environment.now_ms() > deadline_ms:
                 tp = late[0]
                 raise CommitFailed(
-                    f"{tp} was committed at {offsets[tp]}, but the group shows {seen.get(tp)}", late=len(late)
+                    f"{tp}: committed offset {offsets[tp]}, but a read returns {seen.get(tp)}", late=len(late)
                 )
             self._environment.pause(pause_s)
             pause_s = min(pause_s * 2, pause_s_max)
 
     def close(self) -> None:
-        """Close the connections; a later read opens them again."""
+        """Close the connections; a later read reopens them."""
         while self._consumers:
             with contextlib.suppress(KafkaException, RuntimeError):
                 self._consumers.popitem()[1].close()
 
     def _consumer(self, stable: bool) -> Any:
         if stable not in self._consumers:
-            level = "read_committed" if stable else "read_uncommitted"  # it decides whether the read must be stable
+            level = "read_committed" if stable else "read_uncommitted"  # decides whether the read is stable
             settings = {**self._settings, "isolation.level": level}
             self._consumers[stable] = self._environment.consumer(settings)
         return self._consumers[stable]

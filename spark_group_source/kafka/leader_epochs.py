@@ -1,12 +1,12 @@
-"""Up to where a leader has the records of former leaders: Kafka's OffsetForLeaderEpoch (KIP-320).
+"""The end offsets of leader epochs: Kafka's OffsetForLeaderEpoch request (KIP-320).
 
-Runs in: the stream reader. Deliberately absent: what an answer means for a query (``group.loss``), and groups: the
-consumer here is in none.
+Runs in: the stream reader. Deliberately absent: conclusions from the answers (``protocol.data_loss``), and groups: the
+consumer here joins none.
 
-The library sends this request in one place only: before a consumer reads on from a position that it was told with a
-leader epoch. So a position is told that no log has, and never read. The leader answers where the records of that epoch
-end; the library finds its position beyond it, gives up, and says so. Its texts are the only place where the answer
-stands. What they do not say is no answer.
+librdkafka sends this request in one case only: before a consumer reads from a position that was set with a leader
+epoch. So the consumer here seeks to a position beyond every log, with the epoch in question. The leader returns the end
+offset of that epoch; the library finds the position beyond it and reports an error, whose text contains the end offset.
+A partition without such a text is unanswered.
 """
 
 import contextlib
@@ -21,45 +21,47 @@ from spark_group_source.error_codes import Request
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
 from spark_group_source.kafka.settings import NEVER_JOINS
-from spark_group_source.kafka.translation import Asker, to_kafka
+from spark_group_source.kafka.translation import ClientInfo, to_kafka
 from spark_group_source.model import TopicPartition
 
 ANSWER_S_MAX = 6.0
-"""One question about any number of partitions, with the search for their leaders."""
+"""The timeout of one read of any number of partitions, including the search for their leaders."""
 POLL_S = 0.1
 BEYOND = 2**60
-"""A position that no log has."""
+"""A position beyond every log."""
 _END = re.compile(r"broker end offset is (-?\d+) \(offset leader epoch (-?\d+)\)")
 
 
 class EpochEnds:
-    """Asks leaders for the ends of epochs. One thread uses it; it keeps no connection between two questions.
+    """Reads the end offsets of leader epochs. One thread uses it; it keeps no connection open between reads.
 
     Args:
         settings: librdkafka settings of an admin client.
-        environment: clock and clients.
+        environment: clock and Kafka clients.
     """
 
     def __init__(self, settings: Mapping[str, str], *, environment: Environment) -> None:
         self._environment = environment
-        self._retry = Retry(Asker.of(settings), environment)
+        self._retry = Retry(ClientInfo.of(settings), environment)
         self._refusal = RefusalWatch()
-        # Only with "error" the library reports what it found.
+        # "error" makes the library report the end offset that it found.
         self._settings = {**settings, **NEVER_JOINS, "auto.offset.reset": "error", "error_cb": self._refusal}
 
-    def ask(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
-        """Where the records end that leaders of these epochs, or earlier ones, wrote. None: the leader cannot say.
-        Partitions without an answer are left out.
+    def read(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+        """Read where the records of each leader epoch and of earlier ones end. Unanswered partitions are left out.
+
+        Returns:
+            The end offset; None: the leader does not know the epoch.
 
         Raises:
-            BrokerUnavailable: none was answered in time.
-            AccessDenied: refused, told twice.
+            BrokerUnavailable: no partition was answered in time.
+            AccessDenied: refused twice.
         """
         if not epochs:
             return {}
-        return self._retry(Request.OFFSETS, "asking for the ends of leader epochs", lambda: self._ask(epochs))
+        return self._retry(Request.OFFSETS, "reading the ends of leader epochs", lambda: self._read(epochs))
 
-    def _ask(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
+    def _read(self, epochs: Mapping[TopicPartition, int]) -> dict[TopicPartition, int | None]:
         self._refusal.clear()
         consumer = self._environment.consumer(self._settings)
         try:
@@ -79,13 +81,13 @@ class EpochEnds:
             self._refusal.check()
             error = None if message is None else message.error()
             if error is not None and error.code() == KafkaError._AUTO_OFFSET_RESET:
-                found[TopicPartition(message.topic(), message.partition())] = end_in(error.str())
+                found[TopicPartition(message.topic(), message.partition())] = parse_epoch_end(error.str())
         if not found:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))
         return found
 
 
-def end_in(text: str) -> int | None:
-    """The leader's answer in the library's words; None where it has no such epoch, or does not know the request."""
-    told = _END.search(text)
-    return int(told[1]) if told and int(told[1]) >= 0 and int(told[2]) >= 0 else None
+def parse_epoch_end(text: str) -> int | None:
+    """Return the end offset in the library's error text; None: the leader knows no such epoch, or not the request."""
+    found = _END.search(text)
+    return int(found[1]) if found and int(found[1]) >= 0 and int(found[2]) >= 0 else None

@@ -1,8 +1,8 @@
-"""Deleting committed offsets of a group, also of one with members (KIP-496): librdkafka's call, by ctypes.
+"""Deletion of a group's committed offsets, also while the group has members (KIP-496), by a ctypes call of librdkafka.
 
-Runs in: a terminal, the user's driver. Deliberately absent: which partitions (``cli.offsets``), and what their answers
-mean (``error_codes``). The Python client has no such call, librdkafka has: a client of its own is made for one
-question, used by the thread that asks, and destroyed.
+Runs in: a terminal, the user's driver. Deliberately absent: the choice of partitions (``cli.offsets``), and the meaning
+of error codes (``error_codes``). The Python client lacks this call, librdkafka has it: each request creates a client of
+its own, uses it on the calling thread, and destroys it.
 """
 
 import ctypes as c
@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from spark_group_source.error_codes import CODES, Request
 from spark_group_source.kafka.environment import Environment
 from spark_group_source.kafka.retry import RefusalWatch, Retry
-from spark_group_source.kafka.translation import Asker
+from spark_group_source.kafka.translation import ClientInfo
 from spark_group_source.librdkafka import (
     CLIENT,
     PARTITIONS,
@@ -32,9 +32,9 @@ from spark_group_source.librdkafka import (
 from spark_group_source.model import TopicPartition
 
 ANSWER_S_MAX = 10.0
-"""How long one answer is waited for, including the search for the group's coordinator."""
+"""The timeout of one request, including the search for the group's coordinator."""
 REQUEST_TIMEOUT_S = 3_600.0
-"""The library's own timeout, far beyond ours: see ``admin.COORDINATOR_TIMEOUT_S``. The client is destroyed before."""
+"""The library's timeout, far beyond ours: see ``admin.COORDINATOR_TIMEOUT_S``. The client is destroyed before it."""
 RESPONSE_ERROR = "OffsetDelete response error: "
 
 _CALLS: Signatures = {
@@ -56,7 +56,7 @@ def delete_offsets(
     *,
     environment: Environment | None = None,
 ) -> dict[TopicPartition, int]:
-    """Ask the group's coordinator to delete committed offsets. It may be asked twice: what is gone stays gone.
+    """Delete committed offsets. The request may be sent twice; deleting is idempotent.
 
     Args:
         settings: librdkafka settings of an admin client.
@@ -64,35 +64,35 @@ def delete_offsets(
         tps: at least one partition.
 
     Returns:
-        The broker's code for each partition: 0 where the group has no offset of it now, ``GROUP_SUBSCRIBED_TO_TOPIC``
-        where a member subscribes to the topic. Partitions that the answer leaves out were not answered.
+        The broker's error code for each partition: 0: the group has no offset of it now; ``GROUP_SUBSCRIBED_TO_TOPIC``:
+        a member subscribes to the topic. Unanswered partitions are left out.
 
     Raises:
-        BrokerUnavailable: no answer within :data:`ANSWER_S_MAX`. The offsets may be deleted all the same: look.
-        AccessDenied: the user needs Delete on the group, reported twice.
-        GroupError: the broker refuses the whole request: there is no such group (reported twice), or members of another
-            kind (as those of Kafka Connect) are in it.
+        BrokerUnavailable: no answer within :data:`ANSWER_S_MAX`. The offsets may be deleted nevertheless: check them.
+        AccessDenied: the user needs Delete on the group, refused twice.
+        GroupError: the broker refuses the whole request: the group does not exist (reported twice), or its members are
+            not consumers (as those of Kafka Connect).
         OptionError: the client refuses a setting.
     """
-    retry = Retry(Asker.of(settings, group=group), environment or Environment())
-    return retry(Request.DELETE, "deleting committed offsets", lambda: _ask_once(settings, group, tps))
+    retry = Retry(ClientInfo.of(settings, group=group), environment or Environment())
+    return retry(Request.DELETE, "deleting committed offsets", lambda: _delete_once(settings, group, tps))
 
 
-def _ask_once(settings: Mapping[str, str], group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+def _delete_once(settings: Mapping[str, str], group: str, tps: Collection[TopicPartition]) -> dict[TopicPartition, int]:
     client = Client(Library(_CALLS), PRODUCER, settings)
     lib = client.lib
     queue = lib.queue_new(client.rk)
     partitions, options = client.partitions((tp, 0) for tp in tps), client.admin_options(REQUEST_TIMEOUT_S)
     request = c.c_void_p(lib.DeleteConsumerGroupOffsets_new(group.encode(), partitions))
-    event, refusal = None, RefusalWatch()
+    event, refusal_watch = None, RefusalWatch()
     try:
         lib.DeleteConsumerGroupOffsets(client.rk, c.byref(request), 1, options, queue)  # it copies all three
         until_s = time.monotonic() + ANSWER_S_MAX
         while not event:
             client.serve()
-            for code, words in client.errors:
-                refusal(KafkaError(code, words))
-            refusal.check()
+            for code, text_ in client.errors:
+                refusal_watch(KafkaError(code, text_))
+            refusal_watch.check()
             if time.monotonic() >= until_s:
                 raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))
             event = lib.queue_poll(queue, POLL_MS)
@@ -110,7 +110,7 @@ def _ask_once(settings: Mapping[str, str], group: str, tps: Collection[TopicPart
 def _codes(lib: Library, event: int) -> dict[TopicPartition, int]:
     count = c.c_size_t()
     if code := lib.event_error(event):
-        raise KafkaException(_said(code, text(lib.event_error_string(event))))
+        raise KafkaException(_broker_error(code, text(lib.event_error_string(event))))
     result = lib.event_DeleteConsumerGroupOffsets_result(event)
     found: dict[TopicPartition, int] = {}
     for answer in lib.DeleteConsumerGroupOffsets_result_groups(result, c.byref(count))[: count.value]:
@@ -119,16 +119,17 @@ def _codes(lib: Library, event: int) -> dict[TopicPartition, int]:
         partitions = lib.group_result_partitions(answer).contents
         for at in partitions.elems[: partitions.cnt]:
             found[TopicPartition(at.topic.decode(), at.partition)] = at.err
-    return {tp: code for tp, code in found.items() if code >= 0}  # below 0 no broker has answered
+    return {tp: code for tp, code in found.items() if code >= 0}  # a code below 0 is not a broker's
 
 
-def _said(code: int, words: str) -> KafkaError:
-    """What a broker says of the whole request comes under a code of the library's, and as text behind these words."""
-    words_of_broker = words.partition(RESPONSE_ERROR)[2]
-    told = [known for known in CODES.values() if known > 0 and KafkaError(known).str() == words_of_broker]
-    return KafkaError(told[0]) if told else KafkaError(code, words)
+def _broker_error(code: int, message: str) -> KafkaError:
+    """Return a broker's error for the whole request: the library reports it under its own code, with the broker's error
+    as text after :data:`RESPONSE_ERROR`."""
+    broker_text = message.partition(RESPONSE_ERROR)[2]
+    found = [known for known in CODES.values() if known > 0 and KafkaError(known).str() == broker_text]
+    return KafkaError(found[0]) if found else KafkaError(code, message)
 
 
 def name_of(code: int) -> str:
-    """The name of a broker's code, as in the protocol's list."""
+    """Return the name of a broker's error code in the Kafka protocol."""
     return KafkaError(code).name()

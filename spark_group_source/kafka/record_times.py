@@ -1,8 +1,8 @@
-"""When the record was made that a consumer would get next: one small fetch a partition.
+"""The timestamp of the next record of a consumer: one small fetch per partition.
 
-Runs in: the exporter. Deliberately absent: membership and commits (the consumer here is only ever assigned), and what
-a record holds. Whatever lies between an offset and the next record that a consumer gets is passed over by the library
-as for any consumer: compacted offsets, records that retention took, control records and aborted transactions.
+Runs in: the exporter. Deliberately absent: membership and commits (the consumer here is only assigned partitions), and
+the contents of records. The library skips whatever lies between an offset and the next record, as for any consumer:
+compacted offsets, records beyond retention, control records, aborted transactions.
 """
 
 import logging
@@ -19,53 +19,54 @@ from spark_group_source.model import TopicPartition
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 50
-"""Partitions that are assigned at one time. A broker answers with one batch at least, however large, and with batches
-of other partitions only if they fit: of larger ones one comes with each answer, and each names all of them."""
+PARTITIONS_MAX = 50
+"""Partitions assigned at one time. A response contains at least one batch, however large, and batches of other
+partitions only if they fit: with large batches one partition is read per request, and each request names all of
+them."""
 FETCH_BYTES = 64 * 1024
-"""What is asked for of each partition, and so about what a sweep takes of it, or one larger batch. With 16 KiB
-partitions with batches of 50 KB took 3 to 10 times as long, and those with small ones no less."""
-ANSWER_BYTES = AT_ONCE * FETCH_BYTES
-"""The same of all partitions at one time."""
+"""The fetch size per partition, and so about what a sweep reads of it (or one larger batch). With 16 KiB, partitions
+with batches of 50 KB took 3 to 10 times as long, and partitions with small batches took no less."""
+ANSWER_BYTES = PARTITIONS_MAX * FETCH_BYTES
+"""The fetch size for all partitions of one request."""
 SILENT_MS = 3_000
-"""When nothing came for so long the rest is not waited for: a partition whose leader is away must not make every sweep
-as long as it may be."""
+"""After this long without an answer the read ends: a partition without a leader must not extend every sweep to its
+bound."""
 POLL_S = 0.05
 MESSAGES_MAX = 10_000
-"""Taken from the library at one time."""
+"""Messages taken from the library in one call."""
 NO_TIME = -1
 
 _SETTINGS = {
     **NEVER_JOINS,
     "enable.auto.offset.store": "false",
-    "enable.partition.eof": "true",  # the only sign that a consumer gets nothing
-    "auto.offset.reset": "earliest",  # of offsets that are gone: the first record still there is the next one
+    "enable.partition.eof": "true",  # the only sign that there is no record
+    "auto.offset.reset": "earliest",  # for deleted offsets, the next record is the first one of the log
     "fetch.message.max.bytes": str(FETCH_BYTES),
     "fetch.max.bytes": str(ANSWER_BYTES),
-    "message.max.bytes": "1000000",  # the library refuses a larger one than fetch.max.bytes
-    "queued.min.messages": "30",  # less and every answer waits until the one before was looked at
+    "message.max.bytes": "1000000",  # must not be larger than fetch.max.bytes
+    "queued.min.messages": "30",  # with less, each fetch waits until the last one was consumed
     "fetch.wait.max.ms": "10",
     "fetch.error.backoff.ms": "50",
     "fetch.queue.backoff.ms": "1",
-    "max.poll.interval.ms": "86400000",  # polled in sweeps only
+    "max.poll.interval.ms": "86400000",  # it is polled in sweeps only
 }
 
 
 class RecordTime(NamedTuple):
-    """The next record that a consumer gets."""
+    """The next record of a consumer."""
 
     offset: int
     timestamp_ms: int
-    """Since the epoch, as its producer or its broker said; :data:`NO_TIME`: the record has none."""
+    """Since the epoch, set by the producer or the broker; :data:`NO_TIME`: the record has none."""
 
 
 class RecordTimes:
-    """Reads them with a consumer of its own. One thread uses it.
+    """Reads the timestamps of next records, with a consumer of its own. One thread uses it.
 
     Args:
         settings: librdkafka settings of an admin client.
-        isolation_level: of the consumers that are meant.
-        environment: clock and clients.
+        isolation_level: that of the group's consumers.
+        environment: clock and Kafka clients.
     """
 
     def __init__(self, settings: Mapping[str, str], *, isolation_level: str, environment: Environment) -> None:
@@ -74,59 +75,59 @@ class RecordTimes:
         self._consumer: Any = None
 
     def read(self, offsets: Mapping[TopicPartition, int], *, until_ms: int) -> dict[TopicPartition, RecordTime | None]:
-        """The first record at or after each offset; None where a consumer gets none now. Partitions without an answer,
-        and those of a log that ends before the offset, are left out.
+        """Read the first record at or after each offset; None: there is none now. Unanswered partitions, and those
+        whose log ends before the offset, are left out.
 
         Args:
-            until_ms: no answer is waited for beyond this moment of the environment's clock.
+            until_ms: when to stop waiting, on the environment's clock.
         """
         found: dict[TopicPartition, RecordTime | None] = {}
         waiting = iter(offsets.items())
-        asked: set[TopicPartition] = set()
+        pending: set[TopicPartition] = set()
         silent_ms = self._environment.now_ms() + SILENT_MS
         try:
-            self._add(islice(waiting, AT_ONCE), asked)
-            while asked and self._environment.now_ms() < min(until_ms, silent_ms):
-                if done := self._take(offsets, asked, found):
+            self._add(islice(waiting, PARTITIONS_MAX), pending)
+            while pending and self._environment.now_ms() < min(until_ms, silent_ms):
+                if done := self._process(offsets, pending, found):
                     silent_ms = self._environment.now_ms() + SILENT_MS
                     self._consumer.incremental_unassign([to_kafka(tp) for tp in done])
-                    self._add(islice(waiting, len(done)), asked)
-            if asked:
-                self._consumer.incremental_unassign([to_kafka(tp) for tp in asked])
+                    self._add(islice(waiting, len(done)), pending)
+            if pending:
+                self._consumer.incremental_unassign([to_kafka(tp) for tp in pending])
         except (KafkaException, RuntimeError) as exc:
-            log.warning("times of records could not be read: %s", exc)
+            log.warning("cannot read the timestamps of records; they have no age in this sweep: %s", exc)
             self.close()
         return found
 
     def close(self) -> None:
-        """Close the connections; a later read opens them again."""
+        """Close the connections; a later read reopens them."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
 
-    def _add(self, more: Iterable[tuple[TopicPartition, int]], asked: set[TopicPartition]) -> None:
+    def _add(self, more: Iterable[tuple[TopicPartition, int]], pending: set[TopicPartition]) -> None:
         entries = dict(more)
         if not entries:
             return
         if self._consumer is None:
             self._consumer = self._environment.consumer(self._settings)
         self._consumer.incremental_assign([to_kafka(tp, offset) for tp, offset in entries.items()])
-        asked.update(entries)
+        pending.update(entries)
 
-    def _take(
+    def _process(
         self,
         offsets: Mapping[TopicPartition, int],
-        asked: set[TopicPartition],
+        pending: set[TopicPartition],
         found: dict[TopicPartition, RecordTime | None],
     ) -> list[TopicPartition]:
-        """Look at what came; returns the partitions that need no more looking, answered or not."""
+        """Process received messages. Returns the partitions that are done, answered or not."""
         first = self._consumer.poll(POLL_S)
         if first is None:
             return []
         done = []
         for message in (first, *self._consumer.consume(MESSAGES_MAX, 0)):
             tp = TopicPartition(message.topic() or "", message.partition())
-            if tp not in asked:
+            if tp not in pending:
                 continue
             error = message.error()
             if error is None:
@@ -135,7 +136,7 @@ class RecordTimes:
             elif error.code() == KafkaError._PARTITION_EOF:
                 found[tp] = None
             else:
-                log.info("%s: no record was read at %d: %s", tp, offsets[tp], error.str())
-            asked.discard(tp)
+                log.info("%s: cannot read the record at offset %d: %s", tp, offsets[tp], error.str())
+            pending.discard(tp)
             done.append(tp)
         return done

@@ -1,7 +1,8 @@
-"""Requests that are repeated until brokers have answered: retries, and which answers are believed.
+"""Retries of requests, and the confirmation of refusals.
 
-Runs in: wherever ``kafka`` does. Deliberately absent: what an error code means (``error_codes``), and outages that
-last: a question ends within seconds, and whoever asked it decides what then."""
+Runs in: wherever ``kafka`` does. Deliberately absent: the meaning of error codes (``error_codes``), and long outages: a
+request ends within seconds, and its caller decides what follows.
+"""
 
 import logging
 from collections.abc import Callable
@@ -11,24 +12,24 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.error_codes import Meaning, Request, Suspicions, meaning
 from spark_group_source.kafka.environment import Environment
-from spark_group_source.kafka.translation import Asker, refusal_of_connection, translate
+from spark_group_source.kafka.translation import ClientInfo, refusal_of_connection, translate
 
 log = logging.getLogger(__name__)
 
 CONFIRM_S = 1.0
-"""The wait before a request that was refused is repeated once: brokers that start, and permissions that were just
-given, refuse for a moment."""
-ASK_S_MAX = 10.0
-"""No retry begins later than this after the question."""
+"""The pause before a refused request is repeated once: a starting broker, or one with a new ACL, refuses for a
+moment."""
+RETRY_S_MAX = 10.0
+"""No retry starts later than this after the first attempt."""
 
-TWICE = frozenset({Meaning.REFUSED, Meaning.GONE})
-"""What is believed when it is reported the second time in a row."""
+CONFIRMED = frozenset({Meaning.REFUSED, Meaning.GONE})
+"""Meanings that are believed when they are returned twice in a row."""
 
 T = TypeVar("T")
 
 
 class RefusalWatch:
-    """Notes what a client reports of its connections: a login that brokers refuse ends no pending request."""
+    """Records refusals that a client reports for its connections: a refused login does not end pending requests."""
 
     def __init__(self) -> None:
         self.error: KafkaError | None = None
@@ -43,61 +44,68 @@ class RefusalWatch:
             raise KafkaException(self.error) from None
 
     def clear(self) -> None:
+        """Forget the refusal."""
         self.error = None
 
 
 class Retry:
-    """Asks, and asks again what passes.
+    """Sends a request and retries transient failures.
 
     Args:
-        asker: for the message of what ends it.
+        client_info: for error messages.
         environment: the clock.
-        retries: how often what was not answered is asked again, but not later than :data:`ASK_S_MAX`.
-        interval_s: the pause before that.
-        pause: lets time pass in the environment's place.
+        retries: the maximum number of retries after a transient failure, within :data:`RETRY_S_MAX`.
+        interval_s: the pause before such a retry.
+        pause: replaces the environment's pause.
     """
 
     def __init__(
         self,
-        asker: Asker,
+        client_info: ClientInfo,
         environment: Environment,
         *,
         retries: int = 0,
         interval_s: float = 1.0,
         pause: Callable[[float], None] | None = None,
     ) -> None:
-        self._asker, self._environment, self._retries, self._interval_s = asker, environment, retries, interval_s
+        self._client_info, self._environment = client_info, environment
+        self._retries, self._interval_s = retries, interval_s
         self._pause = pause or environment.pause
 
-    def __call__(self, request: Request, op: str, ask: Callable[[], T]) -> T:
-        """The answer.
+    def __call__(self, request: Request, op: str, send: Callable[[], T]) -> T:
+        """Send the request until it is answered.
 
         Args:
-            request, op: what is asked, for the judge and in words.
-            ask: one try; raises KafkaException, which may name the topic or group beside its error. It is called again
-                at once after the pause.
+            request: the kind of request, which decides what an error code means.
+            op: the operation, for error messages.
+            send: sends once and returns the answer. It raises KafkaException, whose arguments may include the topic or
+                group after the error.
 
         Raises:
             BrokerUnavailable: not answered.
             AccessDenied: refused twice in a row.
-            GroupError: the request cannot succeed, or what it is about is not there, reported twice in a row.
+            GroupError: the request cannot succeed, or the topic or group does not exist, reported twice in a row.
         """
         started_ms = self._environment.now_ms()
         suspicions = Suspicions()
-        tries = 0
+        attempts = 0
         while True:
             try:
-                return ask()
+                return send()
             except KafkaException as exc:
                 error: KafkaError = exc.args[0]
                 waited_s = (self._environment.now_ms() - started_ms) / 1000
                 what = meaning(request, error.code(), error.str())
-                suspicions.clear(*(TWICE - {what}))
-                tries += 1
-                again = what is Meaning.RETRY and tries <= self._retries and waited_s < ASK_S_MAX
-                if not (not suspicions.report(what) if what in TWICE else again):
+                suspicions.clear(*(CONFIRMED - {what}))
+                attempts += 1
+                if what in CONFIRMED:
+                    retry = not suspicions.report(what)
+                else:
+                    retry = what is Meaning.RETRY and attempts <= self._retries and waited_s < RETRY_S_MAX
+                if not retry:
                     name = exc.args[1] if len(exc.args) > 1 else ""
-                    asker = self._asker
-                    raise translate(error, request=request, op=op, asker=asker, name=name, waited_s=waited_s) from exc
-                log.info("%s failed (%s); asking again", op, error.str())
-                self._pause(CONFIRM_S if what in TWICE else self._interval_s)
+                    raise translate(
+                        error, request=request, op=op, client_info=self._client_info, name=name, waited_s=waited_s
+                    ) from exc
+                log.info("%s failed; retrying: %s", op, error.str())
+                self._pause(CONFIRM_S if what in CONFIRMED else self._interval_s)

@@ -1,6 +1,6 @@
-"""Whether the client library accepts the user's settings, found out before anything is started.
+"""A check at ``load()`` that the client library accepts the user's settings.
 
-Runs in: the planner, at ``load()``. Deliberately absent: which settings are ours (``options.client``).
+Runs in: the planner, at ``load()``. Deliberately absent: the split of the options into settings (``options.client``).
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,20 @@ from spark_group_source.options.java import RENAMED
 from spark_group_source.options.table import Options
 
 NEVER_JOINS = {"group.id": "spark-group-source-reader", "group.protocol": "classic", "enable.auto.commit": "false"}
-"""Of consumers that join no group. The library demands a group id; under another one, committed offsets are read."""
+"""Settings of consumers that join no group. The library requires a group id; readers of committed offsets override
+it."""
 COORDINATOR_IDLE = {"connections.max.idle.ms": "5000"}
-"""Of clients that ask coordinators. After a connection was reset librdkafka may wait for a change that does not come,
-whatever time the call was given (its issues 5456 and 5511); an idle connection that is closed is such a change."""
+"""Settings of clients that send requests to coordinators. After a connection reset librdkafka may wait for a state
+change that never comes, beyond the call's timeout (its issues 5456 and 5511); closing an idle connection is such a
+change."""
 
 
 def check_settings(options: Options) -> None:
-    """Refuse settings that the client library does not know, before anything is started.
+    """Check the settings before anything is started.
 
     Raises:
-        OptionError: with the library's own words, in which no secret shows; or a function cannot be imported.
+        OptionError: the library refuses a setting (the message contains its text, without secrets), or a function
+            cannot be imported.
     """
     environment = Environment()
     try:
@@ -34,14 +37,14 @@ def check_settings(options: Options) -> None:
         environment.producer(_checkable(options.producer_settings()))
     except KafkaException as exc:
         text = mask_secrets(exc.args[0].str(), dict(options.settings)).strip()
-        # The cause may hold a secret.
+        # "from None": the cause may contain a secret.
         raise OptionError(f"the Kafka client (librdkafka) refuses an option: {text}{_hint(text)}") from None
 
 
 def _hint(text: str) -> str:
-    """What to do about a refusal of the library's, which says only what it refuses."""
+    """Return the remedy for the library's error, which names only the setting."""
     if text.startswith("No such configuration property"):
-        return ". Where the name is right and only Java clients know it, remove it: it has no equal here"
+        return ". If it is a setting of Java clients only, remove it: librdkafka has no equivalent"
     if "Unsupported partition.assignment.strategy" in text or "same protocol type" in text:
         return ". Use range and roundrobin in any order, or cooperative-sticky alone (or Java's names of these)"
     origin = next((java for java, name in RENAMED.items() if f'"{name}"' in text), None)
@@ -49,6 +52,6 @@ def _hint(text: str) -> str:
 
 
 def _checkable(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Without the functions: a client calls them when it is made, and nothing is asked for yet."""
+    """Return the settings without the functions, which a client would call when it is created."""
     known = import_callables(settings)
     return {name: value for name, value in known.items() if name not in CALLABLES} | {"log_level": 0}

@@ -1,6 +1,6 @@
-"""Kafka's answers, errors and partitions in our words.
+"""Translation of the client library's errors, partitions and answers into this package's types.
 
-Runs in: wherever ``kafka`` does. Deliberately absent: asking anything.
+Runs in: wherever ``kafka`` does. Deliberately absent: sending requests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,12 +16,12 @@ from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFai
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.client import principal
 
-AT_ONCE = 1_000
-"""Partitions in one request. The library looks for each answer from the beginning of what was asked for (2.16), so that
-10,000 at one time cost it a hundred times 1,000."""
+PARTITIONS_PER_REQUEST = 1_000
+"""Partitions in one request. The library matches answers to requested partitions by linear search (2.16), so one
+request for 10,000 partitions takes a hundred times as long as one for 1,000."""
 
 _DESCRIBE, _READ = "Describe", "Read"
-_READ_AND_FIND = "Read and Describe"  # the second to find the coordinator; the first includes it unless it is denied
+_READ_AND_FIND = "Read and Describe"  # Describe to find the coordinator; Read implies it unless a rule denies it
 _ON_TOPICS = {
     Request.TOPICS: _DESCRIBE,
     Request.OFFSETS: _DESCRIBE,
@@ -48,22 +48,25 @@ _ON = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
     KafkaError.CLUSTER_AUTHORIZATION_FAILED: "cluster",
 }
-"""Which operation of Kafka's access control lists a request needs."""
+"""The resource type that each authorization error is about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Who asks the brokers, as far as it is known: for what a refusal says."""
+class ClientInfo:
+    """A client's servers, user and names, for error messages."""
 
     servers: str
     user: str = "the user"
     group: str = ""
+    """Empty: the client has no group."""
     transactional_id: str = ""
+    """Empty: the client uses no transactions."""
     by_token: bool = False
+    """Whether it logs in with tokens (OAUTHBEARER)."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], *, group: str = "") -> "Asker":
-        """From the settings of a client."""
+    def of(cls, settings: Mapping[str, Any], *, group: str = "") -> "ClientInfo":
+        """Derive it from the settings of a client."""
         return cls(
             settings["bootstrap.servers"],
             principal(settings),
@@ -72,17 +75,17 @@ class Asker:
             settings.get("sasl.mechanism", "").strip().upper() == "OAUTHBEARER",
         )
 
-    def may_be_late(self, error: KafkaError) -> bool:
-        """Whether a refused login may be that of a token which ran out before another one came: a client goes on with
-        the one that it has. What a new client is told, tells; :class:`Admin` makes one for each question that failed.
+    def token_may_have_expired(self, error: KafkaError) -> bool:
+        """Whether a refused login may be due to an expired token: a client keeps using its token until it gets another.
+        Only the login of a new client is conclusive; :class:`Admin` makes a new client after each failed request.
         """
         return self.by_token and error.code() in (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
 
-    def needs(self, request: Request, code: int, name: str = "") -> str:
-        """The permission that was missing where the broker said that one was; else an empty text.
+    def missing_permission(self, request: Request, code: int, name: str = "") -> str:
+        """Return the permission that the user lacks according to the error code; empty for other errors.
 
         Args:
-            name: of the topic or group that the answer is about, if that is known.
+            name: the topic or group that the answer is about, if known.
         """
         match code:
             case KafkaError.TOPIC_AUTHORIZATION_FAILED:
@@ -97,85 +100,85 @@ class Asker:
 
 
 class MemberStale(CommitFailed):
-    """A member in whose name offsets were to be committed is in another generation, or out."""
+    """A commit as a member was refused because the member has rejoined or left."""
 
-    def __init__(self, message: str, *, thrown_out: bool = False, share: int = 0) -> None:
+    def __init__(self, message: str, *, expelled: bool = False, part: int = 0) -> None:
         super().__init__(message)
-        self.thrown_out = thrown_out
-        """The broker does not know it; it may not have heard so itself."""
-        self.share = share
-        """Which of the shares of the commit was its."""
+        self.expelled = expelled
+        """Whether the broker does not know the member any more; the member itself may not have noticed."""
+        self.part = part
+        """The index of its part in the commit."""
 
 
 def refusal_of_connection(error: KafkaError) -> KafkaError | None:
-    """What a client tells of its connections, if it is a refusal."""
+    """Return the refusal in an error of a client's connection; None if it is not a refusal."""
     if meaning(Request.TOPICS, error.code(), error.str()) is Meaning.REFUSED:
         return error
     return KafkaError(KafkaError._SSL, error.str()) if TLS_ALERT in error.str() else None
 
 
-def stale(error: KafkaError, *, request: Request, share: int = 0) -> MemberStale | None:
-    """What a refused commit says of the member, if it says something of it."""
+def stale_member(error: KafkaError, *, request: Request, part: int = 0) -> MemberStale | None:
+    """Return MemberStale if a commit was refused because of the member; else None."""
     if meaning(request, error.code()) is not Meaning.STALE:
         return None
-    thrown_out = error.code() == KafkaError.UNKNOWN_MEMBER_ID
-    return MemberStale(f"a member is not what it was: {error.str()}", thrown_out=thrown_out, share=share)
+    expelled = error.code() == KafkaError.UNKNOWN_MEMBER_ID
+    return MemberStale(f"the member has changed: {error.str()}", expelled=expelled, part=part)
 
 
 def translate(
-    error: KafkaError, *, request: Request, op: str, asker: Asker, name: str = "", waited_s: float = 0.0
+    error: KafkaError, *, request: Request, op: str, client_info: ClientInfo, name: str = "", waited_s: float = 0.0
 ) -> GroupError:
-    """Our error for one of Kafka's; the text names the operation and the brokers, never a setting's value but the
-    user's name."""
-    text, servers = error.str(), asker.servers
+    """Return the exception for a Kafka error. Its text contains the operation, the brokers and the user name, but no
+    other value of a setting."""
+    text, servers = error.str(), client_info.servers
     match meaning(request, error.code(), text):
-        case Meaning.REFUSED if needed := asker.needs(request, error.code(), name):
+        case Meaning.REFUSED if needed := client_info.missing_permission(request, error.code(), name):
             return AccessDenied(
-                f"{op} was refused by {servers}: {text}. {asker.user} needs {needed}. Once that is granted, the query "
-                "goes on from where it is when it is started again",
+                f"{op} was refused by {servers}: {text}. {client_info.user} needs {needed}. Grant it, then restart the "
+                "query: it continues at its last position",
                 op=op,
                 on=_ON[error.code()],
             )
         case Meaning.REFUSED:
             return AccessDenied(
-                f"{op} was refused by {servers}: {text}. Check the kafka.security.protocol, kafka.sasl.* and "
-                f"kafka.ssl.* options: password or token, kafka.ssl.ca.location, and the client's certificate",
+                f"{op} was refused by {servers}: {text}. Check the options kafka.security.protocol, "
+                "kafka.sasl.* and kafka.ssl.*: password or token, kafka.ssl.ca.location, client certificate",
                 op=op,
             )
         case Meaning.FENCED:
-            return Fenced(f"{op} was refused: {text}. A newer process took this one's place", op=op)
+            return Fenced(f"{op} was refused: {text}. A newer process has taken over from this one", op=op)
         case Meaning.GONE if request is Request.DELETE:
-            return GroupError(f"{op}: there is no group {asker.group or name!r} on {servers}", op=op)
+            return GroupError(f"{op} failed: there is no group {client_info.group or name!r} on {servers}", op=op)
         case Meaning.FATAL:
-            return GroupError(f"{op} cannot be done by {servers}: {text}", op=op, code=error.code())
+            return GroupError(f"{op} failed on {servers}: {text}", op=op, code=error.code())
     if is_token_missing(error.code(), text):
-        said = (
-            f"{op} could not be asked of {servers} for {waited_s:.0f} s: {text}. Check that the endpoint or function "
-            "for tokens can be reached, and what it says: kafka.sasl.oauthbearer.* or kafka.oauth_cb"
+        message = (
+            f"{op} failed on {servers} for {waited_s:.0f} s because the client has no token: {text}. Check the token "
+            "endpoint or function (kafka.sasl.oauthbearer.* or kafka.oauth_cb)"
         )
     else:
-        said = (
-            f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers, that "
-            "the brokers run and can be reached from the driver, and kafka.security.protocol"
+        message = (
+            f"{op} was not answered by {servers} within {waited_s:.0f} s: {text}. Check kafka.bootstrap.servers and "
+            "kafka.security.protocol, and that the brokers run and can be reached from the driver"
         )
-    return BrokerUnavailable(said, op=op, servers=servers, waited_ms=int(waited_s * 1000))
+    return BrokerUnavailable(message, op=op, servers=servers, waited_ms=int(waited_s * 1000))
 
 
 def to_kafka(tp: TopicPartition, *more: Any) -> Any:
-    """The library's object for a partition; ``more``: offset, metadata."""
+    """Return the library's object for a partition; ``more``: offset, metadata."""
     return KafkaPartition(tp.topic, tp.partition, *more)
 
 
-def to_ours(partitions: Iterable[Any]) -> tuple[TopicPartition, ...]:
-    """Our values for the library's partitions."""
+def from_kafka(partitions: Iterable[Any]) -> tuple[TopicPartition, ...]:
+    """Return this package's values for the library's partitions."""
     return tuple(TopicPartition(p.topic, p.partition) for p in partitions)
 
 
-def portions(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartition]]:
-    """The partitions in order, at most :data:`AT_ONCE` in one request."""
+def request_batches(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartition]]:
+    """Split the partitions, in order, into lists of at most :data:`PARTITIONS_PER_REQUEST`."""
     rest = iter(sorted(tps))
-    while portion := list(islice(rest, AT_ONCE)):
-        yield portion
+    while batch := list(islice(rest, PARTITIONS_PER_REQUEST)):
+        yield batch
 
 
 # --- topics, groups and offsets as the cluster describes them ---------------------------------------------------------
@@ -183,52 +186,59 @@ def portions(tps: Iterable[TopicPartition]) -> Iterator[list[TopicPartition]]:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic as the cluster describes it now; the id changes when it is deleted and made again (KIP-516)."""
+    """A topic as the cluster describes it now."""
 
     id: str
+    """Changes when the topic is deleted and recreated (KIP-516)."""
     partitions: int
+    """The partition count."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """A group's offset of one partition, with the text that its committer left beside it."""
+    """A group's committed offset of one partition."""
 
     offset: int
     metadata: str
+    """The text that its committer stored with it; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One member as the cluster describes it."""
+    """A member as the cluster describes it."""
 
     member_id: str
     client_id: str
     instance_id: str
+    """Empty for a dynamic member."""
     host: str
     partitions: tuple[TopicPartition, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """A group as the cluster describes it. ``state``: Kafka's word in lower case, such as stable, empty, dead.
-
-    ``simple``: it never had members, somebody only keeps offsets there. ``coordinator_id``: the number of its broker.
-    """
+    """A group as the cluster describes it."""
 
     state: str
+    """Kafka's name of the state in lower case, such as stable, empty, dead."""
     protocol: str
+    """classic, consumer, or another group protocol of Kafka."""
     assignor: str
     members: tuple[GroupMember, ...]
     coordinator: str = ""
-    """``host:port (id)`` of the broker that keeps the group."""
+    """``host:port (id)`` of the coordinator's broker."""
     simple: bool = False
+    """Whether the group never had members: clients only commit offsets under its name."""
     coordinator_id: int = -1
+    """The id of the coordinator's broker; -1: unknown."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ListedGroup:
-    """A group in the list of all groups. ``protocol``: classic, consumer, or another of Kafka's."""
+    """A group in the list of all groups."""
 
     group: str
     state: str
+    """As in :class:`GroupDescription`."""
     protocol: str
+    """As in :class:`GroupDescription`."""

@@ -1,5 +1,5 @@
-"""Members of the group, wherever they live: here on a thread of their own, or at an agent.
+"""The members of the consumer group: one thread and one Kafka consumer for each slot.
 
-Runs in: the stream reader, agents. Deliberately absent: decisions (``group``), and which offsets are committed
-(``driver``).
+Runs in: the stream reader, agents. Deliberately absent: decisions (``protocol``), and placing members on agents
+(``agents``).
 """

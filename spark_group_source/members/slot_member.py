@@ -1,6 +1,7 @@
-"""What a member is wherever it lives, its share of a commit, and whether that may still be committed.
+"""The interface of a group member, wherever its consumer runs, and one member's part of an offset commit.
 
-Runs in: the stream reader and agents, any of their threads. Deliberately absent: committing (``driver``, ``member``).
+Runs in: the stream reader and agents, any thread. Deliberately absent: committing (``runtime.offset_commits``,
+``members.member``).
 """
 
 from abc import ABC, abstractmethod
@@ -13,62 +14,64 @@ from spark_group_source.protocol import events as ev
 
 
 class SlotMember(ABC):
-    """The member of a slot, wherever it lives.
+    """The member of one slot, in the stream reader or on an agent.
 
     Args:
-        join: which slot, the number of its consumer, its names in the group, and where it lives.
+        join: the slot, the number of its consumer, its names in the group, and the agent it is placed on.
     """
 
     def __init__(self, join: ev.Join) -> None:
         self._join = join
         self.slot, self.client = join.slot, join.client
         self.agent = join.agent
-        """The agent where it lives; empty for the stream reader itself."""
+        """The agent that runs the consumer; empty: the stream reader itself."""
         self.static = join.instance_id is not None
-        """Whether it has a place of its name in the group, which only one process can have (KIP-345)."""
-        self.held: tuple[TopicPartition, ...] = ()
-        """Its partitions: from when it was given them to when it gave them back, or was told to."""
+        """Whether it has an instance id: a static membership belongs to one process at a time (KIP-345)."""
+        self.partitions: tuple[TopicPartition, ...] = ()
+        """Its assigned partitions, until their revocation is released or they are lost."""
 
     @property
     @abstractmethod
     def identity(self) -> Identity | None:
-        """Who it is in the group now; None while it is no member."""
+        """Its identity in the group now; None while it is not a member."""
 
     @abstractmethod
     def start(self) -> None: ...
 
     @abstractmethod
-    def order(self, order: ev.Release | ev.Subscribe | ev.Leave) -> None:
-        """Give it something to do; never waits."""
+    def submit(self, command: ev.Release | ev.Subscribe | ev.Leave) -> None:
+        """Queue a command; never blocks."""
 
     @abstractmethod
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait for it to end; False when it did not in time."""
+        """Wait until the member has ended; return False after the timeout."""
 
-    def _gave_back(self, partitions: tuple[TopicPartition, ...]) -> None:
-        gone = set(partitions)
-        self.held = tuple(tp for tp in self.held if tp not in gone)
+    def _remove_partitions(self, partitions: tuple[TopicPartition, ...]) -> None:
+        removed = set(partitions)
+        self.partitions = tuple(tp for tp in self.partitions if tp not in removed)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What is to be committed of one member's partitions, and who it was when that was ordered."""
+class MemberCommit:
+    """The offsets to commit as one member."""
 
     member: SlotMember
     identity: Identity | None
+    """The member's identity when the commit was ordered; None: it was not in the group."""
     offsets: Mapping[TopicPartition, int]
+    """The next offset of each partition."""
 
     @property
-    def outdated(self) -> str | None:
-        """Why it may not be committed any more. Any thread.
+    def stale_reason(self) -> str | None:
+        """Why these offsets may not be committed any more; None: they may. Any thread.
 
-        What was given back without a commit may be another member's by now, and brokers do not ask whose partitions
-        are committed: a KIP-848 member that has to give back more at once keeps its epoch.
+        A partition that was released without a commit may belong to another member by now, and brokers do not check who
+        owns a committed partition: a KIP-848 member that must revoke more partitions at once keeps its epoch.
         """
         if self.identity is None:
             return "the member is not in the group at the moment"
         if self.identity != self.member.identity:
-            return "the member has joined again since"
-        if not self.offsets.keys() <= set(self.member.held):
-            return "the member has given partitions back since"
+            return "the member has rejoined since"
+        if not self.offsets.keys() <= set(self.member.partitions):
+            return "the member has released partitions since"
         return None

@@ -1,5 +1,5 @@
-"""The stream reader, the process that Spark starts beside the driver for each run of a query: shells around ``group``.
+"""The coordinator of a query run and its request thread, in the stream reader (the process Spark starts per query run).
 
-Runs in: the stream reader. Deliberately absent: decisions (``group``), Spark, Delta. A shell carries out what the
-protocol says and brings back what came of it.
+Runs in: the stream reader. Deliberately absent: decisions (``protocol``), Spark, Delta. This package executes the
+commands and steps of ``protocol.run.Run`` and feeds their results back as events.
 """

@@ -1,14 +1,14 @@
-"""The driver's shell around a run: threads, Kafka and the clock on one side, Spark's calls on the other.
+"""The coordinator of one query run: it connects Spark's calls, Kafka, threads and the clock to the ``Run``.
 
-Runs in: the stream reader, one for each run of a query. Deliberately absent: decisions and flags (``group``), Spark,
-Delta. Every thread brings its events through :meth:`Coordinator._handle`, which feeds the run under one lock and
-passes its commands on without waiting; what takes time is done by one worker thread and comes back as another event.
+Runs in: the stream reader, once per query run. Deliberately absent: decisions and their state (``protocol``), Spark,
+Delta. Every thread passes its events to :meth:`Coordinator._handle`, which feeds the run under one lock and dispatches
+the resulting commands without blocking. Requests that block run on the request thread and return as further events.
 
-Threads: Spark's (does the run's steps), one per slot (``member``), the worker (lookups and the echo), the clock (hands
-in what is due by time, and publishes). The life of a batch::
+Threads: Spark's thread (executes the run's steps), one thread per slot (``members.member``), the request thread
+(lookups and offset commits), the clock (raises time-based events and publishes statistics). The life of a batch::
 
-    latest(start)   start is durable -> echo, held revocations go, new assignments come in -> ranges of the next batch
-    ...             Spark writes them down, tasks read them, the sink commits
+    latest(start)   start is durable -> commit offsets, release revocations, apply assignments -> plan the next ranges
+    ...             Spark writes the offset log, tasks read the ranges, the sink commits
     latest(end)     the next boundary
 """
 
@@ -29,33 +29,36 @@ from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
-from spark_group_source.runtime.offset_commits import in_whose_name
-from spark_group_source.runtime.request_thread import Worker
+from spark_group_source.runtime.offset_commits import commit_order
+from spark_group_source.runtime.request_thread import RequestThread
 
 log = logging.getLogger(__name__)
 
 HOLD_SHARE = 0.8
-"""Of max.poll.interval.ms, which is the group's rebalance timeout: how long a revocation may be held. The rest is for
-the commit, the member's answer and the time that passed at the broker before we heard of it."""
+"""The longest hold of a revocation, as a fraction of max.poll.interval.ms (the group's rebalance timeout). The
+remainder covers the commit, the member's response, and the time between the rebalance at the broker and the
+callback."""
 LEASE_SHARE = 0.6
-"""Of the session timeout: how long an agent may be silent. The next member takes its place over before the group, which
-may have heard of it later than we did, gives that to others."""
+"""The lease of an agent, as a fraction of the session timeout: without a heartbeat for longer it counts as lost. The
+next member of its slots must join with the same instance id before the broker's session timeout reassigns the
+partitions."""
 CLOSE_S_MAX = 8.0
-"""How long the members of an ending run may take to close."""
+"""The longest wait for a run's members to close."""
 TICK_S = 0.25
-"""How often the clock looks whether a deadline of the run has passed, and publishes what changed: the worker and
-Spark's thread may wait for brokers meanwhile."""
+"""The interval at which the clock thread checks the run's deadlines and publishes statistics. The request thread and
+Spark's thread may be blocked on brokers meanwhile."""
 WAIT_S = 0.5
-"""While waiting for the group: how often to look whether Spark is still there."""
+"""While a step waits for the group: the interval at which it checks that Spark's JVM is alive."""
 
 
 class Coordinator:
-    """One run's members, positions and commits. Methods are called by Spark's thread alone.
+    """Owns the members, positions and offset commits of one query run. Only Spark's thread calls its methods, except
+    where stated.
 
     Args:
         options: the query's options.
-        environment: threads, time and Kafka's clients.
-        publisher: where the run's statistics go, and where it is asked to drain.
+        environment: threads, clocks and Kafka clients.
+        publisher: receives the run's statistics and delivers drain requests.
     """
 
     def __init__(
@@ -70,93 +73,94 @@ class Coordinator:
             retry_interval_s=options.fetch_offset_retry_interval_ms / 1000,
         )
         epoch_ends = EpochEnds(options.admin_settings(), environment=self._environment)
-        self._questions = Questions(options, self._admin, epoch_ends, self._environment.now_ms)
+        self._queries = BrokerQueries(options, self._admin, epoch_ends, self._environment.now_ms)
         self._run = Run(rules_of(options))
-        self._changed = self._environment.condition()
-        self._publishing = self._environment.condition()
-        self._members: dict[int, SlotMember] = {}
-        self._ended: list[SlotMember] = []
-        self._worker = Worker(
+        self._changed = self._environment.condition()  # guards the run and the members; notified at every event
+        self._publishing = self._environment.condition()  # keeps published statistics in order
+        self._members: dict[int, SlotMember] = {}  # by slot: the current member
+        self._retired: list[SlotMember] = []  # former members whose threads may still run
+        self._requests = RequestThread(
             options,
             self._admin,
             environment=self._environment,
-            topics=self._questions.topics,
+            topics=self._queries.topics,
             handle=self._handle,
         )
         self._clock = self._environment.condition()
-        self._over = False
+        self._is_shut_down = False
         self.agents = ConnectedAgents(
             environment=self._environment,
             lease_ms=self._run.rules.lease_ms,
             incremental=is_incremental(options.consumer_settings()),
-            known_as=self._worker.known_as,
+            own_member_ids=self._requests.own_member_ids,
             handle=self._handle,
         )
-        """Where agents and their channels meet this run."""
+        """The agents that are connected to this run, and the members placed on them."""
         self._publisher = publisher or run_files.Publisher(options.group_id, options.bootstrap_servers)
 
     # --- Spark's calls ----------------------------------------------------------------------------------------------
 
     def prepare_available_now(self) -> None:
-        """Fix the end of an AvailableNow run: records that come later are left for the next one."""
+        """Fix the end offsets of an AvailableNow run: records appended later are left to the next run."""
         self._call(ev.TargetRequested())
 
     def latest(self, start: StreamOffset, *, unlimited: bool = False) -> StreamOffset:
-        """The boundary between two batches: ``start`` is durable; what comes next?
+        """Pass the boundary between two batches and plan the next one.
 
         Args:
-            unlimited: Trigger.Once, which takes all there is.
+            start: the end offset of the last batch, which is durable.
+            unlimited: ignore ``maxOffsetsPerTrigger`` (Trigger.Once).
 
         Returns:
-            The offset that ends the next batch, or ``start`` itself when there is nothing to read.
+            The end offset of the next batch, or the object ``start`` itself when there is nothing to read.
 
         Raises:
-            SourceError: the run cannot go on.
+            SourceError: the run cannot continue.
         """
         drain = self._publisher.is_drain_requested
         end = self._call(
             ev.NextBatchRequested(start=start, unlimited=unlimited, drain=drain, name=self._environment.new_id())
         )
-        if end is not start:  # a listener may look as soon as the batch is done, before the clock publishes
+        if end is not start:  # a listener may read the statistics right after the batch, before the next tick
             self._publish()
         return end
 
     def replay(self, end: StreamOffset) -> None:
-        """A batch that ends at ``end`` is about to be read; join the group if this is the first word of the stream."""
+        """Prepare for reading the batch that ends at ``end``; join the group if this is the run's first call."""
         self._call(ev.BatchStarted(offset=end))
 
-    def ends(self) -> Mapping[TopicPartition, int]:
-        """The end offsets seen last."""
+    def log_ends(self) -> Mapping[TopicPartition, int]:
+        """Return the log end offsets that were read last."""
         return self._run.lookout.ends
 
     def placed_members(self) -> list[PlacedMembers]:
-        """What is held beside executors now."""
+        """Return the partitions of the members that agents run now."""
         with self._changed:
             hosts = self._run.lending.hosts.all
-            at = [(m.agent, m.held) for m in self._members.values() if isinstance(m, RemoteMember)]
+            at = [(m.agent, m.partitions) for m in self._members.values() if isinstance(m, RemoteMember)]
             return [PlacedMembers(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
-    def read(self, told: ev.TaskReported) -> None:
-        """What a task read. Any thread."""
-        self._handle(told)
+    def record_task(self, report: ev.TaskReported) -> None:
+        """Record what a task read. Any thread."""
+        self._handle(report)
 
-    def died(self, exc: BaseException) -> None:
-        """What this run needs has ended. Any thread."""
-        self._handle(ev.InternalFailure(error=InvariantBroken(f"a thread of the stream reader does not run: {exc!r}")))
+    def fail(self, exc: BaseException) -> None:
+        """Fail the run because one of its threads died. Any thread."""
+        self._handle(ev.InternalFailure(error=InvariantBroken(f"a thread of the stream reader died: {exc!r}")))
 
     def close(self) -> None:
-        """End the run: bring the last offsets to Kafka and close the members, in bounded time."""
+        """Stop the run: commit the last offsets and close the members, in bounded time."""
         stream = self._run.stream
         self._call(ev.StopRequested(durable=self._publisher.durable_seq(stream) if stream else -1))
-        self._end(leave=False)
+        self._shut_down(leave=False)
 
-    # --- one call ---------------------------------------------------------------------------------------------------
+    # --- the steps of one call --------------------------------------------------------------------------------------
 
     def _call(self, event: ev.Event) -> StreamOffset:
-        """Do what the run says, step by step, until it has an answer."""
+        """Feed ``event`` and execute the run's steps until one returns an offset or raises."""
         self._handle(event)
         while True:
-            step = self._proceed()
+            step = self._next_step()
             match step:
                 case ev.ReturnOffset():
                     return step.offset
@@ -164,29 +168,29 @@ class Coordinator:
                     raise step.error
                 case ev.Wait():
                     if self._environment.orphaned():
-                        raise SystemExit("the driver is gone")
+                        raise SystemExit("the driver JVM exited")
                 case ev.CloseMembers():
                     self._handle(ev.MembersClosing(leave=step.leave))
-                    self._end(leave=step.leave)
+                    self._shut_down(leave=step.leave)
                 case ev.ListTopics() | ev.ReadTarget() | ev.ReadLogEnds() | ev.DescribeGroup():
-                    answer = self._ask(step)
-                    self._handle(answer)
-                    if isinstance(answer, ev.RequestFailed):  # the clock does not run before the members join
+                    result = self._query(step)
+                    self._handle(result)
+                    if isinstance(result, ev.RequestFailed):  # the clock thread starts with the first join only
                         self._publish()
                 case _:
                     assert_never(step)
 
-    def _ask(self, step: ev.BrokerQuery) -> ev.Event:
+    def _query(self, step: ev.BrokerQuery) -> ev.Event:
         try:
             match step:
                 case ev.ListTopics():
-                    return ev.TopicsListed(topics=self._questions.topics())
+                    return ev.TopicsListed(topics=self._queries.topics())
                 case ev.ReadTarget():
-                    return self._questions.target()
+                    return self._queries.read_target()
                 case ev.ReadLogEnds():
-                    return self._questions.look(step)
+                    return self._queries.read_log_ends(step)
                 case ev.DescribeGroup():
-                    return self._questions.group()
+                    return self._queries.describe_group()
                 case _:
                     assert_never(step)
         except BrokerUnavailable as exc:
@@ -194,109 +198,115 @@ class Coordinator:
         except SourceError as exc:
             return ev.InternalFailure(error=exc)
 
-    def _proceed(self) -> ev.Step:
-        """The next step. A wait is begun here, under the lock: no event can slip in between."""
+    def _next_step(self) -> ev.Step:
+        """Return the run's next step. A wait happens in here, under the lock, so that no event is missed."""
         with self._changed:
             now_ms = self._environment.now_ms()
             step, commands = self._run.proceed(now_ms=now_ms)
             for command in commands:
-                self._carry_out(command)
+                self._execute(command)
             if isinstance(step, ev.Wait) and step.until_ms > now_ms:
                 self._changed.wait(min((step.until_ms - now_ms) / 1000, WAIT_S))
         return step
 
-    # --- events in, commands out ------------------------------------------------------------------------------------
+    # --- events and commands ----------------------------------------------------------------------------------------
 
     def _handle(self, event: ev.Event) -> None:
-        """Feed the run and pass its commands on. Any thread; never raises, waits for nothing but the lock."""
+        """Feed the run and dispatch its commands. Any thread; never raises, blocks on the lock only."""
         with self._changed:
             for command in self._run.handle(event, now_ms=self._environment.now_ms()):
-                self._carry_out(command)
+                self._execute(command)
             self._changed.notify_all()
 
-    def _carry_out(self, command: ev.Command) -> None:
+    def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.Join():
                 self._join(command)
             case ev.Release() | ev.Subscribe():
                 if (member := self._members.get(command.slot)) is not None:
-                    member.order(command)
+                    member.submit(command)
             case ev.Leave():
                 if (member := self._members.get(command.slot)) is not None:
-                    member.order(command)
+                    member.submit(command)
                     self._retire(command.slot)
             case ev.AcceptAgent():
                 self.agents.admit(command.agent)
             case ev.DismissAgent():
                 self.agents.dismiss(command.agent, command.reason)
-            case ev.CommitOffsets():  # now: later a slot may have another member of the same name
-                self._worker.order(in_whose_name(command, self._members.get))
+            case ev.CommitOffsets():  # captures the members now: a slot may have a new one later
+                self._requests.submit(commit_order(command, self._members.get))
             case ev.FetchCommittedOffsets() | ev.ResolveStarts() | ev.CheckReplaced():
-                self._worker.order(command)
+                self._requests.submit(command)
             case ev.LogLine():
                 level = logging.WARNING if command.warn else logging.INFO
                 log.log(level, "group %s: %s", self._options.group_id, command.text)
             case ev.Fail():
-                log.error("the run ends: %s", command.error)
+                log.error("group %s: the run fails: %s", self._options.group_id, command.error)
             case _:
                 assert_never(command)
 
     def _join(self, join: ev.Join) -> None:
-        if not self._members and not self._ended:
+        if not self._members and not self._retired:  # the first join of the run
             stream, slots = self._run.stream, len(self._run.slots.all)
-            log.info("stream %s of group %s: joining with %d members", stream, self._options.group_id, slots)
-            self._worker.start(stream)
-            self._environment.spawn("clock", self._tick, died=self.died)
+            log.info("group %s: joining; stream=%s members=%d", self._options.group_id, stream, slots)
+            self._requests.start(stream)
+            self._environment.spawn("clock", self._run_clock, died=self.fail)
         self._retire(join.slot)
-        self._worker.lent |= bool(join.agent)
-        member = self._members[join.slot] = self.agents.create_member(join) if join.agent else self._at_home(join)
+        self._requests.has_placed_members |= bool(join.agent)
+        member = self._members[join.slot] = self.agents.create_member(join) if join.agent else self._local_member(join)
         member.start()
 
-    def _at_home(self, join: ev.Join) -> Member:
+    def _local_member(self, join: ev.Join) -> Member:
         return Member(
             join,
             self._options.member_settings(),
             environment=self._environment,
-            known_as=self._worker.known_as,
+            own_member_ids=self._requests.own_member_ids,
             report=self._report,
-            before=self._worker.await_shut_out,
+            before_join=self._requests.await_transactional_id,
         )
 
     def _report(self, event: ev.Event) -> None:
-        """What a member reports. That it has ended matters only where the slot's next one waits for it."""
+        """Handle a member's event; its end only if the next member of the slot waits for it."""
         if not isinstance(event, ev.MemberEnded) or self._run.awaits_end(event.slot):
             self._handle(event)
 
     def _retire(self, slot: int) -> None:
-        self._ended = [member for member in self._ended if not member.wait_ended(0)]
+        self._retired = [member for member in self._retired if not member.wait_ended(0)]
         if (member := self._members.pop(slot, None)) is not None:
-            self._ended.append(member)
+            self._retired.append(member)
 
-    def _end(self, *, leave: bool) -> None:
-        """Every thread ends now, whatever the run believes of it; one that does not ends with its session."""
+    def _shut_down(self, *, leave: bool) -> None:
+        """Stop every thread, whatever the run's state. The membership of a member that does not close in time ends with
+        its session."""
         deadline_ms = self._environment.now_ms() + int(CLOSE_S_MAX * 1000)
-        self._worker.stop()
+        self._requests.stop()
         with self._clock:
-            self._over = True
+            self._is_shut_down = True
             self._clock.notify_all()
-        members = [*self._members.values(), *self._ended]
+        members = [*self._members.values(), *self._retired]
         self._members.clear()
-        self._ended.clear()
+        self._retired.clear()
         for member in members:
-            member.order(ev.Leave(slot=member.slot, leave=leave))  # who was told before goes as it was told
+            member.submit(ev.Leave(slot=member.slot, leave=leave))  # an earlier Leave takes precedence
         for member in members:
             if not member.wait_ended(max(0, deadline_ms - self._environment.now_ms()) / 1000):
-                log.warning("a member did not close in time; its place in the group ends with its session")
+                log.warning(
+                    "group %s: the member of slot %d did not close within %.0f s; its membership ends with its session",
+                    self._options.group_id,
+                    member.slot,
+                    CLOSE_S_MAX,
+                )
         self.agents.end("the run has ended")
         self._publisher.close()
 
-    def _tick(self) -> None:
-        """The thread of the clock, from the first join to the end of the run."""
+    def _run_clock(self) -> None:
+        """Run the clock thread, from the first join until the run is shut down."""
         while True:
             with self._clock:
-                if not self._over:
+                if not self._is_shut_down:
                     self._clock.wait(TICK_S)
-                if self._over:
+                if self._is_shut_down:
                     return
             with self._changed:
                 due_ms = self._run.next_deadline_ms()
@@ -311,13 +321,14 @@ class Coordinator:
             self._publisher.publish(statistics, drained=drained)
 
 
-class Questions:
-    """Asks for one query.
+class BrokerQueries:
+    """Answers the run's broker queries, on Spark's thread.
 
     Args:
-        options: which topics, and how far a partition may be read.
-        admin, epoch_ends: the questions to the cluster.
-        now_ms: a clock for durations.
+        options: the subscription and the isolation level.
+        admin: requests about topics, offsets and groups.
+        epoch_ends: requests about leader epochs.
+        now_ms: a monotonic clock.
     """
 
     def __init__(self, options: Options, admin: Admin, epoch_ends: EpochEnds, now_ms: Callable[[], int]) -> None:
@@ -328,35 +339,42 @@ class Questions:
         self._committed = options.isolation_level == "read_committed"
 
     def topics(self) -> dict[str, int]:
-        """The subscribed topics and their partition counts.
+        """Return the subscribed topics and their partition counts.
 
         Raises:
-            TopicMissing: ``subscribe`` names one that does not exist.
+            TopicMissing: ``subscribe`` names a topic that does not exist.
         """
         if self._options.topic_pattern is None:
-            found = self._admin.require(self._options.topics)
+            found = self._admin.require_topics(self._options.topics)
         else:
-            found = self._admin.topics(self._options.is_subscribed)
+            found = self._admin.matching_topics(self._options.is_subscribed)
         return {name: topic.partitions for name, topic in sorted(found.items())}
 
-    def target(self) -> ev.TargetRead:
-        """Where every partition of the subscription ends now. A new one that not every broker knows yet is waited for:
-        without its end the run leaves it to the next one, and says so."""
+    def read_target(self) -> ev.TargetRead:
+        """Read the end offset of every subscribed partition.
+
+        Waits for a new partition that some brokers do not know yet. A partition whose end is still unknown is left to
+        the next run, with a warning.
+        """
         tps = [TopicPartition(topic, p) for topic, count in self.topics().items() for p in range(count)]
-        ends = self._admin.latest_of_all(tps, committed=self._committed)
+        ends = self._admin.latest_of_existing(tps, committed=self._committed)
         if left := [tp for tp in tps if tp not in ends]:
-            text = "partitions left to the next run, because no broker told their end yet: %d, such as %s"
-            log.warning(text, len(left), left[0])
+            log.warning(
+                "group %s: no broker returned the end offsets of %d partitions, such as %s; the next run reads them",
+                self._options.group_id,
+                len(left),
+                left[0],
+            )
         return ev.TargetRead(ends=ends)
 
-    def look(self, question: ev.ReadLogEnds) -> ev.LogEndsRead:
-        """Ask what is asked, in the order of its fields."""
-        began_ms = self._now_ms()
-        ends, leader_epochs = self._admin.ends(question.ends, committed=self._committed)
-        epoch_ends = self._epoch_ends.ask(question.epoch_ends)
-        topics = self._admin.describe(question.topics)
-        firsts = self._admin.earliest(question.firsts, whole=False)
-        log_ends = self._admin.latest(question.log_ends, committed=False, whole=False)
+    def read_log_ends(self, query: ev.ReadLogEnds) -> ev.LogEndsRead:
+        """Send the requests of ``query`` in the order of its fields: end offsets always come first."""
+        started_ms = self._now_ms()
+        ends, leader_epochs = self._admin.latest_with_epochs(query.ends, committed=self._committed)
+        epoch_ends = self._epoch_ends.read(query.epoch_ends)
+        topics = self._admin.describe_topics(query.topics)
+        firsts = self._admin.earliest(query.firsts, whole=False)
+        log_ends = self._admin.latest(query.log_ends, committed=False, whole=False)
         return ev.LogEndsRead(
             ends=ends,
             leader_epochs=leader_epochs,
@@ -364,12 +382,12 @@ class Questions:
             firsts=firsts,
             log_ends=log_ends,
             topic_ids={name: topic.id for name, topic in topics.items()},
-            took_ms=self._now_ms() - began_ms,
+            took_ms=self._now_ms() - started_ms,
         )
 
-    def group(self) -> ev.GroupDescribed:
-        """Who is in the group."""
-        found = self._admin.group(self._options.group_id)
+    def describe_group(self) -> ev.GroupDescribed:
+        """Describe the group: its state, and the partitions of each client id."""
+        found = self._admin.describe_group(self._options.group_id)
         given: dict[str, frozenset[TopicPartition]] = {}
         for member in found.members:
             given[member.client_id] = given.get(member.client_id, frozenset()) | frozenset(member.partitions)
@@ -377,7 +395,7 @@ class Questions:
 
 
 def rules_of(options: Options) -> Rules:
-    """What the options say to the protocol."""
+    """Derive the protocol's rules from the options."""
     return Rules(
         group=options.group_id,
         servers=options.bootstrap_servers,

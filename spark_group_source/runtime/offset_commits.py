@@ -1,11 +1,11 @@
-"""A run's commits: in whose name each offset goes to Kafka, who is left out, and whether they are still taken.
+"""A run's offset commits: which member each offset is committed as, which slots are skipped, and by which route.
 
-Runs in: the stream reader, on the worker's thread (except where said). Deliberately absent: which offsets and when
-(``group``), and the transaction itself (``kafka``).
+Runs in: the stream reader, on the request thread (except where stated). Deliberately absent: which offsets are
+committed and when (``protocol``), and the transaction itself (``kafka.committer``).
 
-Where transactions are not allowed the members commit. They also do where the transactional id may be another process's
-by now, because a producer broke in an outage: a broker that takes their commits says that the places in the group are
-still this run's, so that it may take the id back.
+Where transactions are denied, the members commit. The members also commit when the transactional id may belong to
+another process, because the producer failed during an outage: if the broker accepts a member's commit, the membership
+still belongs to this run, so the run may take the id back.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from spark_group_source.errors import AccessDenied, CommitFailed, Fenced, SourceError
 from spark_group_source.kafka import Admin, Environment, GroupMember, GroupOffsets, MemberStale, OffsetCommitter
-from spark_group_source.members.slot_member import Share, SlotMember
+from spark_group_source.members.slot_member import MemberCommit, SlotMember
 from spark_group_source.model import TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
@@ -27,54 +27,61 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEMBER_COMMIT_S_MAX = 10.0
-"""How long a member may take to commit where transactions are not allowed."""
+"""The longest wait for a member's commit, where transactions are denied."""
 
 DENIALS_BELIEVED = 2
-"""How often in a row transactions must be refused: brokers that start, and permissions that were just given, refuse."""
-SESSIONS_OF_ANOTHER = 1.5
-"""For how many session timeouts somebody must have a place of this run before it is another process's."""
-BARRED_MS = 1_000
-"""For how long nobody must be allowed to commit before the run ends with that."""
-DENIED_AGAIN_MS = 60_000
-"""After this long a commit is tried as a transaction again; without them nobody can tell whether a run was replaced."""
+"""Transactions count as denied after this many refusals in a row: a starting broker, or one with a new ACL, refuses for
+a moment."""
+FOREIGN_MEMBER_SESSIONS = 1.5
+"""A static membership of this run that a foreign member has for this many session timeouts belongs to another process:
+a leftover consumer of this run is expired by then."""
+COMMIT_DENIED_MS = 1_000
+"""Neither a transaction nor a member may commit for this long: the run fails."""
+TRANSACTION_RETRY_MS = 60_000
+"""After a denial, the next attempt to commit in a transaction comes this much later. Only transactions can tell whether
+a newer run has replaced this one."""
 
-Probed = ev.NotReplaced | ev.Replaced | ev.ReplacedUnclear
+ReplacedCheck = ev.NotReplaced | ev.Replaced | ev.ReplacedUnclear
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An echo, and in whose name. ``left``: slots that had no member when it was ordered, and why."""
+class CommitOrder:
+    """An offset commit, with the members it is committed as."""
 
-    echo: ev.CommitOffsets
-    shares: tuple[Share, ...]
-    left: Mapping[int, str]
+    command: ev.CommitOffsets
+    parts: tuple[MemberCommit, ...]
+    """The offsets of each slot that had a member when the commit was ordered."""
+    skipped: Mapping[int, str]
+    """Slots that had no member when the commit was ordered, with the reason."""
 
 
-def in_whose_name(echo: ev.CommitOffsets, member: Callable[[int], SlotMember | None]) -> Order:
-    """Note who holds what is to be committed: later a slot may have another member of the same name. On the thread of
-    the event that led to the order."""
+def commit_order(command: ev.CommitOffsets, member: Callable[[int], SlotMember | None]) -> CommitOrder:
+    """Capture the members and their identities, since a slot may have a new member of the same name later.
+
+    Runs on the thread of the event that led to the command.
+    """
     by_slot: dict[int, dict[TopicPartition, int]] = {}
-    for tp, offset in echo.offsets.items():
-        by_slot.setdefault(echo.slots[tp], {})[tp] = offset
+    for tp, offset in command.offsets.items():
+        by_slot.setdefault(command.slots[tp], {})[tp] = offset
     members = {slot: member(slot) for slot in by_slot}
-    return Order(
-        echo,
-        tuple(Share(m, m.identity, by_slot[slot]) for slot, m in members.items() if m is not None),
+    return CommitOrder(
+        command,
+        tuple(MemberCommit(m, m.identity, by_slot[slot]) for slot, m in members.items() if m is not None),
         {slot: "the slot has no member" for slot, m in members.items() if m is None},
     )
 
 
 class OffsetCommits:
-    """Commits for one stream, fenced by its id.
+    """Commits the offsets of one stream, fenced by its stream id.
 
     Args:
-        options, admin: the run's.
-        stream: its id.
-        offsets: reads the group's offsets.
-        environment: clients.
-        known_as: the ids under which the group knows, or knew, the members of this run.
-        lent: whether a slot of this run was ever lent to an agent.
-        handle: takes each event; never raises.
+        options, admin: those of the run.
+        stream: the stream id.
+        offsets: reads the group's committed offsets.
+        environment: clocks and Kafka clients.
+        own_member_ids: the member ids that members of this run have or had.
+        has_placed_members: whether a member of this run was ever placed on an agent.
+        handle: receives each event; never raises.
     """
 
     def __init__(
@@ -85,20 +92,20 @@ class OffsetCommits:
         stream: str,
         offsets: GroupOffsets,
         environment: Environment,
-        known_as: Collection[str],
-        lent: Callable[[], bool],
+        own_member_ids: Collection[str],
+        has_placed_members: Callable[[], bool],
         handle: Callable[[ev.Event], None],
     ) -> None:
-        self._lent = lent
+        self._has_placed_members = has_placed_members
         self._admin, self._offsets, self._environment, self._handle = admin, offsets, environment, handle
-        self._group, self._known_as = options.group_id, known_as
+        self._group, self._own_member_ids = options.group_id, own_member_ids
         self._stream = stream
-        self._stays_ms = int(SESSIONS_OF_ANOTHER * options.session_timeout_ms)
-        self._taken_since_ms: dict[str, int] = {}  # by member id
-        self._denials = 0
-        self._denied_until_ms = 0
-        self._barred_ms: int | None = None
-        self._told_allowed: bool | None = None
+        self._foreign_ms_max = int(FOREIGN_MEMBER_SESSIONS * options.session_timeout_ms)
+        self._foreign_since_ms: dict[str, int] = {}  # by foreign member id: when it was first seen in our membership
+        self._denials = 0  # refused transactions in a row
+        self._retry_transaction_at_ms = 0
+        self._commit_denied_since_ms: int | None = None  # since when neither a transaction nor a member may commit
+        self._reported_allowed: bool | None = None  # what the last TransactionsChecked said; None: none was sent
         self._committer = OffsetCommitter(
             options.producer_settings(),
             group=options.group_id,
@@ -107,263 +114,307 @@ class OffsetCommits:
         )
 
     @property
-    def by_members(self) -> bool:
-        """Whether transactions are not allowed, so that nobody can tell whether the run was replaced. Any thread."""
+    def members_commit(self) -> bool:
+        """Whether transactions are denied, so that the members commit and a replaced run is not detected. Any
+        thread."""
         return self._denials >= DENIALS_BELIEVED
 
     def prepare(self) -> bool:
-        """Shut out an older driver of this stream that may still be there, frozen. False: not done, try again."""
+        """Take over the transactional id, so that an older driver of this stream (for example a frozen one) is fenced.
+
+        Returns:
+            False when it was not taken over and should be tried again.
+        """
         try:
             self._committer.prepare()
         except SourceError as exc:
-            log.info("the commits' transactions are not ready: %s", exc)  # the first commit says what that means
+            # The first commit reports what this means.
+            log.info("group %s: the transactional id was not taken over: %s", self._group, exc)
             self._denials = self._denials + 1 if isinstance(exc, AccessDenied) else 0
-            self._tell_allowed()
-            return self.by_members
+            self._report_transactions()
+            return self.members_commit
         self._denials = 0
-        self._tell_allowed(works=True)
+        self._report_transactions(allowed=True)
         return True
 
-    def _tell_allowed(self, *, works: bool = False) -> None:
-        """Let the core know whether transactions work, when that is known and has changed."""
-        if (works or self.by_members) and self._told_allowed is not works:
-            self._told_allowed = works
-            self._handle(ev.TransactionsChecked(allowed=works))
+    def _report_transactions(self, *, allowed: bool = False) -> None:
+        """Send TransactionsChecked when it is known whether transactions are allowed, and that has changed."""
+        if (allowed or self.members_commit) and self._reported_allowed is not allowed:
+            self._reported_allowed = allowed
+            self._handle(ev.TransactionsChecked(allowed=allowed))
 
-    def probe(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> Probed:
-        """Whether a newer driver commits for this stream, on behalf of a slot.
+    def check_replaced(self, slot: int, partition: Callable[[], TopicPartition], *, seen: bool = True) -> ReplacedCheck:
+        """Check on behalf of a slot whether a newer driver commits for this stream.
 
         Args:
-            partition: names any one of the group; nothing is committed for it.
-            seen: the broker said that another client has the slot's place. Where transactions are not allowed nobody
-                can tell who that is; a slot whose place may still be its own joins again there.
+            slot: the slot whose member was fenced.
+            partition: returns any partition of the subscription; no offset is committed for it.
+            seen: the broker reported that another client has the slot's membership. Without transactions the other
+                client cannot be identified; a slot whose membership may still be its own joins again.
         """
-        if self.by_members and not seen:
+        if self.members_commit and not seen:
             return ev.NotReplaced(slot=slot)
-        if self.by_members and not self._lent():
+        if self.members_commit and not self._has_placed_members():
             return ev.ReplacedUnclear(slot=slot, reason="transactions are not allowed here", final=True)
         try:
-            if self._committer.lost or self.by_members:  # it may be an agent of this run that was frozen
-                return self._whose_places(slot)
+            if (
+                self._committer.id_uncertain or self.members_commit
+            ):  # the other client may be a frozen agent of this run
+                return self._check_memberships(slot)
             if self._committer.probe(partition()):
                 return ev.NotReplaced(slot=slot)
         except Fenced as exc:
             return ev.Replaced(reason=str(exc))
         except SourceError as exc:
-            log.info("whether this run was replaced is not known: %s", exc)
+            log.info("group %s: unknown whether this run was replaced: %s", self._group, exc)
             return ev.ReplacedUnclear(slot=slot, reason=str(exc))
         return ev.ReplacedUnclear(slot=slot, reason="this run does not have its transactional id")
 
-    def _whose_places(self, slot: int) -> Probed:
-        """The same without the id: a newer driver takes the places of this one (classic static members, KIP-345)."""
-        taken = self._taken()
-        if taken is None:
-            self._taken_since_ms.clear()
+    def _check_memberships(self, slot: int) -> ReplacedCheck:
+        """Check without the transactional id: a newer driver takes over the static memberships of this run
+        (KIP-345)."""
+        foreign = self._foreign_member()
+        if foreign is None:
+            self._foreign_since_ms.clear()
             return ev.NotReplaced(slot=slot)
         now_ms = self._environment.now_ms()
-        reason = f"{taken.instance_id} is {taken.member_id} at {taken.host} now"
-        if now_ms - self._taken_since_ms.setdefault(taken.member_id, now_ms) > self._stays_ms:
+        reason = f"{foreign.instance_id} is {foreign.member_id} at {foreign.host} now"
+        if now_ms - self._foreign_since_ms.setdefault(foreign.member_id, now_ms) > self._foreign_ms_max:
             return ev.Replaced(reason=reason)
-        # It may be a consumer of this run that joined again by itself before it was closed: that ends with its session.
+        # It may be a consumer of this run that rejoined by itself before it was closed; it expires with its session.
         return ev.ReplacedUnclear(slot=slot, reason=reason)
 
-    def _taken(self) -> GroupMember | None:
-        """A member that has a place of this run, and is none of it."""
-        found = self._admin.group(self._group).members
-        mine = frozenset(self._known_as)
+    def _foreign_member(self) -> GroupMember | None:
+        """Return a member that has an instance id of this run but is not one of the run's members."""
+        found = self._admin.describe_group(self._group).members
+        own = frozenset(self._own_member_ids)
         return next(
             (
                 member
                 for member in found
                 if identifiers.is_instance_id_of(self._group, self._stream, member.instance_id)
-                and member.member_id not in mine
+                and member.member_id not in own
             ),
             None,
         )
 
-    def settle(self) -> None:
-        """Before the group's offsets are read: a commit of ours that is still open would hold the answer back.
+    def finish_transaction(self) -> None:
+        """Finish an unanswered commit before the group's offsets are read: an open transaction delays a stable read.
 
         Raises:
             Fenced: a newer driver commits for this stream.
         """
         try:
-            self._committer.settle()
+            self._committer.finish_transaction()
         except Fenced:
             raise
         except SourceError as exc:
-            log.info("a commit was not answered yet: %s", exc)
+            log.info("group %s: the last offset commit is still unanswered: %s", self._group, exc)
 
-    def echo(self, order: Order) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
-        """Commit and read back what the order says, without the shares of members that are not what they were.
+    def commit(self, order: CommitOrder) -> ev.OffsetsCommitted | ev.OffsetCommitFailed:
+        """Commit the order's offsets and read them back, without the slots whose members have changed.
 
         Raises:
             Fenced: a newer driver commits for this stream.
-            AccessDenied: neither a transaction nor a member may commit, told twice.
+            AccessDenied: neither a transaction nor a member may commit, refused twice.
             GroupError: nothing, or not everything, was committed.
         """
-        echo, left = order.echo, dict(order.left)
+        command, skipped = order.command, dict(order.skipped)
         at_ms = self._environment.wall_ms()
-        usual = identifiers.note_text(echo.stream, echo.seq, echo.reset_number, at_ms=at_ms)
-        notes = dict.fromkeys(echo.offsets, usual)
-        for tp in echo.followed | echo.truncated_from.keys():
-            followed, truncated_from = tp in echo.followed, echo.truncated_from.get(tp)
+        plain = identifiers.note_text(command.stream, command.seq, command.reset_number, at_ms=at_ms)
+        notes = dict.fromkeys(command.offsets, plain)
+        for tp in command.followed | command.truncated_from.keys():
             notes[tp] = identifiers.note_text(
-                echo.stream, echo.seq, echo.reset_number, followed=followed, truncated_from=truncated_from, at_ms=at_ms
+                command.stream,
+                command.seq,
+                command.reset_number,
+                followed=tp in command.followed,
+                truncated_from=command.truncated_from.get(tp),
+                at_ms=at_ms,
             )
         try:
-            self._commit(order.shares, notes, left)
+            self._commit(order.parts, notes, skipped)
         except CommitFailed:
-            wanted = {tp for tp in echo.offsets if echo.slots[tp] not in left}
-            there = self._still_there(wanted)
-            if there == wanted:
+            wanted = {tp for tp in command.offsets if command.slots[tp] not in skipped}
+            existing = self._existing(wanted)
+            if existing == wanted:
                 raise
-            log.warning("%d partitions are gone, and their offsets with them", len(wanted - there))
-            shares = [replace(s, offsets={tp: at for tp, at in s.offsets.items() if tp in there}) for s in order.shares]
-            self._commit([share for share in shares if share.offsets], notes, left)
-        # What is gone counts as done: Kafka takes no offset for it.
-        done = {tp: offset for tp, offset in echo.offsets.items() if echo.slots[tp] not in left}
-        if done or not left:
-            return ev.OffsetsCommitted(offsets=done, left=left)
-        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(left.values()))), stale=True)
+            log.warning(
+                "group %s: %d partitions do not exist any more; their offsets are not committed",
+                self._group,
+                len(wanted - existing),
+            )
+            parts = [
+                replace(p, offsets={tp: at for tp, at in p.offsets.items() if tp in existing}) for p in order.parts
+            ]
+            self._commit([part for part in parts if part.offsets], notes, skipped)
+        # A deleted partition counts as committed: Kafka accepts no offset for it.
+        done = {tp: offset for tp, offset in command.offsets.items() if command.slots[tp] not in skipped}
+        if done or not skipped:
+            return ev.OffsetsCommitted(offsets=done, left=skipped)
+        return ev.OffsetCommitFailed(reason="; ".join(sorted(set(skipped.values()))), stale=True)
 
-    def _still_there(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
-        """Without what was deleted: Kafka takes no offsets for it, and all of a commit or nothing."""
-        asked = set(tps)
-        topics = self._admin.existing(tp.topic for tp in asked)
-        return {tp for tp in asked if tp.topic in topics and tp.partition < topics[tp.topic].partitions}
+    def _existing(self, tps: Iterable[TopicPartition]) -> set[TopicPartition]:
+        """Return the partitions that exist: Kafka refuses a whole commit that names a deleted one."""
+        wanted = set(tps)
+        topics = self._admin.existing_topics(tp.topic for tp in wanted)
+        return {tp for tp in wanted if tp.topic in topics and tp.partition < topics[tp.topic].partitions}
 
-    def _commit(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str], left: dict[int, str]) -> None:
-        """Commit and read back the shares of all members that are what they were; ``left`` takes in the others."""
-        while shares := self._of_members(shares, left):
+    def _commit(
+        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str], skipped: dict[int, str]
+    ) -> None:
+        """Commit and read back the parts of all unchanged members; add the slots of the others to ``skipped``."""
+        while parts := self._of_unchanged_members(parts, skipped):
             try:
-                by_members = self._commit_together(shares, notes, whole=not left)
+                by_members = self._commit_together(parts, notes, complete=not skipped)
             except MemberStale as exc:
-                self._leave_out(shares[exc.share], exc, left)
+                self._skip(parts[exc.part], exc, skipped)
             else:
-                if by_members and not left and all(share.member.static for share in shares):
-                    self._take_over()
-                self._offsets.wait_shown({tp: offset for share in shares for tp, offset in share.offsets.items()})
+                if by_members and not skipped and all(part.member.static for part in parts):
+                    self._regain_id()
+                self._offsets.wait_until_visible({tp: offset for part in parts for tp, offset in part.offsets.items()})
                 return
 
-    def _take_over(self) -> None:
-        """Raises Fenced: a newer driver commits for this stream."""
-        if self._committer.lost:
+    def _regain_id(self) -> None:
+        """Take the transactional id back if it is uncertain: the brokers have just accepted the members' commits.
+
+        Raises:
+            Fenced: a newer driver commits for this stream.
+        """
+        if self._committer.id_uncertain:
             try:
-                self._committer.anew()
+                self._committer.regain_id()
             except Fenced:
                 raise
             except SourceError as exc:
-                log.info("the transactional id was not taken over, the next commit tries again: %s", exc)
+                log.info("group %s: transactional id not regained; retrying at the next commit: %s", self._group, exc)
 
-    def _of_members(self, shares: Sequence[Share], left: dict[int, str]) -> list[Share]:
-        for share in shares:
-            if (why := share.outdated) is not None:
-                left.setdefault(share.member.slot, why)
-        return [share for share in shares if share.member.slot not in left]
+    def _of_unchanged_members(self, parts: Sequence[MemberCommit], skipped: dict[int, str]) -> list[MemberCommit]:
+        for part in parts:
+            if (reason := part.stale_reason) is not None:
+                skipped.setdefault(part.member.slot, reason)
+        return [part for part in parts if part.member.slot not in skipped]
 
-    def _leave_out(self, share: Share, exc: MemberStale, left: dict[int, str]) -> None:
-        member, left[share.member.slot] = share.member, str(exc)
-        if exc.thrown_out:  # it may not have heard: it starts anew
-            member.order(ev.Leave(slot=member.slot, leave=False))
+    def _skip(self, part: MemberCommit, exc: MemberStale, skipped: dict[int, str]) -> None:
+        member, skipped[part.member.slot] = part.member, str(exc)
+        if exc.expelled:  # its own client may not know yet: replace the member
+            member.submit(ev.Leave(slot=member.slot, leave=False))
             self._handle(ev.MemberFailed(slot=member.slot, client=member.client, reason=str(exc)))
 
-    def _commit_together(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str], *, whole: bool) -> bool:
-        """By a transaction, or else each member its share. Returns whether the members did it.
+    def _commit_together(
+        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str], *, complete: bool
+    ) -> bool:
+        """Commit all parts in one transaction or, where transactions are denied, each part by its member.
 
         Args:
-            whole: the share of no member is left out.
+            complete: no member's part is skipped.
+
+        Returns:
+            Whether the members committed.
 
         Raises:
-            MemberStale: a member is not what it was.
-            AccessDenied: nobody may commit, told twice.
-            CommitFailed: nothing was committed; the core orders it again.
+            MemberStale: a member has changed.
+            AccessDenied: neither a transaction nor a member may commit, refused twice.
+            CommitFailed: nothing was committed; the protocol orders the commit again.
         """
-        away = [share for share in shares if share.member.agent]
-        if self._committer.lost and away and (denied := self._regain(shares, whole=whole)) is not None:
-            self._deny(denied)
-        if not self._committer.lost and self._environment.now_ms() >= self._denied_until_ms:
-            denied = self._try_transaction(shares, notes)
+        placed = [part for part in parts if part.member.agent]
+        if self._committer.id_uncertain and placed:
+            denied = self._regain_by_group(parts, complete=complete)
+            if denied is not None:
+                self._count_denial(denied)
+        if not self._committer.id_uncertain and self._environment.now_ms() >= self._retry_transaction_at_ms:
+            denied = self._commit_in_transaction(parts, notes)
             if denied is None:
-                self._allowed()
+                self._transactions_allowed()
                 return False
             if denied.fields.get("on") in ("topic", "group"):
-                self._bar(denied)  # a member would be refused as well
-            self._deny(denied)
-        if away:
-            raise CommitFailed(f"transactions are refused, and {len(away)} members are at agents: they come home first")
-        denied = _try_members(shares, notes)
+                self._commit_denied(denied)  # a member's commit needs the same permission
+            self._count_denial(denied)
+        if placed:
+            raise CommitFailed(
+                f"transactions are denied, and {len(placed)} members are placed on agents: they must return first"
+            )
+        denied = _commit_by_members(parts, notes)
         if denied is not None:
-            self._bar(denied)
-        self._barred_ms = None
+            self._commit_denied(denied)
+        self._commit_denied_since_ms = None
         return True
 
-    def _try_transaction(self, shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
-        """Returns why it is not allowed, if so."""
+    def _commit_in_transaction(
+        self, parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str]
+    ) -> AccessDenied | None:
+        """Commit in a transaction. Returns the error if transactions are denied."""
         try:
             self._committer.prepare()
-            self._committer.settle()
-            _check(shares)  # those two may have taken their time
-            self._committer.commit([(s.identity, s.offsets) for s in shares if s.identity is not None], notes)
+            self._committer.finish_transaction()
+            _check_unchanged(parts)  # the two calls above may have taken seconds
+            self._committer.commit([(p.identity, p.offsets) for p in parts if p.identity is not None], notes)
         except AccessDenied as exc:
             return exc
         return None
 
-    def _allowed(self) -> None:
-        if self.by_members:
-            log.warning("transactions are allowed again: the members commit their offsets no more")
-        self._denials, self._barred_ms = 0, None
-        self._tell_allowed(works=True)
+    def _transactions_allowed(self) -> None:
+        if self.members_commit:
+            log.warning("group %s: transactions are allowed again; offsets are committed in transactions", self._group)
+        self._denials, self._commit_denied_since_ms = 0, None
+        self._report_transactions(allowed=True)
 
-    def _regain(self, shares: Sequence[Share], *, whole: bool) -> AccessDenied | None:
-        """Take the transactional id back, if the group has all of these members: a newer driver of this stream would
-        have their places. Members at agents do not commit, which would say the same. Returns why it is not allowed, if
-        so: a refusal in the middle of a commit is how the id was lost."""
-        there = {member.member_id for member in self._admin.group(self._group).members}
-        if not whole or any(share.identity is None or share.identity.member not in there for share in shares):
-            raise CommitFailed("the transactional id may be another process's by now")
+    def _regain_by_group(self, parts: Sequence[MemberCommit], *, complete: bool) -> AccessDenied | None:
+        """Take the transactional id back if the group contains all of these members: a newer driver of this stream
+        would have their memberships. Needed where members are placed on agents, since those do not commit.
+
+        Returns:
+            The error if transactions are denied: a refusal in the middle of a commit makes the id uncertain.
+        """
+        present = {member.member_id for member in self._admin.describe_group(self._group).members}
+        if not complete or any(part.identity is None or part.identity.member not in present for part in parts):
+            raise CommitFailed("the transactional id may belong to another process")
         try:
-            self._committer.anew()
+            self._committer.regain_id()
         except AccessDenied as exc:
             return exc
         return None
 
-    def _deny(self, exc: AccessDenied) -> None:
-        """Raises CommitFailed where it was the first time: the core orders the commit again."""
+    def _count_denial(self, exc: AccessDenied) -> None:
+        """Count a refused transaction.
+
+        Raises:
+            CommitFailed: it was the first one; the protocol orders the commit again.
+        """
         self._denials += 1
-        if not self.by_members:
-            raise CommitFailed(f"{exc}; it is tried once more") from exc
-        self._denied_until_ms = self._environment.now_ms() + DENIED_AGAIN_MS
-        self._tell_allowed()
+        if not self.members_commit:
+            raise CommitFailed(f"{exc}; retrying once") from exc
+        self._retry_transaction_at_ms = self._environment.now_ms() + TRANSACTION_RETRY_MS
+        self._report_transactions()
         if self._denials == DENIALS_BELIEVED:
-            log.warning("transactions are not allowed here (%s): the members commit their offsets instead", exc)
+            log.warning("group %s: transactions are denied (%s); the members commit the offsets", self._group, exc)
 
-    def _bar(self, exc: AccessDenied) -> NoReturn:
-        """Nobody of ours may commit: the run ends with that where it is said again after a while."""
+    def _commit_denied(self, exc: AccessDenied) -> NoReturn:
+        """Raise AccessDenied, which fails the run, if no commit was allowed for COMMIT_DENIED_MS; else CommitFailed."""
         now_ms = self._environment.now_ms()
-        if self._barred_ms is None:
-            self._barred_ms = now_ms
-        if now_ms - self._barred_ms >= BARRED_MS:
+        if self._commit_denied_since_ms is None:
+            self._commit_denied_since_ms = now_ms
+        if now_ms - self._commit_denied_since_ms >= COMMIT_DENIED_MS:
             raise exc
-        raise CommitFailed(f"{exc}; it is tried once more") from exc
+        raise CommitFailed(f"{exc}; retrying once") from exc
 
 
-def _check(shares: Sequence[Share]) -> None:
-    """Raises MemberStale for the first that may not be committed any more."""
-    for at, share in enumerate(shares):
-        if (why := share.outdated) is not None:
-            raise MemberStale(why, share=at)
+def _check_unchanged(parts: Sequence[MemberCommit]) -> None:
+    """Raise MemberStale for the first part that may not be committed any more."""
+    for index, part in enumerate(parts):
+        if (reason := part.stale_reason) is not None:
+            raise MemberStale(reason, part=index)
 
 
-def _try_members(shares: Sequence[Share], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
-    """Each member commits its share. Returns why one may not, if so."""
-    for at, share in enumerate(shares):
+def _commit_by_members(parts: Sequence[MemberCommit], notes: Mapping[TopicPartition, str]) -> AccessDenied | None:
+    """Let each member commit its part. Returns the error if one is denied."""
+    for index, part in enumerate(parts):
         try:
-            cast("Member", share.member).commit(share, notes).result(timeout=MEMBER_COMMIT_S_MAX)
+            cast("Member", part.member).commit(part, notes).result(timeout=MEMBER_COMMIT_S_MAX)
         except AccessDenied as exc:
             return exc
         except TimeoutError:
             raise CommitFailed(f"the member did not commit within {MEMBER_COMMIT_S_MAX:.0f} s") from None
         except MemberStale as exc:
-            raise MemberStale(str(exc), thrown_out=exc.thrown_out, share=at) from exc
+            raise MemberStale(str(exc), expelled=exc.expelled, part=index) from exc
     return None

@@ -1,7 +1,7 @@
-"""What takes time: lookups, the echo and the question who is in charge, one after the other on a thread of their own.
+"""The request thread: executes the run's blocking requests (lookups, offset commits, replacement checks) in order.
 
-Runs in: the stream reader. Deliberately absent: deciding; orders are the core's commands, and every answer goes back
-as an event. Nothing that fails here ends the thread: while the run lives, it goes on.
+Runs in: the stream reader. Deliberately absent: decisions. Requests are the protocol's commands, and every result
+returns as an event. No failed request ends the thread before the run is stopped.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ from spark_group_source.runtime import offset_commits
 log = logging.getLogger(__name__)
 
 WAKE_S = 0.5
-"""The longest the worker sleeps: it looks for changed topics at least this often. Also its pause after a failure that
-nothing explains, so that one that comes at once does not keep a processor busy."""
+"""The longest wait for a request: the thread checks at least this often whether topics are due. Also the pause after an
+unexpected error, so that one that repeats does not keep a CPU busy."""
 PREPARE_EVERY_S = 5.0
-"""How often the transactional id is asked for while the brokers do not give it. The first commit asks as well."""
-WORK_MAX = 10_000
-"""Orders waiting: at most a lookup for each slot and one echo, far below this."""
-KNOWN_AS_MAX = 2_000
-"""Member ids of this run that are kept, to tell its places in the group from another's."""
-SHUT_OUT_S_MAX = 2.0
-"""How long members wait for the transactional id before they join; it takes milliseconds. Beyond it their places are
-worth more: a session may end meanwhile."""
+"""The interval between attempts to take over the transactional id. The first commit tries as well."""
+QUEUE_MAX = 10_000
+"""Queued requests: at most one lookup per slot and one offset commit, far fewer than this."""
+OWN_MEMBER_IDS_MAX = 2_000
+"""The latest member ids of this run that are kept, to tell its own members from foreign ones."""
+TRANSACTIONAL_ID_S_MAX = 2.0
+"""The longest wait of members for the transactional id before they join. Taking it over takes milliseconds; after this
+the members join without it, because sessions of the previous run may expire meanwhile."""
 
-Order = ev.FetchCommittedOffsets | ev.ResolveStarts | ev.CheckReplaced | offset_commits.Order
+QueuedRequest = ev.FetchCommittedOffsets | ev.ResolveStarts | ev.CheckReplaced | offset_commits.CommitOrder
 
 
-class Worker:
-    """Carries out what the core ordered.
+class RequestThread:
+    """Executes the protocol's requests, one after the other.
 
     Args:
-        options, admin: the run's.
-        environment: threads, clock and clients.
+        options, admin: those of the run.
+        environment: threads, clocks and Kafka clients.
         topics: lists the subscribed topics and their partition counts; may raise GroupError.
-        handle: takes each event; never raises.
+        handle: receives each event; never raises.
     """
 
     def __init__(
@@ -67,159 +67,171 @@ class Worker:
         self._topics, self._handle = topics, handle
         self._offsets = GroupOffsets(options.admin_settings(), group=options.group_id, environment=environment)
         self._commits: offset_commits.OffsetCommits | None = None
-        self.known_as: deque[str] = deque(maxlen=KNOWN_AS_MAX)
-        """The member ids that the run's members have and had."""
-        self.lent = False
-        """Whether a slot of the run was ever lent to an agent."""
-        self._prepared = self._stopped = False
-        self._shut_out: Future[None] = environment.future()
-        self._prepare_at_ms = 0.0
+        self.own_member_ids: deque[str] = deque(maxlen=OWN_MEMBER_IDS_MAX)
+        """The member ids that the run's members have or had, appended to by the members."""
+        self.has_placed_members = False
+        """Whether a member of the run was ever placed on an agent."""
+        self._is_prepared = self._is_stopped = False
+        self._first_attempt: Future[None] = environment.future()  # done after the first try for the transactional id
+        self._prepare_at_ms = 0.0  # not before this
         self._topics_every_ms = options.topic_refresh_s * 1000
-        self._topics_at_ms = 0.0
-        self._work: Queue[Order | None] = environment.queue(WORK_MAX)
+        self._topics_at_ms = 0.0  # when the topics are listed next
+        self._queue: Queue[QueuedRequest | None] = environment.queue(QUEUE_MAX)
 
     def start(self, stream: str) -> None:
-        """Begin, with commits fenced by the stream's id. A thread that cannot be started is reported in here."""
+        """Start the thread, with commits fenced by the stream id. A thread that cannot be started is reported before
+        this returns."""
         self._commits = offset_commits.OffsetCommits(
             self._options,
             self._admin,
             stream=stream,
             offsets=self._offsets,
             environment=self._environment,
-            known_as=self.known_as,
-            lent=lambda: self.lent,
+            own_member_ids=self.own_member_ids,
+            has_placed_members=lambda: self.has_placed_members,
             handle=self._handle,
         )
         self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
-        self._environment.spawn("worker", self._run, died=self._died)
+        self._environment.spawn("requests", self._run, died=self._died)
 
-    def await_shut_out(self) -> None:
-        """Wait until an older driver of this stream can commit nothing more, or that is known not to be possible now.
+    def await_transactional_id(self) -> None:
+        """Wait until older drivers of this stream are fenced, or it is known that this is not possible now.
 
-        Members join after it. Before it they would take places whose holder asks at once whether it was replaced, hears
-        that it was not, and takes them back.
+        Members join after it. If they joined earlier, they would take over the static memberships of an older driver
+        that is not fenced yet: it would find that it is not replaced, and take the memberships back.
         """
         with contextlib.suppress(TimeoutError):
-            self._shut_out.result(timeout=SHUT_OUT_S_MAX)
+            self._first_attempt.result(timeout=TRANSACTIONAL_ID_S_MAX)
 
-    def order(self, order: Order) -> None:
-        """Put an order in the queue; never waits."""
-        self._work.put_nowait(order)
+    def submit(self, request: QueuedRequest) -> None:
+        """Queue a request; never blocks."""
+        self._queue.put_nowait(request)
 
     def stop(self) -> None:
-        """End after the order in hand; what is still waiting is dropped. Nobody asks anything of the run's after it."""
-        self._stopped = True
+        """Stop after the current request and drop the queued ones. No request of this run may follow."""
+        self._is_stopped = True
         if self._commits is None:
             self._admin.close()
         else:
-            self._work.put_nowait(None)  # wakes the thread
+            self._queue.put_nowait(None)  # wakes the thread
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._safely(self._prepare)
-        self._shut_out.set_result(None)
-        while not self._stopped:
-            self._safely(self._turn)
-        self._safely(self._end)
+        self._first_attempt.set_result(None)
+        while not self._is_stopped:
+            self._safely(self._process_next)
+        self._safely(self._close)
 
     def _safely(self, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as exc:
-            error = exc if isinstance(exc, SourceError) else InvariantBroken(f"{exc!r} in the worker")
-            log.warning("the worker met what it did not expect", exc_info=exc)
+            error = (
+                exc
+                if isinstance(exc, SourceError)
+                else InvariantBroken(f"unexpected error in the request thread: {exc!r}")
+            )
+            group = self._options.group_id
+            log.warning("group %s: unexpected error in the request thread; the query fails", group, exc_info=exc)
             self._handle(ev.InternalFailure(error=error))
             self._environment.pause(WAKE_S)
 
     def _died(self, exc: BaseException) -> None:
-        self._stopped = True
-        self._handle(ev.InternalFailure(error=InvariantBroken(f"the worker does not run: {exc!r}")))
+        self._is_stopped = True
+        self._handle(ev.InternalFailure(error=InvariantBroken(f"the request thread died: {exc!r}")))
 
-    def _turn(self) -> None:
+    def _process_next(self) -> None:
         try:
-            work = self._work.get(timeout=WAKE_S)
+            request = self._queue.get(timeout=WAKE_S)
         except Empty:
             pass
         else:
-            if work is None:
+            if request is None:
                 return
             try:
-                self._do(work)
+                self._execute(request)
             except SourceError as exc:
-                self._on_failure(work, exc)
-        self._on_time()  # also when there is always something to do
+                self._on_failure(request, exc)
+        self._run_due_tasks()  # also when the queue is never empty
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         self._offsets.close()
         self._admin.close()
 
-    def _on_time(self) -> None:
-        if not self._prepared and self._environment.now_ms() >= self._prepare_at_ms:
+    def _run_due_tasks(self) -> None:
+        if not self._is_prepared and self._environment.now_ms() >= self._prepare_at_ms:
             self._prepare()
         if self._options.topic_pattern is not None and self._environment.now_ms() >= self._topics_at_ms:
             self._topics_at_ms = self._environment.now_ms() + self._topics_every_ms
             try:
                 self._handle(ev.TopicsChanged(topics=tuple(self._topics())))
             except GroupError as exc:
-                log.warning("the topics could not be listed: %s", exc)
+                log.warning("group %s: cannot list the topics; retrying: %s", self._options.group_id, exc)
 
-    def _do(self, work: Order) -> None:
+    def _execute(self, request: QueuedRequest) -> None:
         assert self._commits is not None
-        match work:
+        match request:
             case ev.FetchCommittedOffsets():
-                self._commits.settle()
-                self._handle(self._committed_read(work))
+                self._commits.finish_transaction()
+                self._handle(self._read_committed(request))
             case ev.ResolveStarts():
                 committed = self._options.isolation_level == "read_committed"
-                starts = self._admin.starts(work.starts, committed=committed)
-                self._handle(ev.StartsResolved(offsets=starts, asked=tuple(work.starts)))
+                starts = self._admin.starting_offsets(request.starts, committed=committed)
+                self._handle(ev.StartsResolved(offsets=starts, asked=tuple(request.starts)))
             case ev.CheckReplaced():
-                self._handle(self._commits.probe(work.slot, self._any_partition, seen=work.confirmed))
-            case offset_commits.Order():
-                self._handle(self._commits.echo(work))
+                self._handle(self._commits.check_replaced(request.slot, self._any_partition, seen=request.confirmed))
+            case offset_commits.CommitOrder():
+                self._handle(self._commits.commit(request))
 
-    def _committed_read(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
-        began_ms = self._environment.wall_ms() - self._environment.now_ms()
+    def _read_committed(self, order: ev.FetchCommittedOffsets) -> ev.CommittedOffsetsRead:
+        clock_start_ms = self._environment.wall_ms() - self._environment.now_ms()
         read = self._offsets.read(order.partitions + order.beside)
-        found = {tp: _committed(at, began_ms) for tp, at in read.items()}
+        found = {tp: _committed(at, clock_start_ms) for tp, at in read.items()}
         reset_number = max((at.reset_number for at in found.values() if at is not None), default=0)
         offsets = {tp: found[tp] for tp in order.partitions if tp in found}
         silent = tuple(tp for tp in order.beside if tp not in found)
         known = reset_number if order.beside else None
         return ev.CommittedOffsetsRead(offsets=offsets, asked=order.partitions, reset_number=known, silent=silent)
 
-    def _on_failure(self, work: Order, exc: SourceError) -> None:
+    def _on_failure(self, request: QueuedRequest, exc: SourceError) -> None:
         if isinstance(exc, Fenced):
             self._handle(ev.Replaced(reason=str(exc)))
-        elif isinstance(work, offset_commits.Order) and not isinstance(exc, AccessDenied):
+        elif isinstance(request, offset_commits.CommitOrder) and not isinstance(exc, AccessDenied):
             self._handle(ev.OffsetCommitFailed(reason=str(exc)))
-        elif isinstance(work, ev.FetchCommittedOffsets | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
-            asked = work.partitions if isinstance(work, ev.FetchCommittedOffsets) else tuple(work.starts)
-            self._handle(ev.LookupFailed(partitions=asked, error=exc))
+        elif isinstance(request, ev.FetchCommittedOffsets | ev.ResolveStarts) and isinstance(exc, BrokerUnavailable):
+            tps = request.partitions if isinstance(request, ev.FetchCommittedOffsets) else tuple(request.starts)
+            self._handle(ev.LookupFailed(partitions=tps, error=exc))
         else:
             self._handle(ev.InternalFailure(error=exc))
 
     def _prepare(self) -> None:
-        """Before anything is looked up, since what an older driver committed later would not be seen."""
+        """Take over the transactional id. Lookups come later, so that an older driver cannot commit after them."""
         assert self._commits is not None
         self._prepare_at_ms = self._environment.now_ms() + PREPARE_EVERY_S * 1000
-        self._prepared = self._commits.prepare()
+        self._is_prepared = self._commits.prepare()
 
     def _any_partition(self) -> TopicPartition:
-        """One of the first subscribed topic; nothing is committed for it."""
+        """Return a partition of the first subscribed topic, for a request that must name one."""
         if self._options.topics:
             return TopicPartition(self._options.topics[0], 0)
         topic = next(iter(self._topics()), None)
         if topic is None:
-            raise CommitFailed("no topic matches the pattern now, and the question must name one")
+            raise CommitFailed(
+                "no topic matches subscribePattern now, and the check for a newer run must name a partition"
+            )
         return TopicPartition(topic, 0)
 
 
-def _committed(at: CommittedOffset | None, began_ms: int) -> ev.Committed | None:
-    """``began_ms``: where the run's clock began."""
+def _committed(at: CommittedOffset | None, clock_start_ms: int) -> ev.Committed | None:
+    """Parse a committed offset's metadata.
+
+    Args:
+        clock_start_ms: wall-clock time of the zero of the run's monotonic clock.
+    """
     if at is None:
         return None
     note = identifiers.parse_note(at.metadata)
-    at_ms = None if note.at_ms is None else note.at_ms - began_ms
+    at_ms = None if note.at_ms is None else note.at_ms - clock_start_ms
     return ev.Committed(offset=at.offset, **note._replace(at_ms=at_ms)._asdict())

@@ -199,9 +199,11 @@ def test_G8_brokers_that_are_not_there_are_waited_for_within_a_bound(monkeypatch
 
 def test_a_brokers_word_in_the_librarys_text_is_read_and_other_words_are_no_answer() -> None:
     text = "DELETECONSUMERGROUPOFFSETS worker failed to parse response: OffsetDelete response error: "
-    assert library._said(-196, f"{text}Broker: The group id does not exist").code() == CODES["GROUP_ID_NOT_FOUND"]
+    assert (
+        library._broker_error(-196, f"{text}Broker: The group id does not exist").code() == CODES["GROUP_ID_NOT_FOUND"]
+    )
     for unknown in (f"{text}Broker: what a later release says", text, "Local: Timed out"):
-        assert library._said(-196, unknown).code() == -196
+        assert library._broker_error(-196, unknown).code() == -196
 
 
 @pytest.mark.broker

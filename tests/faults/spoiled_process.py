@@ -42,9 +42,9 @@ def read(given: dict[str, Any], ranges: list[OffsetRange], seconds: float = DEAD
 def ask(given: dict[str, Any], ranges: list[OffsetRange]) -> str:
     """How far the partitions reach, by another admin client each time."""
     admin = Admin({"bootstrap.servers": given["servers"]}, retries=1, retry_interval_s=0.1)
-    topics = admin.require([given["topic"]])
+    topics = admin.require_topics([given["topic"]])
     ends = admin.latest([r.tp for r in ranges])
-    admin.group(given["topic"])
+    admin.describe_group(given["topic"])
     right = len(topics) == 1 and ends == {r.tp: r.end for r in ranges}
     return "right" if right else f"another answer: {topics} {ends}"
 

@@ -10,9 +10,9 @@ from manual_environment import A0, A1, ManualEnvironment, refusal
 from spark_group_source.error_codes import CODES, EXCEPTIONS, MEANINGS, Meaning, Request, Suspicions, meaning
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, GroupError
 from spark_group_source.kafka import Admin
-from spark_group_source.kafka.admin import AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, TROUBLED_S
+from spark_group_source.kafka.admin import FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S, SHORT_TIMEOUT_S, TROUBLED_S
 from spark_group_source.kafka.retry import CONFIRM_S, Retry
-from spark_group_source.kafka.translation import Asker
+from spark_group_source.kafka.translation import ClientInfo
 
 SETTINGS = {"bootstrap.servers": "b"}
 NAMES = {
@@ -77,7 +77,7 @@ def test_every_row_is_followed(request_: Request) -> None:
             return "answer"
 
         def asked(environment: ManualEnvironment = environment) -> str:
-            return Retry(Asker("b:9092"), environment, retries=3)(request_, "asking", ask)
+            return Retry(ClientInfo("b:9092"), environment, retries=3)(request_, "asking", ask)
 
         means = meaning(request_, code)
         if means is Meaning.RETRY:
@@ -140,7 +140,7 @@ def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(
     admin = Admin(SETTINGS, environment=environment, retries=1)
     silent = _Slow(KafkaError(KafkaError._AUTHENTICATION, text), admin, refusal(KafkaError._TIMED_OUT))
     environment.will("list_offsets", *[{A0: silent}] * 2)
-    with pytest.raises(BrokerUnavailable, match="could not be asked") as failure:
+    with pytest.raises(BrokerUnavailable, match="has no token") as failure:
         admin.latest([A0])
     assert text in str(failure.value) and "kafka.oauth_cb" in str(failure.value)
     environment.will("list_offsets", {A0: silent}, {A0: _info(5)})
@@ -168,7 +168,7 @@ def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_aw
         admin.latest([A0, A1], whole=False)
     environment.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0, A1], whole=False)
-    assert bounds(environment) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
 def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(
@@ -178,9 +178,9 @@ def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_ne
     admin = Admin(SETTINGS, environment=environment, retries=3)
     gone = refusal(KafkaError._TIMED_OUT)
     environment.will("describe_topics", {"a": gone}, {"a": gone}, {"a": gone})
-    admin.describe(["a"])
+    admin.describe_topics(["a"])
     asked = [bound_s for client in environment.admins for bound_s in client.topic_bounds_s]
-    assert asked == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S, AWAY_TIMEOUT_S]
+    assert asked == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S, SHORT_TIMEOUT_S]
 
 
 def test_who_answers_slowly_is_given_the_whole_time_again(environment: ManualEnvironment) -> None:
@@ -190,7 +190,7 @@ def test_who_answers_slowly_is_given_the_whole_time_again(environment: ManualEnv
     environment.will("list_offsets", {A0: _info(5), A1: refusal(KafkaError._TIMED_OUT)}, nobody, both)
     admin.latest([A0, A1], whole=False)
     assert admin.latest([A0, A1], whole=False) == {A0: 5, A1: 6}
-    assert bounds(environment) == [FIRST_TIMEOUT_S, AWAY_TIMEOUT_S, FIRST_TIMEOUT_S]
+    assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
 def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(environment: ManualEnvironment) -> None:
@@ -200,7 +200,7 @@ def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(
     assert admin.latest([A0]) == {A0: 5}
     environment.clock_ms += int(TROUBLED_S * 1000)
     admin.latest([A0])
-    first, away = FIRST_TIMEOUT_S, AWAY_TIMEOUT_S
+    first, away = FIRST_TIMEOUT_S, SHORT_TIMEOUT_S
     assert bounds(environment) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
@@ -279,7 +279,7 @@ NOTHING = -1001
 def test_G10_an_offset_that_no_broker_told_is_no_answer(environment: ManualEnvironment, ask: str) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
     question = {"latest": lambda: admin.latest([A0]), "earliest": lambda: admin.earliest([A0])}.get(
-        ask, lambda: admin.at_time({A0: 5})
+        ask, lambda: admin.offsets_at_time({A0: 5})
     )
     environment.will("list_offsets", {A0: _info(NOTHING)}, {A0: _info(7)})
     assert question() == {A0: 7}
@@ -290,7 +290,7 @@ def test_G10_an_offset_that_no_broker_told_is_no_answer(environment: ManualEnvir
 
 def test_no_record_as_young_as_a_time_is_an_answer(environment: ManualEnvironment) -> None:
     environment.will("list_offsets", {A0: _info(-1)})
-    assert Admin(SETTINGS, environment=environment, retries=0).at_time({A0: 5}) == {A0: None}
+    assert Admin(SETTINGS, environment=environment, retries=0).offsets_at_time({A0: 5}) == {A0: None}
 
 
 def test_a_question_that_failed_is_asked_by_another_client(environment: ManualEnvironment) -> None:

@@ -32,15 +32,15 @@ def test_each_offset_has_its_note_and_each_share_its_member(
 
 
 @pytest.mark.parametrize(
-    ("code", "thrown_out"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
+    ("code", "expelled"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
 )
 def test_a_stale_share_is_named_and_nothing_stays_open(
-    environment: ManualEnvironment, committer: OffsetCommitter, code: int, thrown_out: bool
+    environment: ManualEnvironment, committer: OffsetCommitter, code: int, expelled: bool
 ) -> None:
     environment.will("send_offsets", None, refusal(code, abort=True))
     with pytest.raises(MemberStale) as stale:
         committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
-    assert (stale.value.share, stale.value.thrown_out) == (1, thrown_out)
+    assert (stale.value.part, stale.value.expelled) == (1, expelled)
     assert environment.called()[-1] == "abort_transaction"
     committer.commit([(ONE, {A0: 5})], NOTES)
     assert len(environment.producers) == 1
@@ -102,14 +102,14 @@ def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_p
     environment.will(*BROKEN[call])
     with pytest.raises(CommitFailed):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    assert committer.lost
-    with pytest.raises(CommitFailed, match="may be another process's by now"):
+    assert committer.id_uncertain
+    with pytest.raises(CommitFailed, match="may belong to another process"):
         committer.commit([(ONE, {A0: 5})], NOTES)
     with pytest.raises(CommitFailed):
         committer.prepare()
     assert committer.probe(A0) is False
     assert environment.called("init_transactions") == [None]
-    committer.anew()
+    committer.regain_id()
     committer.commit([(ONE, {A0: 5})], NOTES)
     assert len(environment.producers) == 2
 
@@ -125,7 +125,7 @@ def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of
     environment.will("commit_transaction", FENCED)
     with pytest.raises(CommitFailed if lost else Fenced):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    assert committer.lost == lost
+    assert committer.id_uncertain == lost
 
 
 def test_one_refusal_is_not_the_end_of_transactions(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
@@ -196,9 +196,9 @@ def test_G6_a_proof_that_the_place_is_ours_is_good_for_its_moment_only(
         committer.commit([(ONE, {A0: 5})], NOTES)
     environment.will("init_transactions", TIMED_OUT)
     with pytest.raises(CommitFailed):
-        committer.anew()
-    with pytest.raises(CommitFailed, match="may be another process's by now"):
+        committer.regain_id()
+    with pytest.raises(CommitFailed, match="may belong to another process"):
         committer.commit([(ONE, {A0: 5})], NOTES)
-    committer.anew()
-    assert not committer.lost
+    committer.regain_id()
+    assert not committer.id_uncertain
     committer.commit([(ONE, {A0: 5})], NOTES)

@@ -15,7 +15,7 @@ COOPERATIVE = {"bootstrap.servers": "b", "group.id": "g", "partition.assignment.
 def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer, HandConsumer]:
     consumer = MemberConsumer(
         {**COOPERATIVE, **more},
-        known_as=deque(),
+        own_member_ids=deque(),
         environment=environment,
         on_assigned=lambda partitions, generation: None,
         on_revoked=lambda partitions: None,
@@ -37,7 +37,7 @@ def test_B59_a_member_that_was_thrown_out_and_is_told_of_nothing_new_is_known_ag
     consumer.identify()
     assert consumer.identity is None
     environment.script.append(lambda: None)
-    with pytest.raises(GroupError, match="back as another member"):
+    with pytest.raises(GroupError, match="rejoined under another member id"):
         consumer.poll(0)
 
 

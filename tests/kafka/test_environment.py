@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from spark_group_source.errors import BrokerUnavailable
 from spark_group_source.kafka import Environment
-from spark_group_source.kafka.environment import made
+from spark_group_source.kafka.environment import create_client
 
 JOIN_S = 10.0
 
@@ -60,7 +60,7 @@ def test_a_function_that_gives_no_token_is_silence_also_when_the_package_trips_o
             raise SystemError("<class 'logging.LogRecord'> returned a result with an exception set") from no_token
         raise no_token
 
-    with pytest.raises(BrokerUnavailable, match="json:loads gave no token"):
-        made(make, {"oauth_cb": "json:loads"})
+    with pytest.raises(BrokerUnavailable, match="json:loads returned no token"):
+        create_client(make, {"oauth_cb": "json:loads"})
     with pytest.raises(KafkaException):
-        made(make, {})
+        create_client(make, {})

@@ -12,7 +12,7 @@ from spark_group_source.errors import AccessDenied, BrokerUnavailable, CommitFai
 from spark_group_source.kafka import Admin, CommittedOffset, EpochEnds, GroupAdmin, GroupOffsets, ListedGroup
 from spark_group_source.model import EARLIEST, LATEST, StartAt, TopicPartition
 from spark_group_source.options.table import Options
-from spark_group_source.runtime.coordinator import Questions
+from spark_group_source.runtime.coordinator import BrokerQueries
 
 SETTINGS = {"bootstrap.servers": "b"}
 B0, B1 = TopicPartition("b", 0), TopicPartition("b", 1)
@@ -45,7 +45,7 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(environment: ManualEnvi
         B1: StartAt("time", 77),
         TopicPartition("c", 0): LATEST,
     }
-    assert admin.starts(words, committed=True) == {A0: 3, A1: 9, B0: 4, B1: None}
+    assert admin.starting_offsets(words, committed=True) == {A0: 3, A1: 9, B0: 4, B1: None}
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0], [A1, TopicPartition("c", 0)], [B1]]
     assert environment.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
 
@@ -53,7 +53,7 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(environment: ManualEnvi
 def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
     environment: ManualEnvironment, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_group_source.kafka.translation.AT_ONCE", 2)
+    monkeypatch.setattr("spark_group_source.kafka.translation.PARTITIONS_PER_REQUEST", 2)
     environment.will("list_offsets", {A0: info(3), A1: info(4)}, {B0: info(5)})
     assert admin.latest([B0, A1, A0]) == {A0: 3, A1: 4, B0: 5}
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, A1], [B0]]
@@ -110,7 +110,9 @@ def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked
     there, gone = SimpleNamespace(topic_id="i", partitions=[0]), refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
     environment.will("describe_topics", {"a": there, "b": there}, {"b": gone}, {"b": gone})
     environment.will("list_offsets", {A0: info(3), B0: UNKNOWN}, {B0: NO_LEADERS}, {B0: info(5)})
-    target = Questions(options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms).target()
+    target = BrokerQueries(
+        options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+    ).read_target()
     assert target.ends == {A0: 3, B0: 5}
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, B0], [B0], [B0]]
 
@@ -122,9 +124,11 @@ def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_s
     gone = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART)
     environment.will("describe_topics", {"a": SimpleNamespace(topic_id="i", partitions=[0, 1])}, *[{"a": gone}] * 9)
     environment.will("list_offsets", {A0: info(3), A1: UNKNOWN}, *[{A1: NO_LEADERS}] * 9)
-    target = Questions(options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms).target()
+    target = BrokerQueries(
+        options, admin, EpochEnds(SETTINGS, environment=environment), environment.now_ms
+    ).read_target()
     assert target.ends == {A0: 3}
-    assert f"left to the next run, because no broker told their end yet: 1, such as {A1}" in caplog.text
+    assert f"no broker returned the end offsets of 1 partitions, such as {A1}" in caplog.text
 
 
 def test_partitions_without_a_leader_are_asked_for_again(environment: ManualEnvironment) -> None:
@@ -155,22 +159,25 @@ def test_an_error_of_the_whole_question_is_raised(environment: ManualEnvironment
 def test_reading_back_waits_until_all_of_it_shows(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
     hidden = at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)
     environment.will("committed", [at(A0, 4), at(A1, -1001)], [at(A0, 5), hidden], [at(A0, 5), at(A1, 6)])
-    offsets.wait_shown({A0: 5, A1: 6})
+    offsets.wait_until_visible({A0: 5, A1: 6})
     assert len(environment.called("committed")) == 3
 
 
 def test_reading_back_gives_up(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
     environment.will("committed", *[[at(A0, 4)]] * 1_000)
-    with pytest.raises(CommitFailed, match="a-0 was committed at 5, but the group shows"):
-        offsets.wait_shown({A0: 5})
+    with pytest.raises(CommitFailed, match="a-0: committed offset 5, but a read returns"):
+        offsets.wait_until_visible({A0: 5})
     assert environment.clock_ms < 20_000
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (KafkaError._TIMED_OUT, "did not answer whether group 'g' was moved .*describe, then do this again"),
-        (KafkaError.NON_EMPTY_GROUP, "refused to move group 'g'"),
+        (
+            KafkaError._TIMED_OUT,
+            "did not confirm the new offsets of group 'g'.*`spark-group describe --bootstrap-servers b --group g`",
+        ),
+        (KafkaError.NON_EMPTY_GROUP, "refused new offsets of group 'g'"),
     ],
 )
 def test_a_group_that_may_have_been_moved_is_not_called_refused(
@@ -183,7 +190,9 @@ def test_a_group_that_may_have_been_moved_is_not_called_refused(
 
 def test_who_may_not_move_a_group_is_told_what_is_missing(environment: ManualEnvironment) -> None:
     environment.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
-    with pytest.raises(AccessDenied, match=r"refused to move group 'g'.* needs Read and Describe on the group 'g'"):
+    with pytest.raises(
+        AccessDenied, match=r"refused new offsets of group 'g'.* needs Read and Describe on the group 'g'"
+    ):
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
@@ -205,9 +214,9 @@ def test_a_topic_or_partition_without_an_answer_is_no_answer_to_what_a_group_has
 ) -> None:
     """Left out, its offsets would look like none."""
     environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={})}))
-    with pytest.raises(BrokerUnavailable, match="which partitions topic a has"):
+    with pytest.raises(BrokerUnavailable, match="no partitions of topic a"):
         GroupAdmin(SETTINGS, environment=environment).committed("g")
     environment.will("list_topics", SimpleNamespace(topics={"a": SimpleNamespace(partitions={0: None, 1: None})}))
     environment.will("committed", [at(A0, 5), at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)])
-    with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, the first a-1"):
+    with pytest.raises(BrokerUnavailable, match="no answer for 1 partitions, such as a-1"):
         GroupAdmin(SETTINGS, environment=environment).committed("g")

@@ -7,10 +7,10 @@ from confluent_kafka import Producer
 from kit.mock_cluster import Api, MockCluster
 
 from spark_group_source.kafka import Environment, RecordTime, RecordTimes
-from spark_group_source.kafka.record_times import AT_ONCE
+from spark_group_source.kafka.record_times import PARTITIONS_MAX
 from spark_group_source.model import TopicPartition
 
-PARTITIONS = AT_ONCE + 50
+PARTITIONS = PARTITIONS_MAX + 50
 MADE_MS = 1_700_000_000_000
 MS_MAX = 20_000
 NOT_LEADER, READ_REFUSED = 6, 29

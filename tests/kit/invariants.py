@@ -15,7 +15,7 @@ from kit.kafka_client import Client, Tps
 from kit.kafka_group import Entry
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
-from spark_group_source.runtime.request_thread import SHUT_OUT_S_MAX
+from spark_group_source.runtime.request_thread import TRANSACTIONAL_ID_S_MAX
 
 __all__ = ["Invariants", "Violation"]
 
@@ -30,7 +30,7 @@ class Invariants(Accounts):
         the wait's bound is over: before that an older driver would be told that nobody has replaced it."""
         reader = self._readers[client.process.name]
         ours = reader.counted is not None and client.process.name == reader.name  # agents' come later
-        if ours and not answered and self._world.now_ms - reader.began_ms < SHUT_OUT_S_MAX * 1000:
+        if ours and not answered and self._world.now_ms - reader.began_ms < TRANSACTIONAL_ID_S_MAX * 1000:
             self._break(f"{client.name} joins while its run still asks for its transactional id")
 
     def reads_as(self, process: str, reader: Reader) -> None:

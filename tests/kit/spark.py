@@ -281,8 +281,8 @@ class SparkRun:
     @property
     def prepared(self) -> bool:
         """Whether it has taken its transactional id over, so that older runs are shut out."""
-        worker = None if self._coordinator is None else self._coordinator._worker
-        return worker is not None and worker._prepared
+        worker = None if self._coordinator is None else self._coordinator._requests
+        return worker is not None and worker._is_prepared
 
     @property
     def lately_alive(self) -> bool:

@@ -10,9 +10,9 @@ from confluent_kafka import KafkaError
 from manual_environment import A0, A1, HandConsumer, ManualEnvironment, metadata, refusal
 
 from spark_group_source.kafka import Environment, Identity, MemberStale
-from spark_group_source.kafka.consumer import TAKE_MS_MAX
+from spark_group_source.kafka.consumer import TAKE_OVER_MS_MAX
 from spark_group_source.members.member import Member
-from spark_group_source.members.slot_member import Share
+from spark_group_source.members.slot_member import MemberCommit
 from spark_group_source.model import TopicPartition
 from spark_group_source.protocol import events as ev
 
@@ -37,7 +37,7 @@ class Scene:
         self.member = Member(
             join,
             settings,
-            known_as=deque(),
+            own_member_ids=deque(),
             environment=self.environment,
             report=self._report,
         )
@@ -62,10 +62,10 @@ class Scene:
         self.environment.clock_ms += for_ms
 
     def leave(self) -> None:
-        self.member.order(ev.Leave(slot=3, leave=False))
+        self.member.submit(ev.Leave(slot=3, leave=False))
 
     def release(self) -> None:
-        self.member.order(ev.Release(slot=3, client=2))
+        self.member.submit(ev.Release(slot=3, client=2))
 
     def assign(self) -> None:
         self.consumer.assign_callback(A0)
@@ -77,7 +77,7 @@ class Scene:
         """Order a commit at 5, as ``identity`` or as who it is then; :attr:`done` has its end."""
 
         def order() -> None:
-            share = Share(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
+            share = MemberCommit(self.member, identity or self.member.identity, dict.fromkeys(tps, 5))
             self.done.append(self.member.commit(share, dict.fromkeys(tps, "x")))
 
         return order
@@ -126,7 +126,7 @@ def test_a_member_that_lost_a_deleted_topic_holds_the_rest(scene: Scene) -> None
         scene.assign,
         lambda: scene.consumer.assign_callback(A1, generation=2),
         lambda: scene.consumer.lose_callback(A1),
-        lambda: scene.reported.append(ev.Tick()) if scene.member.held == (A0,) else None,
+        lambda: scene.reported.append(ev.Tick()) if scene.member.partitions == (A0,) else None,
         scene.leave,
     )
     assert scene.reported[-1] == ev.Tick()
@@ -274,7 +274,7 @@ def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Sce
 def test_a_place_that_cannot_be_taken_is_a_failure(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
-    scene.run(lambda: None, lambda: scene.freeze(TAKE_MS_MAX))
+    scene.run(lambda: None, lambda: scene.freeze(TAKE_OVER_MS_MAX))
     assert scene.kinds() == ["MemberFailed"]
     assert "was not taken" in str(scene.reported[-1])
 
@@ -300,7 +300,7 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
         def consumer(self, settings: Any) -> Any:
             return hand.consumer(settings)
 
-    member = Member(JOIN, EAGER, environment=Threads(), known_as=deque(), report=reported.append)
+    member = Member(JOIN, EAGER, environment=Threads(), own_member_ids=deque(), report=reported.append)
     member.start()
     assert member.wait_ended(10)
     assert [type(event) for event in reported] == [ev.MemberFailed, ev.MemberEnded, ev.InternalFailure]
@@ -318,7 +318,7 @@ def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
     )
     assert scene.done[0].result(0) is None
     assert scene.environment.called("commit") == [[("a", 0, 5, "x"), ("a", 1, 5, "x")]]
-    with pytest.raises(MemberStale, match="joined again"):
+    with pytest.raises(MemberStale, match="rejoined"):
         scene.done[1].result(0)
 
 
@@ -337,7 +337,7 @@ def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(sce
         release_then_order,
         scene.leave,
     )
-    with pytest.raises(MemberStale, match="given partitions back"):
+    with pytest.raises(MemberStale, match="released partitions"):
         scene.done[0].result(0)
     assert scene.done[1].result(0) is None
     assert scene.environment.called("commit") == [[("a", 1, 5, "x")]]
@@ -348,7 +348,7 @@ def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
     scene.run(scene.assign, scene.commit(A0), scene.leave)
     with pytest.raises(MemberStale) as stale:
         scene.done[0].result(0)
-    assert stale.value.thrown_out
+    assert stale.value.expelled
 
 
 def test_an_order_that_comes_too_late_is_answered(scene: Scene) -> None:

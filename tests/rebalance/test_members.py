@@ -108,7 +108,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
     with Run(scene.run_options(name, strategy, leaveOnStop="always")) as run:
         run.await_(lambda: len(run.records) == 20, "all records")
         scene.await_committed(name)
-        with pytest.raises(CommitFailed, match="refused to move group"):
+        with pytest.raises(CommitFailed, match="refused new offsets of group"):
             operator.move_committed(scene.group, back)
         assert scene.committed() == end_offsets_of(scene.admin, name)
     await_until(lambda: scene.describe().state == "empty", what="an empty group")

@@ -156,7 +156,7 @@ def test_a_function_that_raises_is_reported_with_its_reason_and_called_again(cap
     settings: dict[str, Any] = {**options(f"{HERE}:refuses").admin_settings(), "log_level": 0}
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(BrokerUnavailable, match="gave no token: RuntimeError: no role is assumed"),
+        pytest.raises(BrokerUnavailable, match="returned no token: RuntimeError: no role is assumed"),
     ):
         Environment().admin(settings)
     assert "security.test_callables:refuses raised RuntimeError" in caplog.text

@@ -46,7 +46,7 @@ def test_members_questions_commits_deletions_and_tasks_work(
         assert values_of(engine.rows) == texts(0, 9)
         expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
         await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
-        assert Admin(engine.options.admin_settings()).group(group_id).members[0].partitions
+        assert Admin(engine.options.admin_settings()).describe_group(group_id).members[0].partitions
         if kind == "TLS":  # anyone may do anything there
             subscribed = dict.fromkeys(expected, CODES["GROUP_SUBSCRIBED_TO_TOPIC"])
             assert delete_offsets(engine.options.admin_settings(), group_id, list(expected)) == subscribed
@@ -80,7 +80,7 @@ def test_a_run_outlives_its_tokens(
     assert read(5) == 5
     with Engine(query(KINDS[kind](guarded), group_id, topic)) as engine:
         engine.run()
-        member = {m.member_id for m in Admin(engine.options.admin_settings()).group(group_id).members}
+        member = {m.member_id for m in Admin(engine.options.admin_settings()).describe_group(group_id).members}
         until = time.monotonic() + 2 * SHORT_S
         await_until(
             lambda: engine.step() is None and time.monotonic() > until, 3 * SHORT_S, what="two lives of a token"
@@ -88,7 +88,7 @@ def test_a_run_outlives_its_tokens(
         guarded.produce(topic, numbered(5, 9))
         engine.run()
         assert values_of(engine.rows) == texts(0, 9)
-        assert {m.member_id for m in Admin(engine.options.admin_settings()).group(group_id).members} == member
+        assert {m.member_id for m in Admin(engine.options.admin_settings()).describe_group(group_id).members} == member
     assert read(10) == 10
     assert committed_of(guarded.admin, group_id) == {TopicPartition(topic, 0): 10}
 

@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError
 from confluent_kafka import TopicPartition as KafkaPartition
 from simulation.stage import CLASSIC, FLAVOURS, SESSION_MS, Stage, Watched, played, refused
 
-from spark_group_source.kafka import take_place
+from spark_group_source.kafka import take_over_membership
 
 HOLD_S = 8.0
 assert HOLD_S * 1000 > SESSION_MS
@@ -155,7 +155,7 @@ def test_under_the_new_protocol_a_place_is_taken_through_the_classic_one_and_nob
     told, generations = [each.told.copy() for each in others], [each.generation for each in others]
     known: deque[str] = deque()
     place = play.settings("taking", "i")
-    take_place(place, [topic], environment=play.environment, known_as=known, over=lambda: False)
+    take_over_membership(place, [topic], environment=play.environment, own_member_ids=known, is_cancelled=lambda: False)
     assert known, "the member that took it is known to be this process's"
     new = Watched(play, topic, "new", instance="i")
     play.until(lambda: new.owned == had, "take-over")

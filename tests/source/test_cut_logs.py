@@ -126,6 +126,6 @@ def test_the_librarys_words_are_those_that_the_answer_is_read_from(
     assert end_offsets_of(admin, name) == {TopicPartition(name, 0): 5}
     ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
     tp = TopicPartition(name, 0)
-    assert ends.ask({tp: 0}) == {tp: 5}
-    assert ends.ask({tp: 7}) == {tp: None}, "an epoch that never was"
-    assert ends.ask({}) == {}
+    assert ends.read({tp: 0}) == {tp: 5}
+    assert ends.read({tp: 7}) == {tp: None}, "an epoch that never was"
+    assert ends.read({}) == {}

@@ -191,7 +191,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
         assert waited_ms >= BUDGET_MS
 
 
-@pytest.mark.parametrize("name", ["worker", "slot-0.1"])
+@pytest.mark.parametrize("name", ["requests", "slot-0.1"])
 def test_G8_a_thread_that_cannot_start_ends_the_run_and_says_so(
     name: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,9 +19,9 @@ from spark_group_source.cli.app import app
 from spark_group_source.errors import OptionError
 from spark_group_source.host import run_files
 from spark_group_source.metrics import groups, run
-from spark_group_source.metrics.endpoint import Endpoint, Published
+from spark_group_source.metrics.endpoint import Endpoint, MetricsCollector
 from spark_group_source.metrics.groups import Exporter
-from spark_group_source.metrics.sweep import Sweeps
+from spark_group_source.metrics.sweep import GroupSweeper
 from spark_group_source.options.table import Options
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -66,7 +66,9 @@ def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_
     topic = scene.topic(3)
     scene.produce(topic, numbered(0, 9, 3))
     one = scene.job(subscribe=topic, metricsPort=0, metricsHost="127.0.0.1")
-    sweeps = Sweeps({"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=30)
+    sweeps = GroupSweeper(
+        {"bootstrap.servers": scene.servers}, (scene.group,), isolation_level="read_committed", bound_s=30
+    )
     exporter = Exporter(sweeps, interval_s=15, host="127.0.0.1", port=0)
     with one.running() as query:
         query.processAllAvailable()
@@ -114,10 +116,10 @@ def test_the_dashboard_and_the_alerts_name_something_else_than_what_there_is_onl
 
 def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "METRICS_WAIT_S", 0.1)
-    taken = Endpoint(Published((), tuple, now_ms=int), host="127.0.0.1", port=0, option="--port")
+    taken = Endpoint(MetricsCollector((), tuple, now_ms=int), host="127.0.0.1", port=0, option="--port")
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
     options = Options.parse({**given, "metricsPort": str(taken.port), "metricsHost": "127.0.0.1"})
-    with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process has it"):
+    with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process uses it"):
         source._measured(options, run_files.Publisher("g"))
     taken.stop()
 

@@ -20,8 +20,8 @@ from spark_group_source.members.member import Member
 from spark_group_source.model import LATEST, TopicPartition
 from spark_group_source.options.table import Options
 from spark_group_source.protocol import events as ev
-from spark_group_source.runtime.offset_commits import BARRED_MS, DENIED_AGAIN_MS, in_whose_name
-from spark_group_source.runtime.request_thread import Worker
+from spark_group_source.runtime.offset_commits import COMMIT_DENIED_MS, TRANSACTION_RETRY_MS, commit_order
+from spark_group_source.runtime.request_thread import RequestThread
 
 TIMED_OUT = refusal(KafkaError._TIMED_OUT, retriable=True)
 DENIED = refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True)
@@ -39,13 +39,13 @@ class HandMember:
         self.agent = ""
         self.static = True
         self.identity: Identity | None = Identity(slot + 1, "m", metadata(slot + 1))
-        self.held: tuple[TopicPartition, ...] = (A0, A1, B0)
-        self.orders: list[Any] = []
+        self.partitions: tuple[TopicPartition, ...] = (A0, A1, B0)
+        self.commands: list[Any] = []
         self.committed: list[Any] = []
         self.refusal: Exception | None = None
 
-    def order(self, order: Any) -> None:
-        self.orders.append(order)
+    def submit(self, command: Any) -> None:
+        self.commands.append(command)
 
     def commit(self, share: Any, notes: Mapping[TopicPartition, str]) -> Any:
         done = self.environment.future()
@@ -71,7 +71,7 @@ class Scene:
         if "subscribePattern" in given:
             del given["subscribe"]
         self.options = parsed = Options.parse(given)
-        self.worker = Worker(
+        self.worker = RequestThread(
             parsed,
             Admin(parsed.admin_settings(), environment=self.environment, retries=0),
             environment=self.environment,
@@ -101,12 +101,12 @@ class Scene:
 
     def ordered(self, order: Any) -> Any:
         """As the coordinator hands it on: an echo with who holds its partitions now."""
-        return in_whose_name(order, self._member) if isinstance(order, ev.CommitOffsets) else order
+        return commit_order(order, self._member) if isinstance(order, ev.CommitOffsets) else order
 
     def order(self, *orders: Any) -> Callable[[], None]:
         def give() -> None:
             for order in orders:
-                self.worker.order(self.ordered(order))
+                self.worker.submit(self.ordered(order))
 
         return give
 
@@ -115,7 +115,7 @@ class Scene:
 
         def give() -> None:
             self.environment.clock_ms += ms
-            self.worker.order(self.ordered(order))
+            self.worker.submit(self.ordered(order))
 
         return give
 
@@ -148,7 +148,7 @@ FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 
 
 def test_an_older_driver_is_shut_out_before_anything_is_looked_up(scene: Scene) -> None:
-    scene.worker.order(FETCH)
+    scene.worker.submit(FETCH)
     scene.run()
     assert scene.environment.called("init_transactions", "committed") == ["init_transactions", "committed"]
 
@@ -318,7 +318,7 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(
     broken: Scene, instance: str, member: str, answer: type
 ) -> None:
     scene = broken
-    scene.worker.known_as.append("mine")
+    scene.worker.own_member_ids.append("mine")
     scene.environment.will("describe_consumer_groups", *[group_of(member_at(instance, member))] * 2)
     question = ev.CheckReplaced(slot=0)
     later = scene.order_after(2 * scene.options.session_timeout_ms, question)
@@ -351,7 +351,7 @@ def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(
 
 def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene) -> None:
     """A newer driver with fewer members has the place of the first one only."""
-    broken.members[0].refusal = MemberStale("fenced", thrown_out=True)
+    broken.members[0].refusal = MemberStale("fenced", expelled=True)
     for _ in range(2):
         broken.shows({A1: 6})
     broken.run(*[broken.order(echo())] * 3)
@@ -362,7 +362,7 @@ def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> Non
     scene.environment.will("init_transactions", DENIED, DENIED)
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
-    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(DENIED_AGAIN_MS, echo()))
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(TRANSACTION_RETRY_MS, echo()))
     assert [type(event) for event in scene.handled] == [ev.OffsetsCommitted] * 3
     assert [len(member.committed) for member in scene.members.values()] == [2, 2, 0]
     assert len(scene.environment.called("commit_transaction")) == 1
@@ -373,7 +373,7 @@ def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactio
     scene.environment.will("send_offsets", barred, barred, barred)
     scene.topics_there(a=2)
     scene.topics_there(a=2)
-    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(BARRED_MS, echo()))
+    scene.run(scene.order(echo()), scene.order(echo()), scene.order_after(COMMIT_DENIED_MS, echo()))
     assert [type(event) for event in scene.handled] == [
         ev.OffsetCommitFailed,
         ev.OffsetCommitFailed,
@@ -427,7 +427,7 @@ def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committe
     (done,) = scene.handled
     assert isinstance(done, ev.OffsetsCommitted)
     assert (done.offsets, list(done.left)) == ({A0: 5, B0: 7}, [1])
-    assert scene.members[1].orders == []
+    assert scene.members[1].commands == []
     assert scene.environment.called("commit_transaction") == [None]
 
 
@@ -438,7 +438,7 @@ def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> Non
     failed, done = scene.handled
     assert isinstance(failed, ev.MemberFailed) and (failed.slot, failed.client) == (0, 7)
     assert isinstance(done, ev.OffsetsCommitted) and done.offsets == {A1: 6}
-    assert scene.members[0].orders == [ev.Leave(slot=0, leave=False)]
+    assert scene.members[0].commands == [ev.Leave(slot=0, leave=False)]
 
 
 def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: Scene) -> None:
@@ -458,11 +458,11 @@ def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_w
     scene.shows({A1: 6})
 
     def ordered_then_changed() -> None:
-        scene.worker.order(scene.ordered(echo()))
+        scene.worker.submit(scene.ordered(echo()))
         if since == "joined again":
             scene.members[0].identity = Identity(9, "m", metadata(9))
         else:
-            scene.members[0].held = (B0,)
+            scene.members[0].partitions = (B0,)
 
     scene.run(ordered_then_changed)
     (done,) = scene.handled
@@ -477,10 +477,10 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
 
     def the_next_one() -> None:
         def answered_at_last(timeout: float) -> None:
-            scene.members[0].held = (B0,)
+            scene.members[0].partitions = (B0,)
 
         scene.environment.producers[-1].commit_transaction = answered_at_last  # type: ignore[method-assign]
-        scene.worker.order(scene.ordered(echo()))
+        scene.worker.submit(scene.ordered(echo()))
 
     scene.run(scene.order(echo()), the_next_one)
     failed, done = scene.handled
@@ -529,14 +529,14 @@ def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied
     assert denied.members[1].committed == [({A1: 6}, {A1: "spark-group:s:4:0:at=7"})]
 
 
-@pytest.mark.parametrize("thrown_out", [False, True])
-def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, thrown_out: bool) -> None:
-    denied.members[0].refusal = MemberStale("again", thrown_out=thrown_out)
+@pytest.mark.parametrize("expelled", [False, True])
+def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, expelled: bool) -> None:
+    denied.members[0].refusal = MemberStale("again", expelled=expelled)
     denied.shows({A1: 6})
     denied.run(denied.order(echo()))
     done = denied.handled[-1]
     assert isinstance(done, ev.OffsetsCommitted) and (done.offsets, done.left) == ({A1: 6}, {0: "again"})
-    assert bool(denied.members[0].orders) == thrown_out
+    assert bool(denied.members[0].commands) == expelled
 
 
 @pytest.mark.parametrize("why", [TimeoutError(), CommitFailed("no")])
@@ -559,7 +559,7 @@ def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
     refused.environment.will("init_transactions", *[DENIED] * 9)
     refused.shows({A0: 5, A1: 6})
     for member in refused.members.values():
-        member.held = (A0, A1)
+        member.partitions = (A0, A1)
     refused.run(refused.order(echo(), echo(), echo()))
     assert refused.transactions == [False]
 
@@ -571,7 +571,7 @@ def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refus
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
-    assert isinstance(failed, ev.OffsetCommitFailed) and "come home first" in failed.reason
+    assert isinstance(failed, ev.OffsetCommitFailed) and "they must return first" in failed.reason
     assert not scene.members[0].committed and not scene.members[1].committed
 
 
@@ -616,5 +616,5 @@ def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(b
 
     scene.run(scene.order(echo()), denies, scene.order(echo()), scene.order(echo()))
     assert [type(event) for event in scene.handled] == [ev.OffsetCommitFailed] * 3
-    assert "come home first" in scene.handled[-1].reason  # type: ignore[union-attr]
+    assert "they must return first" in scene.handled[-1].reason  # type: ignore[union-attr]
     assert scene.transactions[-1] is False

@@ -14,7 +14,7 @@ from spark_group_source.agents.remote_member import RemoteMember
 from spark_group_source.agents.session import PENDING_MAX, Session
 from spark_group_source.errors import AccessDenied
 from spark_group_source.kafka import Identity
-from spark_group_source.members.slot_member import Share
+from spark_group_source.members.slot_member import MemberCommit
 from spark_group_source.protocol import events as ev
 
 LEASE_MS = 6_000
@@ -46,12 +46,12 @@ class Pair:
         self.here, self.there = ManualEnvironment(), ManualEnvironment()
         self.events: list[ev.Event] = []
         self.ended: list[str] = []
-        self.known_as: deque[str] = deque()
+        self.own_member_ids: deque[str] = deque()
         self.connected = ConnectedAgents(
             environment=self.here,
             lease_ms=LEASE_MS,
             incremental=True,
-            known_as=self.known_as,
+            own_member_ids=self.own_member_ids,
             handle=self._handle,
         )
         self.wire = Wire(self)
@@ -253,17 +253,17 @@ def test_changes_arrive_in_order_over_several_connections(pair: Pair) -> None:
     pair.wire.to_run.clear()
     pair.reconnect()
     assert [type(event) for event in pair.reported()] == [ev.Assigned, ev.AgentDisconnected, ev.Revoking]
-    assert member.held == (A0,)
+    assert member.partitions == (A0,)
 
 
 def test_held_partitions_shrink_when_the_release_is_sent(pair: Pair) -> None:
     member = pair.place()
     pair.report(assigned(A0, A1))
     pair.report(ev.Revoking(slot=3, client=2, partitions=(A0,), eager=False))
-    share = Share(member, member.identity, {A0: 1})
-    member.order(ev.Release(slot=3, client=2))
-    assert member.held == (A1,)
-    assert share.outdated is not None
+    share = MemberCommit(member, member.identity, {A0: 1})
+    member.submit(ev.Release(slot=3, client=2))
+    assert member.partitions == (A1,)
+    assert share.stale_reason is not None
 
 
 def test_the_identity_arrives_before_the_assignment(pair: Pair) -> None:
@@ -271,7 +271,7 @@ def test_the_identity_arrives_before_the_assignment(pair: Pair) -> None:
     pair.agent._on_identity(JOIN, WHO)
     pair.report(assigned(A0))
     assert member.identity == WHO
-    assert pair.known_as == deque(["m"])
+    assert pair.own_member_ids == deque(["m"])
     pair.agent._on_identity(JOIN, None)
     pair.carry()
     assert member.identity is None
@@ -304,14 +304,14 @@ def test_orders_arrive_once_over_several_connections(pair: Pair) -> None:
     member = pair.place()
     pair.report(assigned(A0))
     there = pair.agent._members[3]
-    member.order(ev.Subscribe(slot=3, topics=("a", "b")))
+    member.submit(ev.Subscribe(slot=3, topics=("a", "b")))
     pair.carry()
-    member.order(ev.Release(slot=3, client=2))
+    member.submit(ev.Release(slot=3, client=2))
     pair.wire.to_agent.clear()
     pair.reconnect()
-    orders = [there._orders.get_nowait() for _ in range(2)]
+    orders = [there._commands.get_nowait() for _ in range(2)]
     assert [type(order) for order in orders] == [ev.Subscribe, ev.Release]
-    assert there._orders.empty()
+    assert there._commands.empty()
 
 
 def test_an_order_for_a_replaced_member_is_ignored(pair: Pair) -> None:
@@ -319,6 +319,6 @@ def test_an_order_for_a_replaced_member_is_ignored(pair: Pair) -> None:
     pair.connected.create_member(replace(JOIN, client=3)).start()
     pair.carry()
     there = pair.agent._members[3]
-    former.order(ev.Leave(slot=3, leave=True))
+    former.submit(ev.Leave(slot=3, leave=True))
     pair.carry()
-    assert there.client == 3 and there._orders.empty()
+    assert there.client == 3 and there._commands.empty()

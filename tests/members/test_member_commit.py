@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spark_group_source.kafka import Identity
-from spark_group_source.members.slot_member import Share
+from spark_group_source.members.slot_member import MemberCommit
 from spark_group_source.model import TopicPartition
 
 A, B = TopicPartition("orders", 0), TopicPartition("orders", 1)
@@ -18,15 +18,15 @@ class Holder:
     """A member, as far as a share asks it."""
 
     identity: Identity | None
-    held: tuple[TopicPartition, ...]
+    partitions: tuple[TopicPartition, ...]
 
 
 @pytest.mark.parametrize(
     ("ordered_as", "identity", "held", "why"),
     [
         (WHO, WHO, (A, B), None),
-        (WHO, WHO, (A,), "the member has given partitions back since"),
-        (WHO, LATER, (A, B), "the member has joined again since"),
+        (WHO, WHO, (A,), "the member has released partitions since"),
+        (WHO, LATER, (A, B), "the member has rejoined since"),
         (None, WHO, (A, B), "the member is not in the group at the moment"),
     ],
 )
@@ -34,4 +34,4 @@ def test_G3_a_share_is_committed_only_while_its_member_is_what_it_was_and_has_al
     ordered_as: Identity | None, identity: Identity | None, held: tuple[TopicPartition, ...], why: str | None
 ) -> None:
     member: Any = Holder(identity, held)
-    assert Share(member, ordered_as, {A: 10, B: 20}).outdated == why
+    assert MemberCommit(member, ordered_as, {A: 10, B: 20}).stale_reason == why
