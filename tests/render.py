@@ -1,9 +1,9 @@
-"""Write what the code knows into the documents: ``python -m tests.render``."""
+"""Render tables of the documents from the code: ``python -m tests.render``."""
 
 import inspect
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -24,28 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # `python -m tests.render` does 
 import proofs
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs/architecture.md"
+STATES = ROOT / "docs/states.md"
 OPTIONS = ROOT / "docs/options.md"
 ANSWERS = ROOT / "docs/answers.md"
 CLI = ROOT / "docs/cli.md"
 METRICS = ROOT / "docs/metrics.md"
 ERRORS = ROOT / "docs/errors.md"
 GUARANTEES = ROOT / "docs/guarantees.md"
-
-TEN = (
-    "kafka.bootstrap.servers",
-    "kafka.group.id",
-    "subscribe",
-    "startingOffsets",
-    "maxOffsetsPerTrigger",
-    "groupMembers",
-    "kafka.group.protocol",
-    "failOnDataLoss",
-    "leaveOnStop",
-    "kafka.*",
-)
-"""The options that the README shows."""
 
 Table = Mapping[Any, Enum]  # keys: a state of its own kind, and a cause
 DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
@@ -57,13 +42,12 @@ DRAWN: tuple[tuple[str, type[Enum], Table], ...] = (
 BOXES: dict[type[Enum], tuple[str, tuple[Enum, ...]]] = {
     SlotState: ("has a consumer", (SlotState.JOINING, SlotState.ASSIGNED, SlotState.REVOKING)),
 }
-"""States that are drawn in a box of that name: what leads out of all of them is one arrow."""
+"""States that are drawn in one box: a change from all of them is one arrow."""
 
 
 def blocks() -> dict[Path, dict[str, str]]:
-    """What stands between ``<!-- name -->`` and ``<!-- /name -->`` of each document."""
+    """The rendered text between ``<!-- name -->`` and ``<!-- /name -->`` of each document."""
     return {
-        README: {"options": options_table(TEN)},
         OPTIONS: {"options": options_table()},
         ANSWERS: {"error codes": error_code_rows()},
         CLI: {"exit codes": exit_codes(), "commands": commands()},
@@ -73,20 +57,19 @@ def blocks() -> dict[Path, dict[str, str]]:
         },
         GUARANTEES: {"proofs": proofs.table()},
         ERRORS: {"errors": "\n".join(map(section, kinds(errors.SourceError)))},
-        ARCHITECTURE: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
+        STATES: {f"{name} states": f"{diagram(kind, table)}\n{rows(kind, table)}" for name, kind, table in DRAWN},
     }
 
 
-def options_table(names: Collection[str] | None = None) -> str:
-    """One row an option; ``names``: only these."""
+def options_table() -> str:
+    """One row for each option."""
     lines = ["| option | value | default | meaning |", "|---|---|---|---|"]
-    rows = [row for row in ALL_OPTIONS if names is None or row.name in names]
-    lines += [f"| `{row.name}` | {row.unit} | {row.default} | {row.doc} |" for row in rows]
+    lines += [f"| `{row.name}` | {row.unit} | {row.default} | {row.doc} |" for row in ALL_OPTIONS]
     return "\n".join(lines) + "\n"
 
 
 def metrics_table(metrics: Sequence[Metric[Any]]) -> str:
-    """One row a metric."""
+    """One row for each metric."""
     lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels) or '-'} | {m.doc} |" for m in metrics
@@ -114,7 +97,7 @@ def error_code_rows() -> str:
 
 
 def exit_codes() -> str:
-    """What a program may go by."""
+    """One row for each exit code of ``spark-group``."""
     return (
         "\n".join(["| code | means |", "|---|---|", *(f"| {c} | {text} |" for c, text in cli.EXIT_CODES.items())])
         + "\n"
@@ -122,7 +105,7 @@ def exit_codes() -> str:
 
 
 def commands() -> str:
-    """One row a command: its first sentence, and its options."""
+    """One row for each command: its first sentence and its options."""
     lines = ["| command | what it does | options |", "|---|---|---|"]
     for name, command in sorted(_leaves(typer.main.get_command(cli.app), "")):
         shown = [one for one in command.params if one.name != "help" and not getattr(one, "hidden", False)]
@@ -133,7 +116,7 @@ def commands() -> str:
 
 
 def _leaves(command: Any, name: str) -> list[tuple[str, Any]]:
-    """The commands below one, without those that help does not show."""
+    """The subcommands of a command, without hidden ones."""
     below: dict[str, Any] = getattr(command, "commands", {})
     if not below:
         return [(name, command)]
@@ -141,17 +124,17 @@ def _leaves(command: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def rows(kind: type[Enum], table: Table) -> str:
-    """One row a state: what it means, as its comment says, and what leads out of it."""
-    lines = ["| state | means | leaves by |", "|---|---|---|"]
+    """One row for each state: its comment in the code, and the changes that leave it."""
+    lines = ["| state | meaning | changes |", "|---|---|---|"]
     meanings = dict(re.findall(r"^    (\w+) = \".*?\"  # (.*)$", inspect.getsource(kind), re.MULTILINE))
     for state in kind:
         exits = [f"{cause.__name__} → `{to.value}`" for (at, cause), to in table.items() if at is state]
-        lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'nothing'} |")
+        lines.append(f"| `{state.value}` | {meanings[state.name]} | {', '.join(exits) or 'none'} |")
     return "\n".join(lines) + "\n"
 
 
 def kinds(base: type[errors.SourceError]) -> list[type[errors.SourceError]]:
-    """The classes below one, each before those below itself, in the order of the file."""
+    """The subclasses of a class, depth first, in the order of the file."""
     found = [cls for cls in base.__subclasses__() if cls.__module__ == errors.__name__]
     return [each for cls in found for each in (cls, *kinds(cls))]
 
@@ -165,7 +148,7 @@ def section(cls: type[errors.SourceError]) -> str:
 
 
 def diagram(kind: type[Enum], table: Table) -> str:
-    """The table as a picture that GitHub draws, without the changes that most states have."""
+    """The table as a Mermaid diagram, without the changes that most states have."""
     starts: dict[tuple[type, Enum], set[Enum]] = {}
     for (at, cause), to in table.items():
         if at is not to:
@@ -187,13 +170,13 @@ def diagram(kind: type[Enum], table: Table) -> str:
     if inside:
         lines += [f'    state "{box}" as box {{', *(f"        {node[state.value]}" for state in inside), "    }"]
     lines += [f"    {node[before]} --> {node[to]}: {', '.join(causes)}" for (before, to), causes in arrows.items()]
-    same = "what leaves a state as it is"
-    most = f"{', '.join(left_out)}, which most states have; and {same}" if left_out else same
+    same = "changes that keep the state"
+    most = f"{', '.join(left_out)} (possible in most states), and {same}" if left_out else same
     return "\n".join([*lines, "```", "", f"Not drawn: {most}.", ""])
 
 
 def filled(text: str, name: str, content: str) -> str:
-    """The text with another content of one block."""
+    """The text with the content of one block replaced."""
     block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     assert block.search(text), f"there is no block {name}"
     return block.sub(partial(_between, content), text)

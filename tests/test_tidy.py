@@ -21,9 +21,23 @@ PACKAGE = ROOT / "spark_group_source"
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-README_LINES_MAX = 200
 IMPORT_LEVELS_MAX = 7
 """Of modules of one package."""
+README_LINES_MAX = 120
+ARCHITECTURE_LINES_MAX = 300
+ARCHITECTURE = ROOT / "docs/architecture.md"
+INSIDE = [ARCHITECTURE, ROOT / "docs/states.md", ROOT / "docs/decisions.md"]
+"""Pages for engineers who change the code."""
+ROADS = {
+    "A batch": 12,
+    "A revocation": 9,
+    "An agent joins": 12,
+    "An agent dies": 9,
+    "A DeltaSink commit": 12,
+    "A reset": 9,
+    "A RESTORE is refused": 6,
+}
+"""Sections of the architecture page that follow one thing through the code, and the files that a reader may have to open."""
 ARCHITECTURE_NAMES_MIN = 100
 """Fewer names than this were found: the pattern does not match any more."""
 
@@ -174,8 +188,9 @@ def test_the_documents_have_what_the_code_knows(path: Path) -> None:
         assert render.filled(text, name, content) == text, f"{name}: run python -m tests.render"
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) < README_LINES_MAX
+def test_readme_and_architecture_page_are_short() -> None:
+    assert len(README.read_text().splitlines()) <= README_LINES_MAX
+    assert len(ARCHITECTURE.read_text().splitlines()) <= ARCHITECTURE_LINES_MAX
 
 
 def test_every_link_of_the_documents_leads_somewhere() -> None:
@@ -196,14 +211,29 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
-def test_the_architecture_names_only_what_is_there() -> None:
-    text = render.ARCHITECTURE.read_text()
-    named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
-    assert len(named) > ARCHITECTURE_NAMES_MIN
-    for file, name in named:
-        path = ROOT / file if file.startswith("tests/") else PACKAGE / file
+@pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
+def test_pages_about_the_code_name_existing_files_and_symbols(page: Path) -> None:
+    for file, name in named_symbols(page.read_text()):
+        path = ROOT / file if file.startswith(("tests/", "spark_group_source/")) else PACKAGE / file
         assert path.exists(), file
         assert not name or name in defined(path), f"{file}: {name}"
+
+
+def test_architecture_page_names_many_symbols() -> None:
+    assert len(named_symbols(ARCHITECTURE.read_text())) > ARCHITECTURE_NAMES_MIN
+
+
+@pytest.mark.parametrize(("heading", "most"), ROADS.items())
+def test_a_road_leads_through_few_files(heading: str, most: int) -> None:
+    sections = re.split(r"^## ", ARCHITECTURE.read_text(), flags=re.MULTILINE)
+    (text,) = [section for section in sections if section.startswith(f"{heading}\n")]
+    assert 0 < len({file for file, _ in named_symbols(text)}) <= most
+
+
+def named_symbols(text: str) -> list[tuple[str, str]]:
+    """Every `file.py` and `file.py: symbol` of a page."""
+    found: list[tuple[str, str]] = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
+    return found
 
 
 def defined(path: Path) -> set[str]:

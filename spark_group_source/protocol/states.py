@@ -2,7 +2,7 @@
 
 Runs in: the stream reader, tests. Deliberately absent: what is done on a transition (``run``, ``slots``,
 ``partitions``, ``placement``). The four tables are complete: a transition that is not in them raises
-:class:`InvariantBroken`. The tables and diagrams of ``docs/architecture.md`` are rendered from them. A cause is a class
+:class:`InvariantBroken`. The tables and diagrams of ``docs/states.md`` are rendered from them. A cause is a class
 of ``events``: an event, a command, or a condition that the run detected itself.
 """
 
