@@ -14,7 +14,7 @@ TESTS = Path(__file__).resolve().parent
 LEVELS = ("core", "simulation", "kafka", "spark")
 GUARANTEES = {
     "G1": "replay",
-    "G2": "echo",
+    "G2": "commit",
     "G3": "boundary",
     "G4": "exactly once",
     "G5": "no gaps",
@@ -63,7 +63,7 @@ def proofs() -> Iterator[Proof]:
 
 
 def table() -> str:
-    """One row a guarantee, one column a level."""
+    """One row for each guarantee, one column for each level."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for proof in proofs():
         found[proof.guarantee, proof.level].append(f"`{proof.path}`: `{proof.test}`")

@@ -76,7 +76,7 @@ def processes_that_know(directory: Path) -> list[str]:
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 30)
-def test_a_short_demo_proves_that_each_order_is_there_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_short_demo_proves_each_order_once_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO), "--seconds", "8", "--rate", "300"]
     env = environment() | {"TMPDIR": str(tmp_path)}
 
@@ -115,7 +115,7 @@ def _as_in_a_terminal() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 30)
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_ctrl_c_stops_everything_the_demo_started(tmp_path: Path) -> None:
     demo = subprocess.Popen(
         [sys.executable, str(DEMO)],
         stdout=subprocess.PIPE,
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 # --- the proof -------------------------------------------------------------------------------------------------------
 
 
-def test_the_truth_is_proven(proof: ModuleType, truth: Any) -> None:
+def test_correct_evidence_passes_the_checks(proof: ModuleType, truth: Any) -> None:
     assert [found.holds for found in proof.check(truth)] == [True] * 4
 
 
@@ -166,7 +166,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_not_proven_and_ends_with_an_error(proof: ModuleType, truth: Any, lie: str) -> None:
+def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, lie: str) -> None:
     import demo
     import demo_screen
     from rich.console import Console
@@ -181,7 +181,7 @@ def test_a_lie_is_not_proven_and_ends_with_an_error(proof: ModuleType, truth: An
     assert said in shown and "NOT PROVEN" in shown
 
 
-def test_a_partition_that_the_ordinary_consumer_had_last_is_compared_with_its_commits(
+def test_partition_last_read_by_the_plain_consumer_is_compared_with_its_commits(
     proof: ModuleType, truth: Any
 ) -> None:
     checks = proof.check(replace(truth, ledger={0: 6, 1: 1}, ordinary_last={1: 4}))
@@ -189,7 +189,7 @@ def test_a_partition_that_the_ordinary_consumer_had_last_is_compared_with_its_co
     assert "on 1 of 1 partitions" in checks[2].text
 
 
-def test_the_tables_log_is_read_with_its_removals_and_its_ledger(proof: ModuleType, tmp_path: Path) -> None:
+def test_delta_log_is_read_with_removals_and_ledger(proof: ModuleType, tmp_path: Path) -> None:
     log = tmp_path / "_delta_log"
     log.mkdir()
     add = '{{"add": {{"path": "{}", "stats": "{{\\"numRecords\\": {}}}"}}}}\n'

@@ -65,12 +65,12 @@ def typed(program: str) -> list[Any]:
     ]
 
 
-def test_there_are_commands_to_check() -> None:
+def test_documents_contain_commands_to_check() -> None:
     assert len(typed("spark-group")) > 20 and len(typed("make")) > 5
 
 
 @pytest.mark.parametrize("arguments", typed("spark-group"))
-def test_a_command_of_spark_group_is_one(arguments: list[str]) -> None:
+def test_spark_group_command_of_a_document_is_valid(arguments: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
@@ -85,7 +85,7 @@ def test_a_command_of_spark_group_is_one(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", typed("make"))
-def test_a_target_of_make_is_one(arguments: list[str]) -> None:
+def test_make_target_of_a_document_exists(arguments: list[str]) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert arguments[0] in targets
 
@@ -95,7 +95,7 @@ class Understood(Exception):
 
 
 @pytest.mark.parametrize("arguments", [*typed("python -m tests.bench")])
-def test_a_benchmark_takes_the_arguments_that_a_document_gives(
+def test_benchmark_accepts_arguments_of_a_document(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parse = argparse.ArgumentParser.parse_args
@@ -111,14 +111,14 @@ def test_a_benchmark_takes_the_arguments_that_a_document_gives(
 
 
 @pytest.mark.parametrize("arguments", [*typed("python"), *typed("spark-submit")])
-def test_a_program_that_is_named_is_there(arguments: list[str]) -> None:
+def test_program_of_a_document_exists(arguments: list[str]) -> None:
     for argument in arguments:
         if argument.startswith(("jobs/", "tests/")):
             assert (ROOT / argument).exists()
 
 
 @pytest.mark.parametrize("block", [b for b in blocks() if b.language == "python"], ids=lambda block: block.document)
-def test_a_block_of_python_is_python_and_imports_what_is_there(block: Block) -> None:
+def test_python_block_of_a_document_parses_and_imports(block: Block) -> None:
     text = re.sub(r"^\.option", "x = x.option", block.text, flags=re.MULTILINE)  # the middle of a chain
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spark_group_source"):
@@ -127,7 +127,7 @@ def test_a_block_of_python_is_python_and_imports_what_is_there(block: Block) -> 
 
 
 @pytest.mark.slow
-def test_the_site_is_built_strictly_and_asks_no_other_host_for_anything(tmp_path: Path) -> None:
+def test_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "conf/mkdocs.yml"]
     offline = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(
@@ -149,7 +149,7 @@ SEARCH_OF_FILES = {"https://unpkg.com/iframe-worker/shim"}
 @pytest.mark.spark
 @pytest.mark.soak  # two minutes of starting Sparks; the guide for changing over is typed in every run
 @pytest.mark.timeout(2 * FIRST_S)
-def test_the_first_ten_minutes_are_as_they_are_written(broker: Broker, topic: Any, tmp_path: Path) -> None:
+def test_first_ten_minutes_run_as_printed(broker: Broker, topic: Any, tmp_path: Path) -> None:
     """All of its commands in their order, in one shell; the broker is the tests' own."""
     orders = topic(3)
     script = "\n".join(b.text for b in blocks() if b.document == "first.md" and b.language == "bash")

@@ -62,7 +62,7 @@ def run(command: list[str], scratch: Path, **env: str) -> subprocess.CompletedPr
 @pytest.mark.spark
 @pytest.mark.full
 @pytest.mark.timeout(3 * RUN_S)
-def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_stopped(
+def test_submitted_job_parses_records_and_continues_after_restart(
     broker: Broker, topic: Any, group_id: str, produce: Any, committed: Any, tmp_path: Path
 ) -> None:
     name = topic(2)
@@ -98,7 +98,7 @@ def test_a_submitted_job_parses_keeps_what_is_malformed_and_goes_on_where_it_sto
     assert sorted(r["id"] for r in again if r["name"] == "later") == list(range(100, 130))
 
 
-def test_the_script_refuses_in_one_line_too_and_shows_no_secret(tmp_path: Path) -> None:
+def test_submitted_script_reports_errors_in_one_line_without_secrets(tmp_path: Path) -> None:
     options = tmp_path / "options"
     options.write_text("kafka.sasl.password=hunter2\nhunter2\n")
     ended = run([sys.executable, str(JOB), *NEEDED, "--topics", "t", "--option-file", str(options)], tmp_path)
@@ -110,7 +110,7 @@ def test_the_script_refuses_in_one_line_too_and_shows_no_secret(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("missing", ["--table", "--group", "--checkpoint", "--bootstrap-servers"])
-def test_what_is_needed_is_asked_for_by_name(arguments: Any, missing: str) -> None:
+def test_missing_required_option_is_named(arguments: Any, missing: str) -> None:
     given = [*NEEDED, "--topics", "t"]
     at = given.index(missing)
     status, shown = arguments(*given[:at], *given[at + 2 :])
@@ -135,7 +135,7 @@ TIMING = "give available-now, once, or an interval such as '5 seconds'"
         *[([*TOPICS, "--table", t], 1, "one folder") for t in ("/tmp/none/c", "delta.`file:///tmp/none/c/`")],
     ],
 )
-def test_arguments_that_cannot_work_are_refused_before_spark_starts_and_secrets_are_not_shown(
+def test_invalid_arguments_are_refused_before_spark_starts(
     arguments: Any, more: list[str], status: int, says: str
 ) -> None:
     code, shown = arguments(*NEEDED, *more)
@@ -159,7 +159,7 @@ def test_triggers(trigger: str, timing: dict[str, Any]) -> None:
 
 
 @pytest.mark.spark
-def test_schemas_and_fields_that_cannot_be_columns_are_refused_in_one_line(spark: "SparkSession") -> None:
+def test_invalid_schema_is_refused_in_one_line(spark: "SparkSession") -> None:
     for schema in ("id BIGINTEGER", "id", "id BIGINT,, name STRING"):
         with pytest.raises(typer.BadParameter, match="is not Spark DDL") as met:
             job._ddl(spark, schema)
@@ -173,7 +173,7 @@ def test_schemas_and_fields_that_cannot_be_columns_are_refused_in_one_line(spark
 
 
 @pytest.mark.spark
-def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession") -> None:
+def test_columns_are_ordered_fields_malformed_kafka(spark: "SparkSession") -> None:
     made = spark.createDataFrame(
         [(b"k", bytearray(b'{"a.b": 5, "timestamp": "x"}'), "t", 0, 7, 0)],
         "key BINARY, value BINARY, topic STRING, partition INT, offset BIGINT, timestampType INT",
@@ -189,7 +189,7 @@ def test_columns_have_the_order_fields_malformed_kafka(spark: "SparkSession") ->
 
 
 @pytest.mark.spark
-def test_an_error_of_the_source_is_one_line_without_a_stack_trace(
+def test_source_error_is_one_line_without_stack_trace(
     arguments: Any, spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setenv("SPARK_GROUP_LOG_LEVEL", "INFO")
@@ -202,7 +202,7 @@ def test_an_error_of_the_source_is_one_line_without_a_stack_trace(
     assert said.exc_info is None and not (tmp_path / "t").exists()
 
 
-def test_the_reason_of_an_error_is_the_line_that_says_what_to_do() -> None:
+def test_reason_is_the_line_with_the_remedy() -> None:
     wrapped = (
         "[PYTHON_DATA_SOURCE_ERROR] Failed\nTraceback (most recent call last):\n  File x\n"
         "spark_group_source.errors.TopicMissing: topic 'a' does not exist\n\nSQLSTATE: 38000"

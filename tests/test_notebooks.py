@@ -18,7 +18,7 @@ CELL_S = 200
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+def test_notebook_is_stored_without_outputs(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert cells
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
@@ -62,7 +62,7 @@ def executed(name: str, kernel: str, folder: Path) -> Any:
 @pytest.mark.timeout(3 * CELL_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
 @pytest.mark.parametrize("remote", ["", pytest.param("local[2]", marks=pytest.mark.soak)], ids=["classic", "connect"])
-def test_the_quickstart_reads_all_and_then_only_what_is_new(
+def test_quickstart_reads_all_and_then_only_new_records(
     kernel: str, tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if remote:
@@ -84,7 +84,7 @@ def test_the_quickstart_reads_all_and_then_only_what_is_new(
 @pytest.mark.slow
 @pytest.mark.timeout(3 * CELL_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook's client and its event loop
-def test_a_second_consumer_joins_and_leaves_and_every_record_is_read_once(kernel: str, tmp_path: Path) -> None:
+def test_rebalance_notebook_reads_every_record_once(kernel: str, tmp_path: Path) -> None:
     notebook = executed("rebalance", kernel, tmp_path)
 
     said = printed(notebook, "each_once =")

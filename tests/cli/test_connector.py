@@ -37,7 +37,7 @@ def progress(folder: Path, sources: Sequence[str] = ()) -> Progress:
 
 
 @pytest.mark.parametrize(("version", "prefix"), [("v1", ""), ("v2", "0:")])
-def test_the_last_finished_batch_says_where_the_query_is(version: str, prefix: str, tmp_path: Path) -> None:
+def test_position_is_read_from_last_finished_batch(version: str, prefix: str, tmp_path: Path) -> None:
     lines = [f'{prefix}{{"orders":{{"0":{n},"1":{n + 1}}}}}' for n in (3, 6)]
     found = progress(checkpoint(tmp_path, {0: lines[:1], 1: lines[1:]}, [0, 1], version))
     assert found == Progress(1, {O0: 6, O1: 7}, {O0: "0", O1: "0"})
@@ -52,7 +52,7 @@ def test_the_last_finished_batch_says_where_the_query_is(version: str, prefix: s
         ("v2", ['3:{"other":{"0":20}}', "1:0", '0:{"orders":{"0":10,"1":10}}', '2:{"logOffset":4}']),
     ],
 )
-def test_sources_of_the_connector_are_told_from_others_and_can_be_chosen(
+def test_connector_sources_are_recognised_and_can_be_selected(
     version: str, lines: list[str], tmp_path: Path
 ) -> None:
     checkpoint(tmp_path, {0: lines}, [0], version)
@@ -62,7 +62,7 @@ def test_sources_of_the_connector_are_told_from_others_and_can_be_chosen(
     assert progress(tmp_path, ["3"]) == Progress(0, {OTHER: 20}, {OTHER: "3"})
 
 
-def test_sources_that_read_the_same_partition_need_a_group_each(tmp_path: Path) -> None:
+def test_sources_with_a_common_partition_need_separate_groups(tmp_path: Path) -> None:
     checkpoint(tmp_path, {0: ['{"orders":{"0":5}}', '{"orders":{"0":7}}']}, [0])
     with pytest.raises(CheckpointMismatch, match=r"sources 0 and 1 both read orders-0.*--source 0 and --source 1"):
         progress(tmp_path)
@@ -83,14 +83,14 @@ ENDED = ['{"orders":{"0":3}}']
         ({0: ['{"group":"etl","v":1}']}, [0], OptionError, "is the checkpoint of a kafka-group query"),
     ],
 )
-def test_what_cannot_be_taken_over_is_refused_with_what_to_do(
+def test_unfinished_and_foreign_checkpoints_are_refused_with_remedy(
     offsets: dict[int, list[str]], commits: list[int], error: type[SourceError], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
         progress(checkpoint(tmp_path, offsets, commits))
 
 
-def test_an_unknown_format_or_source_is_refused(tmp_path: Path) -> None:
+def test_unknown_checkpoint_format_or_source_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, {0: ENDED}, [0], "v9")
     with pytest.raises(CheckpointMismatch, match="format 'v9'"):
         progress(tmp_path)
@@ -99,7 +99,7 @@ def test_an_unknown_format_or_source_is_refused(tmp_path: Path) -> None:
         progress(tmp_path, ["4"])
 
 
-def test_paths_of_this_machine_are_told_from_those_that_spark_reads() -> None:
+def test_local_paths_are_distinguished_from_spark_file_systems() -> None:
     assert local_path("/lake/_chk/old") == Path("/lake/_chk/old")
     assert local_path("file:/lake/a%20b") == local_path("file:///lake/a%20b") == Path("/lake/a b")
     for place in ("s3a://bucket/chk", "abfss://c@a.dfs.core.windows.net/chk", "dbfs:/chk", "hdfs://nn/chk"):
@@ -118,7 +118,7 @@ CONNECTOR = """
 """Every option of the source in Spark 4.2: the keys in KafkaSourceProvider, in the spelling of its documentation."""
 
 
-def test_every_option_of_the_connector_is_there_or_refused_with_its_reason() -> None:
+def test_every_connector_option_is_supported_or_refused_with_reason() -> None:
     here = {row.name for row in OPTIONS}
     for name in CONNECTOR.split():
         assert (name in here) != (name in REFUSED), name

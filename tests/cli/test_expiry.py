@@ -28,7 +28,7 @@ def seen(
 
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 @pytest.mark.parametrize("state", STATES)
-def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str) -> None:
+def test_offsets_of_subscribed_topics_do_not_expire(state: str, protocol: str) -> None:
     found = expiries(seen(state, protocol, 1, "orders"), {A: 0, B: None}, retention_ms=WEEK_MS)
     assert found == dict.fromkeys((A, B), Expiry(clock=Clock.NONE))
 
@@ -45,24 +45,24 @@ def test_nothing_of_a_topic_that_a_member_has_expires(state: str, protocol: str)
         (seen("empty", "classic", 0, simple=True), Clock.COMMIT),
     ],
 )
-def test_what_counts_for_a_topic_that_no_member_has(group: GroupDescription, clock: Clock) -> None:
+def test_retention_start_of_topics_without_subscriber(group: GroupDescription, clock: Clock) -> None:
     assert clock_of(group) is clock
     assert expiries(group, {OLD: 0}, retention_ms=None)[OLD].clock is clock
 
 
-def test_a_classic_group_without_members_keeps_all_offsets_for_a_retention_after_its_newest_commit() -> None:
+def test_offsets_of_an_empty_classic_group_expire_after_newest_commit() -> None:
     found = expiries(seen("empty", "classic", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
     later = Expiry(clock=Clock.EMPTY, earliest_ms=DAY_MS + WEEK_MS)
     assert found == dict.fromkeys((A, B, C), later), "the last member committed the newest one, and left after that"
 
 
-def test_in_a_group_of_kip_848_without_members_each_offset_has_its_own_end() -> None:
+def test_offsets_of_an_empty_kip848_group_expire_one_by_one() -> None:
     found = expiries(seen("empty", "consumer", 0), {A: 0, B: DAY_MS, C: None}, retention_ms=WEEK_MS)
     assert [found[tp].earliest_ms for tp in (A, B, C)] == [WEEK_MS, DAY_MS + WEEK_MS, None]
     assert near(found, now_ms=WEEK_MS - DAY_MS, retention_ms=WEEK_MS) == [A]
 
 
-def test_G10_of_what_nobody_wrote_down_nothing_is_concluded() -> None:
+def test_G10_unknown_commit_times_give_no_expiry() -> None:
     unknown = expiries(seen("empty", "consumer", 0), {A: None}, retention_ms=WEEK_MS)
     assert unknown[A].earliest_ms is None and not near(unknown, now_ms=10 * WEEK_MS, retention_ms=WEEK_MS)
     untold = expiries(seen("empty", "consumer", 0), {A: 0}, retention_ms=None)

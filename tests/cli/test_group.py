@@ -78,7 +78,7 @@ def offsets_in(table: Path) -> Counter[tuple[int, int]]:
 # --- describe -------------------------------------------------------------------------------------------------------
 
 
-def test_describe_shows_members_offsets_lag_and_what_the_table_holds(scene: Scene, run: Run) -> None:
+def test_describe_shows_members_offsets_lag_and_ledger(scene: Scene, run: Run) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 9, 2))
     into(scene.job(subscribe=name), table)
@@ -89,7 +89,7 @@ def test_describe_shows_members_offsets_lag_and_what_the_table_holds(scene: Scen
     assert found == [(0, 5, 7, 2, 5), (1, 5, 6, 1, 5)]
 
 
-def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> None:
+def test_describe_names_the_owner_of_each_partition(scene: Scene, run: Run) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     with Outsider(scene.servers, scene.group, [name]) as other:
@@ -99,12 +99,12 @@ def test_describe_names_the_member_of_each_partition(scene: Scene, run: Run) -> 
     assert text.count("rdkafka") >= 2, text
 
 
-def test_a_group_that_is_not_there_is_said_to_be_not_there(run: Run) -> None:
+def test_describe_of_a_missing_group_is_refused(run: Run) -> None:
     for command in (("describe",), ("reset", "--to-latest"), ("migrate", "--to-checkpoint")):
         assert "there is no group" in refused(run(*command)), command
 
 
-def test_a_group_may_begin_with_a_reset(scene: Scene, run: Run) -> None:
+def test_reset_creates_a_group(scene: Scene, run: Run) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
     shown = run("reset", "--topic", name, "--to-latest", "--execute")
@@ -112,7 +112,7 @@ def test_a_group_may_begin_with_a_reset(scene: Scene, run: Run) -> None:
     assert scene.committed() == {TopicPartition(name, 0): 5}
 
 
-def test_a_group_that_goes_after_it_was_listed_is_left_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_deleted_after_listing_is_skipped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     name, here, gone = scene.topic(), f"{scene.group}-here", f"{scene.group}-gone"
     set_committed(scene.admin, here, name, {0: 0})
     listed = [ListedGroup(group, "empty", "classic") for group in (gone, here)]
@@ -123,7 +123,7 @@ def test_a_group_that_goes_after_it_was_listed_is_left_out(scene: Scene, monkeyp
     assert f"there is no group {gone!r}" in refused(named)
 
 
-def test_list_and_describe_show_every_group_by_its_state(scene: Scene) -> None:
+def test_list_and_describe_show_all_groups_with_state(scene: Scene) -> None:
     name, idle = scene.topic(3), f"{scene.group}-idle"
     set_committed(scene.admin, idle, name, {0: 0})
 
@@ -170,7 +170,7 @@ PLACES = {
 """Where a group that is at 5 in both partitions goes."""
 
 
-def test_reset_moves_a_group_where_it_is_told_and_only_when_it_shall(scene: Scene, run: Run) -> None:
+def test_reset_moves_offsets_only_with_execute(scene: Scene, run: Run) -> None:
     name = scene.topic(2, config={"retention.ms": "-1"})  # else the broker removes records that are as old as these
     scene.produce(name, numbered(0, 9, 2, at_ms=1_000_000))
     scene.produce(name, numbered(10, 10, 2, at_ms=3_000_000))
@@ -202,7 +202,7 @@ def test_reset_is_refused_while_the_group_has_members(scene: Scene, run: Run) ->
         (("--to-offsets", '{"no-such-topic":{"0":1}}'), "partition no-such-topic-0 does not exist"),
     ],
 )
-def test_reset_says_what_is_wrong_with_what_it_was_told(arguments: tuple[str, ...], message: str, run: Run) -> None:
+def test_reset_refuses_invalid_arguments(arguments: tuple[str, ...], message: str, run: Run) -> None:
     assert message in refused(run("reset", *arguments))
 
 
@@ -216,7 +216,7 @@ def await_left(scene: Scene) -> None:
     await_until(lambda: describe(scene.admin, scene.group).state == "empty", what="the members that leave")
 
 
-def test_a_reset_says_its_number_beside_every_offset_of_the_group(scene: Scene, run: Run) -> None:
+def test_reset_number_is_stored_in_all_commit_metadata(scene: Scene, run: Run) -> None:
     one, other = scene.topic(2), scene.topic()
     scene.produce(one, numbered(0, 9, 2))
     set_committed(scene.admin, scene.group, one, {0: 4, 1: 5})
@@ -256,7 +256,7 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
-def test_B55_a_reset_while_a_batch_is_pending_is_followed_exactly_with_the_same_checkpoint(
+def test_query_follows_a_reset_that_came_during_a_pending_batch(
     written: bool, scene: Scene, run: Run
 ) -> None:
     """Pending: ``offsets/N`` says what it reads, and no ``commits/N`` that it is done. Its source is killed in it."""
@@ -333,7 +333,7 @@ def test_a_rewind_without_the_table_is_refused_and_the_printed_commands_settle_i
 @pytest.mark.parametrize(
     ("to", "skipped"), [("--to-latest", range(8, 10)), ("--to-ledger", range(0))], ids=["forward", "to the ledger"]
 )
-def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goes_on_where_the_reset_says(
+def test_batch_pending_at_a_reset_is_void(
     to: str, skipped: range, scene: Scene, run: Run
 ) -> None:
     name, table = scene.topic(2), scene.folder / "table"
@@ -363,7 +363,7 @@ def test_a_batch_that_was_pending_at_a_reset_is_void_and_the_same_checkpoint_goe
     )
 
 
-def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(scene: Scene, run: Run) -> None:
+def test_pending_batch_is_void_when_one_of_its_topics_is_reset(scene: Scene, run: Run) -> None:
     """The other topic goes on at its committed offset, so that what the void batch was to read of it is not lost."""
     moved, other = (scene.topic(name=f"{scene.group}-{what}") for what in ("moved", "other"))
     table = scene.folder / "table"
@@ -380,7 +380,7 @@ def test_a_pending_batch_is_void_as_a_whole_when_one_of_its_topics_is_moved(scen
     }
 
 
-def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
+def test_second_reset_repairs_one_that_died_before_the_table(
     scene: Scene, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, table = scene.topic(2), scene.folder / "table"
@@ -405,7 +405,7 @@ def test_a_reset_that_died_between_kafka_and_the_table_is_settled_by_another(
     assert offsets_in(table) == {at: 2 if at[1] >= 3 else 1 for at in once}
 
 
-def test_reset_goes_back_to_where_a_batch_of_a_checkpoint_began_or_the_last_one_ended(scene: Scene, run: Run) -> None:
+def test_reset_to_checkpoint_uses_start_of_batch_or_last_end(scene: Scene, run: Run) -> None:
     """The initial positions of a stream survive its batches and restarts: batch 0 began there."""
     name = scene.topic(2)
     p0, p1 = TopicPartition(name, 0), TopicPartition(name, 1)

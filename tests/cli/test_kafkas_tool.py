@@ -47,7 +47,7 @@ def plan_of(text: str) -> dict[TopicPartition, int]:
     return {TopicPartition(topic, int(p)): int(at) for topic, p, at in rows}
 
 
-def test_both_describe_a_group_alike(scene: Scene, kafkas: Tool, ours: Tool) -> None:
+def test_describe_matches_kafka_consumer_groups(scene: Scene, kafkas: Tool, ours: Tool) -> None:
     name = scene.topic(3)
     scene.produce(name, numbered(0, 29, 3))
     set_committed(scene.admin, scene.group, name, {0: 4, 1: 7, 2: 10})
@@ -68,7 +68,7 @@ def test_both_describe_a_group_alike(scene: Scene, kafkas: Tool, ours: Tool) -> 
         assert found["coordinator"].split()[0] in kafkas("--describe", "--state")
 
 
-def test_each_reads_the_plan_of_the_other_and_both_plan_the_same(
+def test_exported_plans_are_exchangeable_with_kafka_consumer_groups(
     scene: Scene, kafkas: Tool, ours: Tool, tmp_path: Path
 ) -> None:
     name, path = scene.topic(2), tmp_path / "plan.csv"

@@ -99,7 +99,7 @@ def numbers(table: Path) -> list[int]:
     return [int(bytes(row["value"])) for row in living_rows(table, ["value"])]
 
 
-def test_the_guide_there_and_back_has_every_number_once(scene: Scene) -> None:
+def test_migration_guide_there_and_back_keeps_each_record_once(scene: Scene) -> None:
     for jar in spark_kafka_jars():
         scene.spark.sql(f"ADD JAR '{jar}'")
     topic = scene.topic(PARTITIONS)
@@ -138,7 +138,7 @@ def test_the_guide_there_and_back_has_every_number_once(scene: Scene) -> None:
     assert Counter(numbers(scene.folder / "orders")) == dict.fromkeys(range(40), 1)
 
 
-def test_a_plan_covers_partitions_that_the_query_had_not_seen_and_refuses_a_topic_made_again(scene: Scene) -> None:
+def test_migration_covers_new_partitions_and_refuses_recreated_topics(scene: Scene) -> None:
     topic, folder = scene.topic(3), scene.folder
     scene.produce(topic, numbered(0, 29, 3))
 

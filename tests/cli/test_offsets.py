@@ -46,18 +46,18 @@ def outcomes(shown: Shown) -> dict[tuple[str, int], str]:
 # --- which ones, and what can be said before ------------------------------------------------------------------------
 
 
-def test_a_topic_means_all_that_is_committed_of_it_and_a_list_means_its_partitions() -> None:
+def test_topic_option_selects_committed_or_named_partitions() -> None:
     assert chosen({"a": ()}, AT) == {A0: 5, A1: 7}
     assert chosen({"a": {1}, "b": ()}, AT) == {A1: 7, B0: 9}
     assert chosen({"a": (0, 4)}, AT) == {A0: 5, TopicPartition("a", 4): None}
 
 
-def test_a_topic_of_which_nothing_is_committed_is_refused_with_those_that_are() -> None:
+def test_topic_without_offsets_is_refused_with_those_that_have_some() -> None:
     with pytest.raises(OptionError, match="nothing of topic 'c'; it has offsets of: a, b"):
         chosen({"c": ()}, AT)
 
 
-def test_only_a_partition_that_a_member_has_tells_that_its_topic_is_subscribed() -> None:
+def test_only_assigned_partitions_prove_a_subscription() -> None:
     member = GroupMember("m", "c", "", "h", (A1,))
     offsets = {A0: 5, B0: 9, TopicPartition("b", 1): None}
     found = foretell(offsets, GroupDescription("stable", "classic", "range", (member,)))
@@ -80,14 +80,14 @@ class Scripted:
         return self.after
 
 
-def test_G10_an_answer_that_leaves_a_partition_out_deleted_nothing() -> None:
+def test_G10_partition_missing_in_response_is_not_reported_as_deleted() -> None:
     left = Scripted({A0: 0}, {A0: None, A1: None})
     found = deletion.delete(left, "g", {A0: 5, A1: 7})  # type: ignore[arg-type]
     assert [fate.outcome for fate in found.values()] == [Outcome.DELETED, Outcome.NOT_ANSWERED]
     assert deletion.left(found) == [A1]
 
 
-def test_what_is_not_read_back_as_gone_is_not_called_deleted() -> None:
+def test_offset_that_is_not_read_back_is_not_reported_as_deleted() -> None:
     again = Scripted({A0: 0, A1: 0, B0: 99}, {A0: CommittedOffset(6, ""), B0: CommittedOffset(9, "")})
     found = deletion.delete(again, "g", {A0: 5, A1: 7, B0: 9})  # type: ignore[arg-type]
     assert found[A0] == Fate(5, Outcome.AGAIN, "now at 6")
@@ -100,7 +100,7 @@ def test_what_is_not_read_back_as_gone_is_not_called_deleted() -> None:
 
 
 @pytest.mark.broker
-def test_offsets_of_a_group_without_members_are_deleted_only_when_they_shall(scene: Scene, run: Run) -> None:
+def test_delete_offsets_of_an_empty_group_needs_execute(scene: Scene, run: Run) -> None:
     name, other = scene.topic(3), scene.topic(1)
     set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
     set_committed(scene.admin, scene.group, other, {0: 0})
@@ -120,7 +120,7 @@ def test_offsets_of_a_group_without_members_are_deleted_only_when_they_shall(sce
 
 @pytest.mark.broker
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_the_same(
+def test_delete_offsets_of_an_active_group_matches_kafkas_tool(
     protocol: str, scene: Scene, run: Run
 ) -> None:
     read, former = scene.topic(2), scene.topic(2)
@@ -152,7 +152,7 @@ def test_with_members_only_what_nobody_subscribes_to_goes_and_kafkas_tool_says_t
 
 
 @pytest.mark.broker
-def test_a_group_is_deleted_with_its_offsets_and_is_not_there_then(scene: Scene, run: Run) -> None:
+def test_delete_group_deletes_group_and_offsets(scene: Scene, run: Run) -> None:
     name = scene.topic(2)
     set_committed(scene.admin, scene.group, name, {0: 0, 1: 0})
     assert "nothing was changed" in run("delete-group").output
@@ -173,7 +173,7 @@ def test_a_group_is_deleted_with_its_offsets_and_is_not_there_then(scene: Scene,
 
 
 @pytest.mark.broker
-def test_a_member_that_came_after_the_look_is_the_brokers_to_refuse(scene: Scene) -> None:
+def test_broker_refuses_deletion_for_a_member_that_joined_meanwhile(scene: Scene) -> None:
     name = scene.topic(1)
     with Outsider(scene.servers, scene.group, [name]) as member:
         await_until(lambda: member.partitions, what="its partition")
@@ -185,19 +185,19 @@ def test_a_member_that_came_after_the_look_is_the_brokers_to_refuse(scene: Scene
 # --- the library ----------------------------------------------------------------------------------------------------
 
 
-def test_G9_a_setting_that_the_library_refuses_is_told_without_secrets() -> None:
+def test_G9_invalid_client_setting_is_reported_without_secrets() -> None:
     with pytest.raises(OptionError, match=r"linger|queue\.buffering") as refused:
         delete_offsets({"bootstrap.servers": "b", "sasl.password": "geheim", "linger.ms": "geheim"}, "g", [A0])
     assert "geheim" not in str(refused.value)
 
 
-def test_G8_brokers_that_are_not_there_are_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G8_deletion_times_out_when_brokers_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ANSWER_S_MAX", 0.3)
     with pytest.raises(BrokerUnavailable, match="was not answered"):
         delete_offsets({"bootstrap.servers": "127.0.0.1:1"}, "g", [A0])
 
 
-def test_a_brokers_word_in_the_librarys_text_is_read_and_other_words_are_no_answer() -> None:
+def test_broker_error_is_parsed_from_library_text() -> None:
     text = "DELETECONSUMERGROUPOFFSETS worker failed to parse response: OffsetDelete response error: "
     assert (
         library._broker_error(-196, f"{text}Broker: The group id does not exist").code() == CODES["GROUP_ID_NOT_FOUND"]
@@ -207,7 +207,7 @@ def test_a_brokers_word_in_the_librarys_text_is_read_and_other_words_are_no_answ
 
 
 @pytest.mark.broker
-def test_a_login_by_password_and_one_that_is_refused(scene: Scene) -> None:
+def test_offset_deletion_with_accepted_and_refused_password(scene: Scene) -> None:
     name = scene.topic(1)
     set_committed(scene.admin, scene.group, name, {0: 0})
     settings = {
@@ -230,7 +230,7 @@ def test_a_login_by_password_and_one_that_is_refused(scene: Scene) -> None:
 
 @pytest.mark.proves("G4", level="spark")
 @pytest.mark.spark
-def test_G4_G5_a_query_whose_group_has_lost_its_offsets_has_every_record_once(scene: Scene, run: Run) -> None:
+def test_G4_G5_query_with_deleted_offsets_writes_each_record_once(scene: Scene, run: Run) -> None:
     name, table, numbers = scene.topic(2), scene.folder / "table", range(10)
 
     def lost(*command: str) -> None:

@@ -25,14 +25,14 @@ def ledger(offsets: dict[TopicPartition, int], *, reset_number: int = 0, topic_i
     return Ledger(group="etl", reset_number=reset_number).with_offsets(offsets, {"orders": topic_id})
 
 
-def test_the_first_reset_of_a_group_is_number_one_and_its_note_is_beside_every_offset() -> None:
+def test_first_reset_has_number_1_in_all_commit_metadata() -> None:
     found = plan({P0: 5}, committed({P0: (9, "anyone"), P1: (7, "")}), None, TOPICS)
     assert found.reset_number == 1
     assert found.offsets == {P0: 5, P1: 7}
     assert found.notes == {P0: reset_text(1), P1: reset_text(1)}
 
 
-def test_a_reset_counts_on_from_the_newest_that_kafka_or_the_table_knows() -> None:
+def test_reset_number_follows_the_highest_of_kafka_and_table() -> None:
     before = committed({P0: (9, note_text("s1", 4, 2)), P1: (7, reset_text(3)), P2: (7, note_text("s1", 4))})
     assert plan({P0: 5}, before, None, TOPICS).reset_number == 4
     assert plan({P0: 5}, before, ledger({}, reset_number=2), TOPICS).reset_number == 4
@@ -40,7 +40,7 @@ def test_a_reset_counts_on_from_the_newest_that_kafka_or_the_table_knows() -> No
     assert plan({P0: 5}, {}, None, TOPICS).reset_number == 1
 
 
-def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new_number() -> None:
+def test_unmoved_partition_keeps_stream_id_with_new_reset_number() -> None:
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 3)), P2: (8, note_text("s1", 3, 1))})
     found = plan({P0: 5}, before, None, TOPICS)
     assert found.notes[P0] == reset_text(2)
@@ -50,7 +50,7 @@ def test_a_partition_that_is_not_moved_keeps_the_name_of_its_stream_with_the_new
     assert parse_note(kept.notes[P1]) == Note("s1", 3, 1, followed=True, truncated_from=90)
 
 
-def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows_it() -> None:
+def test_unmoved_partition_follows_a_ledger_that_is_ahead() -> None:
     """The last commit of a run was lost. Left behind the ledger, the partition would look like one that was rewound."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4))})
     found = plan({P0: 5}, before, ledger({P0: 12, P1: 10, P2: 3}), TOPICS)
@@ -58,32 +58,32 @@ def test_where_the_table_has_more_of_a_partition_that_is_not_moved_kafka_follows
     assert plan({P0: 5}, before, ledger({P1: 2}), TOPICS).offsets == {P0: 5, P1: 7}, "another member had it since"
 
 
-def test_a_table_that_has_not_heard_of_a_reset_does_not_take_it_back() -> None:
+def test_ledger_with_older_reset_number_does_not_undo_a_reset() -> None:
     """The group went back to another table's ledger. Before, the next reset of this one skipped what that lacks."""
     before = committed({P0: (9, note_text("s1", 4, 1)), P1: (7, note_text("s2", 4, 1)), P2: (7, reset_text(1))})
     assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}), TOPICS).offsets == {P0: 5, P1: 7, P2: 7}
     assert plan({P0: 5}, before, ledger({P1: 10, P2: 10}, reset_number=1), TOPICS).offsets == {P0: 5, P1: 10, P2: 10}
 
 
-def test_what_a_stream_committed_of_a_batch_that_the_table_left_out_does_not_count() -> None:
+def test_commit_of_a_void_batch_is_ignored() -> None:
     """It had not heard of the last reset. Left where Kafka stands, the records of that batch would be lost."""
     before = committed({P0: (9, note_text("s1", 4)), P1: (7, note_text("s1", 4)), P2: (7, note_text("s2", 4, 1))})
     table = replace(ledger({P1: 2, P2: 2}, reset_number=1), void=frozenset({"s1"}))
     assert plan({P0: 5}, before, table, TOPICS).offsets == {P0: 5, P1: 2, P2: 7}
 
 
-def test_what_the_table_has_of_a_topic_that_was_made_anew_says_nothing() -> None:
+def test_ledger_of_a_recreated_topic_is_ignored() -> None:
     found = plan({P0: 0}, committed({P1: (2, "")}), ledger({P0: 100, P1: 100, P2: 100}, topic_id="id-0"), TOPICS)
     assert found.offsets == {P0: 0, P1: 2}
 
 
-def test_partitions_that_are_gone_are_left_out() -> None:
+def test_deleted_partitions_are_left_out() -> None:
     gone, beyond = TopicPartition("gone", 0), TopicPartition("orders", 3)
     found = plan({P0: 5}, committed({gone: (1, ""), beyond: (1, ""), P1: (7, "")}), ledger({gone: 4}), TOPICS)
     assert found.offsets.keys() == found.notes.keys() == {P0, P1}
 
 
-def test_a_partition_that_goes_while_it_is_asked_for_is_left_out() -> None:
+def test_partition_deleted_during_the_request_is_left_out() -> None:
     environment = ManualEnvironment()
     admin = GroupAdmin({"bootstrap.servers": "b"}, environment=environment, retries=0)
     no_record, there = SimpleNamespace(offset=-1), SimpleNamespace(offset=5)

@@ -21,7 +21,7 @@ def shown(**numbers: Any) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def test_each_slot_says_where_it_lives_since_when_and_what_is_read_there() -> None:
+def test_slot_table_shows_placement_age_and_rows() -> None:
     found = shown(
         slots=("assigned", "moving"),
         assigned=(3, 0),
@@ -39,6 +39,6 @@ def test_each_slot_says_where_it_lives_since_when_and_what_is_read_there() -> No
     ]
 
 
-def test_where_tasks_cannot_tell_what_they_read_there_is_no_number() -> None:
+def test_slot_table_has_no_row_counts_without_agents() -> None:
     """With memberHost=driver."""
     assert shown()[0] == ["0", "closed", "0", "the stream reader", "-", "-", "-", "-", "0"]

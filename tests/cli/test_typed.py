@@ -90,7 +90,7 @@ class Typist:
         assert process.returncode == 0
 
 
-def test_every_command_of_the_documents_works_as_it_is_written(scene: Scene) -> None:
+def test_commands_of_the_documents_run_as_printed(scene: Scene) -> None:
     topic, former, other = scene.topic(2), scene.topic(), scene.topic()
     typist, every = Typist(scene, topic, former), lines()
     assert len(every) > 20

@@ -79,11 +79,11 @@ def shown(look: GroupReport, **more: Any) -> str:
     ],
     ids=["it reads on", "a member joins", "a member leaves", "a query of this host tells why"],
 )
-def test_what_happened_between_two_looks(before: GroupReport, after: GroupReport, said: list[str]) -> None:
+def test_changes_between_two_snapshots(before: GroupReport, after: GroupReport, said: list[str]) -> None:
     assert changes(before, after) == said
 
 
-def test_a_rate_is_of_what_was_committed_and_a_reset_backwards_is_none() -> None:
+def test_rate_counts_commits_and_ignores_backward_resets() -> None:
     assert rate(report({0: "a", 1: "a"}), report({0: "a", 1: "a"}, committed=9), 2.0) == 4.0
     assert rate(report({0: "a"}, committed=9), report({0: "a"}), 1.0) == 0.0
 
@@ -96,21 +96,21 @@ def test_spans(numbers: list[int], text: str) -> None:
 # --- one look --------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_has_members_partitions_and_what_happened() -> None:
+def test_watch_view_shows_members_partitions_and_events() -> None:
     text = shown(report({0: "a", 1: "b"}), events=["12:00:00  b joined"], per_s=1234.0)
     assert "group g: stable, classic protocol, range, 2 members, lag 8, 1,234 records/s" in text
     assert re.search(r"│ b +│ b +│ /10.0.0.1 +│ 1 +│ 4 +│ t 1 +│", text)
     assert "█" * BAR in text and "12:00:00  b joined" in text
 
 
-def test_of_more_partitions_than_there_is_room_for_those_with_most_lag_are_shown() -> None:
+def test_watch_view_shows_partitions_with_largest_lag() -> None:
     look = report(dict.fromkeys(range(50), "a"))
     behind = replace(look.partitions[41], lag=1_000_000)
     text = shown(replace(look, partitions=(*look.partitions[:41], behind, *look.partitions[42:])), rows_max=3)
     assert "1,000,000" in text and "and 47 partitions with less lag" in text
 
 
-def test_an_old_look_says_that_it_is_one() -> None:
+def test_outdated_watch_view_is_marked() -> None:
     assert "not answered: no broker" in shown(report({0: "a"}), silent="no broker")
 
 
@@ -119,7 +119,7 @@ def in_a_notebook(value: Any) -> str:
     return " ".join(value._repr_mimebundle_((), ())["text/html"].split())
 
 
-def test_a_notebook_shows_tables_and_takes_no_value_for_html_or_markup() -> None:
+def test_notebook_tables_escape_html_and_markup() -> None:
     shown = in_a_notebook(report({0: "<b>[red]a"}))
     assert "&lt;b&gt;[red]a" in shown and "<b>" not in shown
     assert "committed" in shown
@@ -138,13 +138,13 @@ def name(topic: TopicFactory, produce: Produce, admin: AdminClient, group_id: st
     return found
 
 
-def test_a_notebook_sees_a_group_as_tables(broker: Broker, name: str, group_id: str) -> None:
+def test_describe_in_a_notebook_returns_tables(broker: Broker, name: str, group_id: str) -> None:
     look = spark_group_source.describe(group_id, broker.bootstrap_servers)
     assert [(row.partition, row.committed, row.end, row.lag) for row in look.partitions] == [(0, 2, 5, 3), (1, 2, 5, 3)]
     assert re.search(r"│ 0 +│ +2 │ +5 │ +3 │", in_a_notebook(look))
 
 
-def test_a_notebook_resets_a_group_as_the_command_does(
+def test_reset_in_a_notebook_matches_the_command(
     broker: Broker, name: str, group_id: str, committed: Callable[[str], Offsets]
 ) -> None:
     moves: list[tuple[Any, list[int]]] = [
@@ -170,17 +170,17 @@ def test_a_notebook_resets_a_group_as_the_command_does(
 
 
 @pytest.mark.parametrize("to", ["somewhere", -5, datetime(2020, 1, 1), "ledger"])  # noqa: DTZ001
-def test_a_place_that_cannot_be_meant_is_refused(broker: Broker, name: str, group_id: str, to: Any) -> None:
+def test_reset_refuses_an_invalid_target(broker: Broker, name: str, group_id: str, to: Any) -> None:
     with pytest.raises(OptionError, match="to="):
         spark_group_source.reset(group_id, broker.bootstrap_servers, to=to)
 
 
-def test_a_partition_that_does_not_exist_is_not_left_out_in_silence(broker: Broker, name: str, group_id: str) -> None:
+def test_reset_refuses_a_named_partition_that_does_not_exist(broker: Broker, name: str, group_id: str) -> None:
     with pytest.raises(OptionError, match=f"partition {name}-7 does not exist"):
         spark_group_source.reset(group_id, broker.bootstrap_servers, to={name: {0: 1, 7: 1}})
 
 
-def test_without_a_terminal_watch_prints_a_line_for_everything_that_happens(
+def test_watch_without_terminal_prints_one_line_per_event(
     broker: Broker, name: str, group_id: str
 ) -> None:
     command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id]
@@ -211,7 +211,7 @@ def test_without_a_terminal_watch_prints_a_line_for_everything_that_happens(
     assert any(line.endswith("  second joined\n") for line in said)
 
 
-def test_in_a_terminal_watch_draws_and_ends_with_ctrl_c(broker: Broker, name: str, group_id: str) -> None:
+def test_watch_in_a_terminal_ends_with_ctrl_c(broker: Broker, name: str, group_id: str) -> None:
     command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id, "--interval-s", "0.2"]
     ours, theirs = os.openpty()
     with subprocess.Popen(

@@ -29,17 +29,17 @@ NOBODY = "127.0.0.1:1"
         ("pt0.001s", 1),
     ],
 )
-def test_a_duration_is_read_as_kafkas_tool_reads_it(text: str, then_ms: int) -> None:
+def test_duration_is_parsed_like_kafkas_tool(text: str, then_ms: int) -> None:
     assert duration_ms(text) == then_ms
 
 
 @pytest.mark.parametrize("text", ["P", "PT", "P1DT", "1h", "P1M", "P1Y", "PT1H30", "-PT1H", ""])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="write it as PnDTnHnMnS"):
         duration_ms(text)
 
 
-def test_topics_may_name_partitions() -> None:
+def test_topic_option_may_name_partitions() -> None:
     assert scope_of(["a", "b:0,2", "b:1"]) == {"a": frozenset(), "b": frozenset({0, 1, 2})}
     for wrong in (["b:"], ["b:x"], [":1"], ["b:0-3"]):
         with pytest.raises(OptionError, match="write NAME, or NAME:0,1"):
@@ -65,7 +65,7 @@ NOWHERE = dict.fromkeys(
         ("--to-ledger", True, "ledger"),
     ],
 )
-def test_the_one_place_that_is_named_is_where_the_group_goes(name: str, value: object, to: object) -> None:
+def test_reset_target_is_the_one_given_option(name: str, value: object, to: object) -> None:
     assert parse_to(NOWHERE | {"--to-latest": False, name: value}, "etl") == to
     with pytest.raises(OptionError, match="exactly one of --to-earliest, --to-latest"):
         parse_to(NOWHERE | {name: value, "--to-checkpoint": "/c"}, "etl")
@@ -74,7 +74,7 @@ def test_the_one_place_that_is_named_is_where_the_group_goes(name: str, value: o
 # --- files of settings ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_settings_takes_values_from_the_environment_and_shows_none(
+def test_settings_file_expands_environment_without_showing_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KAFKA_SECRET", "a=b c")
@@ -98,14 +98,14 @@ def test_a_file_of_settings_takes_values_from_the_environment_and_shows_none(
 P0, P1 = TopicPartition("orders", 0), TopicPartition("orders", 1)
 
 
-def test_a_plan_that_was_written_is_read_again(tmp_path: Path) -> None:
+def test_exported_plan_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text(plan_text({P1: 7, P0: 5}))
     assert path.read_text() == "orders,0,5\norders,1,7\n"
     assert read_plan(path, "etl") == {P0: 5, P1: 7}
 
 
-def test_of_a_file_with_several_groups_the_lines_of_one_are_read(tmp_path: Path) -> None:
+def test_plan_file_with_several_groups_is_filtered(tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text('"etl","orders",0,5\nother,orders,0,9\n\netl,orders,1,7\n')
     assert read_plan(path, "etl") == {P0: 5, P1: 7}
@@ -114,7 +114,7 @@ def test_of_a_file_with_several_groups_the_lines_of_one_are_read(tmp_path: Path)
 
 
 @pytest.mark.parametrize("line", ["topic,partition,offset", "orders,0", "orders,0,-1", "orders,0,5,6,7", "orders 0 5"])
-def test_a_line_that_is_none_is_named(line: str, tmp_path: Path) -> None:
+def test_invalid_plan_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.csv"
     path.write_text(f"orders,0,5\n{line}\n")
     with pytest.raises(OptionError, match=f"line 2: '{line}' is not topic,partition,offset"):
@@ -136,7 +136,7 @@ def test_a_line_that_is_none_is_named(line: str, tmp_path: Path) -> None:
         (OSError("no such file"), FINAL),
     ],
 )
-def test_the_exit_code_says_whether_trying_again_can_help(
+def test_exit_code_shows_whether_a_retry_can_help(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -148,13 +148,13 @@ def test_the_exit_code_says_whether_trying_again_can_help(
     assert issubclass(type(error), SourceError | OSError)
 
 
-def test_help_tells_the_exit_codes() -> None:
+def test_help_lists_exit_codes() -> None:
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", CliRunner().invoke(app, ["--help"]).output).split())
     for code, means in EXIT_CODES.items():
         assert f"{code}: {means}" in text
 
 
-def test_brokers_that_do_not_answer_are_one_line_and_worth_another_try() -> None:
+def test_unreachable_brokers_give_one_line_and_a_retriable_exit_code() -> None:
     command = [sys.executable, "-m", "spark_group_source", "list", "--bootstrap-servers", NOBODY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CLI_S, check=False)
     assert done.returncode == RETRIABLE
@@ -188,14 +188,14 @@ def test_brokers_that_do_not_answer_are_one_line_and_worth_another_try() -> None
         ],
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anybody_is_asked(arguments: list[str], message: str) -> None:
+def test_contradictory_options_exit_2_before_any_request(arguments: list[str], message: str) -> None:
     shown = CliRunner().invoke(app, [*arguments, "--bootstrap-server", NOBODY])
     assert shown.exit_code == FINAL
     assert message in shown.output
     assert len(shown.output.splitlines()) == 1
 
 
-def test_json_of_the_broker_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broker_commands_print_json(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_group_source.local import background
 
     monkeypatch.setattr(background, "running", lambda: None)

@@ -44,7 +44,7 @@ def alive(pid: int) -> bool:
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_node_serves_groups_at_once_and_leaves_only_its_data(tmp_path: Path) -> None:
     for begins in (True, False):
         with Broker(data_dir=tmp_path) as broker:
             settings: dict[str, str | int | float | bool] = {
@@ -72,7 +72,7 @@ def test_a_node_serves_groups_at_once_keeps_its_data_where_it_is_told_and_leaves
     ],
     ids=["cannot be read", "cannot work"],
 )
-def test_a_node_that_cannot_start_shows_why_and_leaves_nothing(
+def test_node_that_cannot_start_reports_its_log_and_leaves_nothing(
     setting: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -99,7 +99,7 @@ sys.stdin.read()
     "killed",
     ["parent", pytest.param("supervisor", marks=pytest.mark.skipif(sys.platform != "linux", reason="death signals"))],
 )
-def test_a_node_ends_with_a_parent_or_a_supervisor_that_is_killed_also_while_it_is_paused(
+def test_node_ends_with_a_killed_parent_or_supervisor(
     killed: str, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
@@ -116,7 +116,7 @@ def test_a_node_ends_with_a_parent_or_a_supervisor_that_is_killed_also_while_it_
         parent.kill()
 
 
-def test_a_node_is_stopped_in_order_also_by_a_process_that_ignores_the_signal(tmp_path: Path) -> None:
+def test_node_stops_in_order_below_a_process_that_ignores_signals(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         process = Node(["sleep", "600"], tmp_path / "log", remove=None)
@@ -133,7 +133,7 @@ def test_a_node_is_stopped_in_order_also_by_a_process_that_ignores_the_signal(tm
 
 
 @pytest.mark.slow
-def test_three_nodes_answer_while_one_is_down_and_after_it_is_back_and_a_paused_one_does_not(
+def test_cluster_answers_while_one_node_is_down(
     cluster: BrokerCluster,
 ) -> None:
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
@@ -180,7 +180,7 @@ def spark_group(*args: str, env: dict[str, str]) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) -> None:
+def test_background_broker_is_started_shown_and_stopped(home: dict[str, str]) -> None:
     port = 14_092
     started = spark_group("broker", "start", "--port", str(port), "--topic", "orders:4", env=home)
     assert started.stdout.splitlines()[-1:] == [f"127.0.0.1:{port}"], started.stderr
@@ -202,7 +202,7 @@ def test_a_background_broker_is_started_shown_and_stopped(home: dict[str, str]) 
     assert spark_group("broker", "status", env=home).returncode == 3
 
 
-def test_a_process_that_was_not_started_here_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_process_is_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         state = {"pid": other.pid, "bootstrap_servers": "x:1", "node": other.pid, "log_dir": "/"}
@@ -213,7 +213,7 @@ def test_a_process_that_was_not_started_here_is_never_stopped(tmp_path: Path, mo
         other.kill()
 
 
-def test_a_taken_port_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(OptionError, match=rf"port {(port := taken.getsockname()[1])} of 127\.0\.0\.1 is taken.* --port"),
@@ -222,7 +222,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["orders:", "orders:0", "orders:x", ":3"])
-def test_a_topic_is_a_name_and_a_number_of_partitions(text: str) -> None:
+def test_invalid_topic_option_of_broker_is_refused(text: str) -> None:
     assert local_broker.parse_topics(["a", "b:3"]) == {"a": 1, "b": 3}
     with pytest.raises(OptionError, match="NAME:PARTITIONS"):
         local_broker.parse_topics([text])
@@ -239,7 +239,7 @@ def fake_java(directory: Path, version: str, code: int = 0) -> Path:
     return java
 
 
-def test_missing_java_is_one_clear_line(home: dict[str, str], tmp_path: Path) -> None:
+def test_missing_java_is_reported_in_one_line(home: dict[str, str], tmp_path: Path) -> None:
     env = {key: value for key, value in home.items() if key != "JAVA_HOME"} | {"PATH": str(tmp_path)}
     run = spark_group("broker", "start", env=env)
     assert run.returncode == 1
@@ -250,7 +250,7 @@ def test_missing_java_is_one_clear_line(home: dict[str, str], tmp_path: Path) ->
     ("version", "refused"),
     [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16), ("17", 0), ("17.0.15", 0), ("21-ea", 0), ("25.0.1", 0)],
 )
-def test_java_home_comes_first_and_an_old_java_is_refused_with_its_version(
+def test_java_home_wins_and_old_java_is_refused_with_version(
     version: str, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = fake_java(tmp_path, version)
@@ -265,7 +265,7 @@ def test_java_home_comes_first_and_an_old_java_is_refused_with_its_version(
         jars.java_path()
 
 
-def test_without_a_registry_the_reason_and_the_way_out_are_one_line(
+def test_failed_download_is_reported_in_one_line_with_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = tmp_path / "settings.xml"
@@ -282,7 +282,7 @@ def test_without_a_registry_the_reason_and_the_way_out_are_one_line(
     assert left <= {"resolve.lock", "ivy"}, "a failed download must not look like a finished one"
 
 
-def test_jars_that_are_there_need_neither_network_nor_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_jars_need_neither_network_nor_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = jars.kafka_jars()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert jars.kafka_jars() == found
@@ -291,12 +291,12 @@ def test_jars_that_are_there_need_neither_network_nor_java(tmp_path: Path, monke
     assert all(part in names for part in ("kafka_2.13-", "log4j-slf4j-impl", "snappy-java"))
 
 
-def test_no_jar_comes_beside_sparks_own_version_of_it() -> None:
+def test_jars_that_spark_brings_are_left_out() -> None:
     assert any("delta-spark" in jar.name for jar in jars.delta_jars())
     assert not [jar.name for jar in jars.delta_jars() if "jackson-core" in jar.name or "scala-library" in jar.name]
 
 
-def test_settings_files_are_read_with_their_faults_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_file_errors_name_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_conf("broker.properties")["group.initial.rebalance.delay.ms"] == "0"
     assert read_conf("spark-defaults.conf")["spark.ui.enabled"] == "false"
     monkeypatch.setattr("spark_group_source.local.conf._PACKAGE", tmp_path / "package")

@@ -76,7 +76,7 @@ NO_JAVA = "Java 17 or newer is needed, and there is none in PATH; install a JDK,
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "soak"])
-def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine: Run, target: str) -> None:
+def test_every_target_checks_java_first(machine: Run, target: str) -> None:
     machine.has_python()
     assert machine.refuses("make", target) == NO_JAVA
     assert not (machine.checkout / ".venv").exists()
@@ -86,7 +86,7 @@ def test_every_target_asks_for_java_first_also_when_it_was_set_up_before(machine
 
 
 @pytest.mark.parametrize(("version", "number"), [("1.8.0_412", 8), ("11.0.2", 11), ("16-ea", 16)])
-def test_an_old_java_is_named(machine: Run, version: str, number: int) -> None:
+def test_old_java_is_reported_with_version(machine: Run, version: str, number: int) -> None:
     machine.has_python()
     machine.has_java(version)
     told = machine.refuses("make", "test")
@@ -95,7 +95,7 @@ def test_an_old_java_is_named(machine: Run, version: str, number: int) -> None:
     assert list(machine.tmp.iterdir()) == []
 
 
-def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Run) -> None:
+def test_java_home_wins_and_broken_java_is_refused(machine: Run) -> None:
     machine.has_python()
     machine.has_java("17")
     assert "JAVA_HOME (/nowhere) has no bin/java" in machine.refuses("make", "test", JAVA_HOME="/nowhere")
@@ -105,7 +105,7 @@ def test_java_home_comes_first_and_a_java_that_does_not_run_is_none(machine: Run
     assert "does not run; install a JDK" in machine.refuses("make", "test")
 
 
-def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_taken(machine: Run) -> None:
+def test_missing_and_old_python_have_separate_errors(machine: Run) -> None:
     machine.has_java()
     told = machine.refuses("make", "test")
     assert told == "Python 3.11 or newer is needed; install it, or name one: make PYTHON=/path/to/python3"
@@ -118,7 +118,7 @@ def test_no_python_and_an_old_python_are_told_apart_and_one_that_is_named_is_tak
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
-def test_what_is_new_enough_passes(machine: Run, version: str) -> None:
+def test_supported_versions_pass(machine: Run, version: str) -> None:
     machine.has_java("21.0.1")
     machine.has_python(version)
     run = machine.run("make", "tools")
@@ -126,7 +126,7 @@ def test_what_is_new_enough_passes(machine: Run, version: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_package_registry_is_one_line_too(machine: Run) -> None:
+def test_unreachable_package_registry_is_reported_in_one_line(machine: Run) -> None:
     machine.has_java()
     (machine.bin / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (machine.bin / "python3").chmod(0o755)
@@ -138,7 +138,7 @@ def test_no_package_registry_is_one_line_too(machine: Run) -> None:
     assert not (machine.checkout / ".stamps" / "venv").exists(), "the next run must try again"
 
 
-def test_the_same_versions_are_asked_for_everywhere() -> None:
+def test_all_files_require_the_same_versions() -> None:
     from spark_group_source.local import jars
 
     setup = (ROOT / ".ci" / "setup").read_text()
