@@ -37,7 +37,7 @@ ROADS = {
     "A reset": 9,
     "A RESTORE is refused": 6,
 }
-"""Sections of the architecture page that follow one thing through the code, and the files that a reader may have to open."""
+"""Sections of the architecture page that follow one thing through the code, and the most files that each may name."""
 ARCHITECTURE_NAMES_MIN = 100
 """Fewer names than this were found: the pattern does not match any more."""
 
