@@ -181,9 +181,7 @@ def test_wrong_evidence_fails_the_checks(proof: ModuleType, truth: Any, lie: str
     assert said in shown and "NOT PROVEN" in shown
 
 
-def test_partition_last_read_by_the_plain_consumer_is_compared_with_its_commits(
-    proof: ModuleType, truth: Any
-) -> None:
+def test_partition_last_read_by_the_plain_consumer_is_compared_with_its_commits(proof: ModuleType, truth: Any) -> None:
     checks = proof.check(replace(truth, ledger={0: 6, 1: 1}, ordinary_last={1: 4}))
     assert all(found.holds for found in checks)
     assert "on 1 of 1 partitions" in checks[2].text

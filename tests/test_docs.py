@@ -95,9 +95,7 @@ class Understood(Exception):
 
 
 @pytest.mark.parametrize("arguments", [*typed("python -m tests.bench")])
-def test_benchmark_accepts_arguments_of_a_document(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benchmark_accepts_arguments_of_a_document(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -52,9 +52,7 @@ def test_position_is_read_from_last_finished_batch(version: str, prefix: str, tm
         ("v2", ['3:{"other":{"0":20}}', "1:0", '0:{"orders":{"0":10,"1":10}}', '2:{"logOffset":4}']),
     ],
 )
-def test_connector_sources_are_recognised_and_can_be_selected(
-    version: str, lines: list[str], tmp_path: Path
-) -> None:
+def test_connector_sources_are_recognised_and_can_be_selected(version: str, lines: list[str], tmp_path: Path) -> None:
     checkpoint(tmp_path, {0: lines}, [0], version)
     everything = progress(tmp_path)
     assert (everything.offsets, everything.others) == ({O0: 10, O1: 10, OTHER: 20}, 2)

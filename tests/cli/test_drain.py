@@ -89,9 +89,7 @@ def test_run_drains_only_for_its_own_request(
 
 
 @pytest.mark.spark
-def test_query_is_drained_and_described_from_another_host(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_status, "LOOK_S", 0.5)
     name, table = scene.topic(2), scene.folder / "table"
     job = scene.job(subscribe=name)

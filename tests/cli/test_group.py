@@ -256,9 +256,7 @@ def conflict(scene: Scene, job: Job, table: Path) -> str:
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["batch-not-in-table", "batch-in-table"])
-def test_query_follows_a_reset_that_came_during_a_pending_batch(
-    written: bool, scene: Scene, run: Run
-) -> None:
+def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, scene: Scene, run: Run) -> None:
     """Pending: ``offsets/N`` says what it reads, and no ``commits/N`` that it is done. Its source is killed in it."""
     name, table = scene.topic(2), scene.folder / "table"
     one = scene.job(subscribe=name, kafka__session__timeout__ms=2000)
@@ -333,9 +331,7 @@ def test_a_rewind_without_the_table_is_refused_and_the_printed_commands_settle_i
 @pytest.mark.parametrize(
     ("to", "skipped"), [("--to-latest", range(8, 10)), ("--to-ledger", range(0))], ids=["forward", "to the ledger"]
 )
-def test_batch_pending_at_a_reset_is_void(
-    to: str, skipped: range, scene: Scene, run: Run
-) -> None:
+def test_batch_pending_at_a_reset_is_void(to: str, skipped: range, scene: Scene, run: Run) -> None:
     name, table = scene.topic(2), scene.folder / "table"
     scene.produce(name, numbered(0, 19, 2))
     one = scene.job(subscribe=name, maxOffsetsPerTrigger=8)

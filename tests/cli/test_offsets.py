@@ -120,9 +120,7 @@ def test_delete_offsets_of_an_empty_group_needs_execute(scene: Scene, run: Run) 
 
 @pytest.mark.broker
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_delete_offsets_of_an_active_group_matches_kafkas_tool(
-    protocol: str, scene: Scene, run: Run
-) -> None:
+def test_delete_offsets_of_an_active_group_matches_kafkas_tool(protocol: str, scene: Scene, run: Run) -> None:
     read, former = scene.topic(2), scene.topic(2)
     set_committed(scene.admin, scene.group, read, {0: 0, 1: 0})
     set_committed(scene.admin, scene.group, former, {0: 0, 1: 0})

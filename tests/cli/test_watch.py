@@ -180,9 +180,7 @@ def test_reset_refuses_a_named_partition_that_does_not_exist(broker: Broker, nam
         spark_group_source.reset(group_id, broker.bootstrap_servers, to={name: {0: 1, 7: 1}})
 
 
-def test_watch_without_terminal_prints_one_line_per_event(
-    broker: Broker, name: str, group_id: str
-) -> None:
+def test_watch_without_terminal_prints_one_line_per_event(broker: Broker, name: str, group_id: str) -> None:
     command = [sys.executable, "-m", "spark_group_source", "watch", "--group", group_id]
     command += ["--bootstrap-servers", broker.bootstrap_servers]
     first = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=WATCH_S, check=True).stdout

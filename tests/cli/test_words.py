@@ -136,9 +136,7 @@ def test_invalid_plan_line_is_named(line: str, tmp_path: Path) -> None:
         (OSError("no such file"), FINAL),
     ],
 )
-def test_exit_code_shows_whether_a_retry_can_help(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_code_shows_whether_a_retry_can_help(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
 

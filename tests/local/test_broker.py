@@ -99,9 +99,7 @@ sys.stdin.read()
     "killed",
     ["parent", pytest.param("supervisor", marks=pytest.mark.skipif(sys.platform != "linux", reason="death signals"))],
 )
-def test_node_ends_with_a_killed_parent_or_supervisor(
-    killed: str, tmp_path: Path
-) -> None:
+def test_node_ends_with_a_killed_parent_or_supervisor(killed: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     command = [sys.executable, "-c", PARENT, str(home)]
@@ -265,9 +263,7 @@ def test_java_home_wins_and_old_java_is_refused_with_version(
         jars.java_path()
 
 
-def test_failed_download_is_reported_in_one_line_with_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_download_is_reported_in_one_line_with_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = tmp_path / "settings.xml"
     nowhere.write_text(
         '<ivysettings><settings defaultResolver="m"/><resolvers>'
