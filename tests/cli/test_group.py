@@ -298,7 +298,7 @@ def test_query_follows_a_reset_that_came_during_a_pending_batch(written: bool, s
     assert set(scene.committed().values()) == {11}
 
 
-def test_a_rewind_without_the_table_is_refused_and_the_printed_commands_settle_it(scene: Scene) -> None:
+def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> None:
     """All with one checkpoint: it has the refused batch, which is void after the printed command."""
     name, table = scene.topic(2), scene.folder / "table"
     one, rewound = scene.job(subscribe=name), {0: 2, 1: 2}
