@@ -1,4 +1,4 @@
-"""``spark-group drain`` and statistics from another host: by what runs and commands say in the query's checkpoint."""
+"""``spark-group drain`` and statistics from another host: through the status files in the query's checkpoint."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from streams import numbered
 
 from spark_group_source import DeltaSink
 from spark_group_source.delta import checkpoint_status
-from spark_group_source.delta.checkpoint import Files
-from spark_group_source.delta.checkpoint_status import Notices
+from spark_group_source.delta.checkpoint import CheckpointFiles
+from spark_group_source.delta.checkpoint_status import StatusFiles
 from spark_group_source.errors import GroupError
 from spark_group_source.host import run_files
 from spark_group_source.model import TopicPartition
@@ -27,12 +27,12 @@ RUN, DRAIN = (f"c/{checkpoint_status.FOLDER}/etl.{what}.json" for what in ("run"
 
 
 class Folder:
-    """A checkpoint's notices, in memory; ``then``: what the run says once it is asked."""
+    """Status files in memory; ``then``: what the run reports after the request."""
 
     def __init__(self, **run: Any) -> None:
         self.files: dict[str, str] = {}
         self.say(**run)
-        self.place = Notices(Files(self.files.get, self._write, lambda _: []), "c")
+        self.place = StatusFiles(CheckpointFiles(self.files.get, self._write, lambda _: []), "c")
         self.then: dict[str, Any] = {}
 
     def say(self, **run: Any) -> None:
@@ -45,52 +45,54 @@ class Folder:
             self.say(**self.then)
 
 
-def test_drain_request_names_the_run_and_waits_until_it_is_drained() -> None:
-    notices = Folder()
-    notices.then = {"drained": True}
-    assert checkpoint_status.drain(notices.place, "etl", timeout_s=10) == 1
-    assert json.loads(notices.files[DRAIN]) == {"run": "r1"}
+def test_a_drain_request_names_the_run_and_waits_until_it_is_drained() -> None:
+    folder = Folder()
+    folder.then = {"drained": True}
+    assert checkpoint_status.drain(folder.place, "etl", timeout_s=10) == 1
+    assert json.loads(folder.files[DRAIN]) == {"run": "r1"}
 
 
-def test_drain_timeout_reports_age_of_last_status() -> None:
+def test_a_run_that_does_not_drain_in_time_is_reported_with_the_age_of_its_status() -> None:
     with pytest.raises(
-        GroupError, match=r"in process 7 on host h, whose last notice is \d+ s old, did not end its batch within 0 s"
+        GroupError, match=r"in process 7 on host h, whose last status is \d+ s old, did not finish its batch within 0 s"
     ):
         checkpoint_status.drain(Folder().place, "etl", timeout_s=0)
 
 
-def test_drain_fails_when_the_query_restarts_meanwhile() -> None:
-    notices = Folder()
-    notices.then = {"run": "r2", "drained": True}
-    with pytest.raises(GroupError, match="was started again meanwhile"):
-        checkpoint_status.drain(notices.place, "etl", timeout_s=10)
+def test_a_run_that_starts_during_the_drain_is_reported() -> None:
+    folder = Folder()
+    folder.then = {"run": "r2", "drained": True}
+    with pytest.raises(GroupError, match="was started during the drain"):
+        checkpoint_status.drain(folder.place, "etl", timeout_s=10)
 
 
-def test_drain_without_any_status_is_refused() -> None:
-    notices = Folder()
+def test_a_checkpoint_without_a_status_is_reported() -> None:
+    folder = Folder()
     for half in ('{"group": "et', ""):
-        notices.files[RUN] = half
-        with pytest.raises(GroupError, match="c has no notice of a run in group 'etl'"):
-            checkpoint_status.last(notices.place, "etl")
+        folder.files[RUN] = half
+        with pytest.raises(GroupError, match="c has no status of a run in group 'etl'"):
+            checkpoint_status.last_status(folder.place, "etl")
 
 
 @pytest.mark.parametrize(("asked", "drained", "then"), [("r1", False, [7]), ("r0", False, []), ("r1", True, [])])
-def test_run_drains_only_for_its_own_request(
+def test_a_run_drains_when_the_request_names_it(
     asked: str, drained: bool, then: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notices, pids = Folder(), list[int]()
-    monkeypatch.setattr(run_files, "ask_to_drain", pids.append)
-    notices.files[DRAIN] = json.dumps({"run": asked})
-    watch = checkpoint_status._Watch("r1", "etl", 7, lambda: notices.place)
-    watch.look({"pid": 7, "group": "etl", "drained": drained})
+    folder, pids = Folder(), list[int]()
+    monkeypatch.setattr(run_files, "request_drain", pids.append)
+    folder.files[DRAIN] = json.dumps({"run": asked})
+    reporter = checkpoint_status._StatusReporter("r1", "etl", 7, lambda: folder.place)
+    reporter.poll({"pid": 7, "group": "etl", "drained": drained})
     assert pids == then
-    said = checkpoint_status.last(notices.place, "etl")
+    said = checkpoint_status.last_status(folder.place, "etl")
     assert (said["run"], said["drained"]) == ("r1", drained)
 
 
 @pytest.mark.spark
-def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_status, "LOOK_S", 0.5)
+def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_status, "POLL_S", 0.5)
     name, table = scene.topic(2), scene.folder / "table"
     job = scene.job(subscribe=name)
     folder = job.checkpoint / checkpoint_status.FOLDER
@@ -109,7 +111,7 @@ def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypa
     try:
         scene.produce(name, numbered(0, 9, 2))
         arrived(10)
-        await_until((folder / f"{scene.group}.run.json").exists, what="the run's notice")
+        await_until((folder / f"{scene.group}.run.json").exists, what="the run's status")
         here = typed("drain")
         assert (here.returncode, "no query of group" in here.stderr) == (1, True)
         scene.produce(name, numbered(10, 19, 2))
