@@ -89,9 +89,7 @@ def test_a_run_drains_when_the_request_names_it(
 
 
 @pytest.mark.spark
-def test_a_query_is_drained_and_described_from_another_host_and_stale_requests_are_ignored(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_status, "POLL_S", 0.5)
     name, table = scene.topic(2), scene.folder / "table"
     job = scene.job(subscribe=name)

@@ -72,7 +72,7 @@ def test_G10_unknown_commit_times_give_no_expiry() -> None:
     assert members[A] == Expiry(clock=Clock.NONE)
 
 
-def test_a_streams_note_says_when_it_was_committed() -> None:
+def test_commit_metadata_contains_commit_time() -> None:
     text = note_text("s", 4, 2, followed=True, truncated_from=9, at_ms=1_700_000_000_123)
     rest = parse_note(note_text("s", 4, 2, followed=True, truncated_from=9))
     assert parse_note(text) == rest._replace(at_ms=1_700_000_000_123)
