@@ -1,11 +1,11 @@
-"""Makes ``format("kafka-group")`` known to Spark without a ``register()`` call.
+"""Registers ``format("kafka-group")`` with Spark, without a ``register()`` call.
 
-Runs in: every Python process that Spark asks for data sources: it imports each installed top-level module whose name
-starts with ``pyspark_`` and takes its ``DefaultSource``. Deliberately absent: everything else; import
+Runs in: every Python process in which Spark looks up data sources: it imports each installed top-level module whose
+name starts with ``pyspark_``, and uses its ``DefaultSource``. Deliberately absent: everything else; import
 ``spark_group_source`` instead.
 
-All such modules are imported in one process, and one that cannot be spoils the look-up for every other source: so on a
-Spark that does not fit it is a source that says so at ``load()``.
+Spark imports all such modules in one process, and a failing import breaks the lookup of every other source. So with an
+unsupported Spark this module has a source that fails at ``load()`` instead.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ else:
     from pyspark.sql.datasource import DataSource
 
     class DefaultSource(DataSource):
-        """In place of the source."""
+        """A source that fails at ``load()`` with the reason."""
 
         def __init__(self, options: Any) -> None:  # noqa: ARG002 - Spark's signature
             compatibility.check()

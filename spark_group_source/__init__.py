@@ -1,8 +1,7 @@
 """Kafka consumer groups as a PySpark streaming source, exactly once into Delta.
 
-Runs in: every process. Deliberately absent: anything that opens a connection, a file or a session on import; what needs
-pyspark is imported when it is first asked for, if it fits.
-"""
+Runs in: every process. Deliberately absent: opening a connection, a file or a session on import. Names that need
+pyspark are imported on first access, if the installed Spark is supported."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +71,7 @@ def __getattr__(name: str) -> Any:
     if name == "KafkaGroupDataSource":
         from spark_group_source import compatibility
 
-        compatibility.check()  # another Spark lacks what the next line imports
+        compatibility.check()  # an unsupported Spark lacks what the next line imports
         from spark_group_source.source import KafkaGroupDataSource
 
         return KafkaGroupDataSource

@@ -1,12 +1,11 @@
-"""Which Spark, Python, Java and Delta Lake fit, and whether they are what is here.
+"""Supported versions of Spark, Python, Java and Delta Lake, and checks of the installed ones.
 
 Runs in: the planner (at ``load()``), the user's driver, the command line. Deliberately absent: the libraries that pip
 installs with this package; their versions are in pyproject.toml.
 
-Spark is not a dependency of this package: it is the environment, and installing this package changes nothing of it. So
-what pip would refuse is refused here, in one line. A Spark fits if it has the classes that the source derives from; its
-version is not compared.
-"""
+Spark is not a dependency of this package, so that installing it never changes the environment's Spark. Therefore this
+module refuses what pip would refuse, with one line. A Spark is supported if it has the classes that the source uses;
+its version is not compared."""
 
 import importlib
 import importlib.util
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SPARK: Final = "4.2"
-"""The Spark that all tests run on and that :data:`DELTA` is released for."""
+"""The Spark version that all tests use and that :data:`DELTA` is released for."""
 DELTA: Final = "4.4"
+"""The supported Delta Lake version."""
 PYTHON_MIN, PYTHON_MAX = (3, 11), (3, 13)
 JAVA: Final = ("17", "21")
 
@@ -29,40 +29,43 @@ FEATURES: Final = {
     "pyspark.sql.datasource": ("DataSource", "DataSourceStreamReader", "InputPartition"),
     "pyspark.sql.streaming.datasource": ("ReadAllAvailable", "ReadLimit", "ReadMaxRows", "SupportsTriggerAvailableNow"),
 }
-"""What the source needs of a Spark, by module: older ones lack the second one."""
+"""The classes of Spark that the source uses, by module. Older versions of Spark lack the second module."""
 
-FITS: Final = (
+REQUIREMENTS: Final = (
     f"this release is for Spark {SPARK} and newer, Python {'.'.join(map(str, PYTHON_MIN))} to "
     f"{'.'.join(map(str, PYTHON_MAX))}, Java {' or '.join(JAVA)}, Delta Lake {DELTA}"
 )
 
 
 def check() -> None:
-    """Refuse a Python or a Spark that does not fit. Opens nothing.
+    """Refuse an unsupported Python or Spark. Opens nothing.
 
     Raises:
-        SetupError: one line: what is here, what would fit, and what to install.
+        SetupError: one line with the installed version, the supported ones, and what to install.
     """
-    trouble = problem()
-    if trouble is not None:
-        raise SetupError(trouble)
+    found = problem()
+    if found is not None:
+        raise SetupError(found)
 
 
 def problem() -> str | None:
-    """What :func:`check` would say, or None."""
+    """Return the message of the error that :func:`check` would raise, or None."""
     python = sys.version_info[:2]
     if not PYTHON_MIN <= python <= PYTHON_MAX:
-        return f"Python {python[0]}.{python[1]} ({sys.executable}) does not fit: {FITS}"
+        return f"Python {python[0]}.{python[1]} ({sys.executable}) is not supported: {REQUIREMENTS}"
     if importlib.util.find_spec("pyspark") is None:
-        return f"there is no pyspark: {FITS}. pip install 'spark-group-source[local]' brings Spark and Delta Lake"
-    missing = _missing()
+        return (
+            f"pyspark is not installed: {REQUIREMENTS}. Install Spark and Delta Lake with: "
+            "pip install 'spark-group-source[local]'"
+        )
+    missing = _missing_feature()
     if missing is not None:
-        remedy = f"pip install 'pyspark=={SPARK}.*', or take a platform that has it"
-        return f"Spark {_version()} has no {missing}: {FITS}. {remedy}"
+        remedy = f"Install a supported version, for example pip install 'pyspark=={SPARK}.*', or use another platform"
+        return f"Spark {_spark_version()} has no {missing}: {REQUIREMENTS}. {remedy}"
     return None
 
 
-def _missing() -> str | None:
+def _missing_feature() -> str | None:
     """The first of :data:`FEATURES` that this Spark lacks."""
     for module, names in FEATURES.items():
         try:
@@ -75,8 +78,8 @@ def _missing() -> str | None:
     return None
 
 
-def _version() -> str:
-    """Of Spark, for messages; a platform may not say it."""
+def _spark_version() -> str:
+    """The version of Spark for messages; not every platform reports it."""
     try:
         return str(getattr(sys.modules.get("pyspark"), "__version__", None) or metadata.version("pyspark"))
     except metadata.PackageNotFoundError:
@@ -84,21 +87,23 @@ def _version() -> str:
 
 
 def check_session(spark: "SparkSession") -> None:
-    """Refuse the Java or the Delta Lake of a driver, where they can be seen: not on Spark Connect, and not where a
-    platform has Delta's classes under other names.
+    """Refuse an unsupported Java or Delta Lake of a driver. Does nothing on Spark Connect, where neither is visible,
+    and does not check Delta Lake on a platform that has its classes under other names.
 
     Raises:
-        SetupError: as :func:`check`.
+        SetupError: as in :func:`check`.
     """
     jvm: Any = getattr(spark, "_jvm", None) if hasattr(spark, "_jsparkSession") else None
     if jvm is None:
         return
     java = str(jvm.java.lang.System.getProperty("java.specification.version"))
     if java not in JAVA:
-        raise SetupError(f"Java {java} does not fit: {FITS}. Set JAVA_HOME to one of them and start Spark again")
+        raise SetupError(
+            f"Java {java} is not supported: {REQUIREMENTS}. Set JAVA_HOME to a supported Java and restart Spark"
+        )
     delta = jvm.io.delta.package
     if type(delta).__name__ == "JavaClass" and not str(delta.VERSION()).startswith(f"{DELTA}."):
         raise SetupError(
-            f"Delta Lake {delta.VERSION()} does not fit: {FITS}. Take the jars of "
+            f"Delta Lake {delta.VERSION()} is not supported: {REQUIREMENTS}. Use the jars of "
             f"io.delta:delta-spark_{SPARK}_2.13:{DELTA}.0"
         )

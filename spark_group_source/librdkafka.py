@@ -1,9 +1,9 @@
-"""librdkafka by ctypes: finding the library, declaring its calls, and the base of the clients that are made with it.
+"""librdkafka through ctypes: loading the library, declaring its functions, and the base class of its clients.
 
-Runs in: executor workers, the stream reader, a terminal; wherever ``executor`` and ``kafka`` call C. Deliberately
-absent: requests and their answers (each caller declares its calls), and callbacks from C into Python: errors, log lines
-and token refreshes are polled as events. The confluent_kafka package is not imported, because loading it is slow;
-``aws_iam`` is the exception.
+Runs in: executor workers, the stream reader, a terminal; wherever ``reader`` and ``kafka`` call C functions.
+Deliberately absent: requests and their responses (each caller declares its functions), and callbacks from C into
+Python: errors, log lines and token refreshes are polled as events. The package confluent_kafka is not imported, because
+loading it is slow; ``aws_iam`` is the exception.
 """
 
 import ctypes as c
@@ -30,7 +30,7 @@ POINTER, POINTERS, TEXT = c.c_void_p, c.POINTER(c.c_void_p), c.c_char_p
 INT, INT64, SIZE = c.c_int, c.c_int64, c.c_size_t
 
 Signatures = Mapping[str, Sequence[Any]]
-"""By name without ``rd_kafka_``: the type of what is returned, and those of the arguments."""
+"""Functions by name without ``rd_kafka_``: the type of the result, then the types of the arguments."""
 
 
 class Partition(c.Structure):
@@ -86,24 +86,25 @@ CLIENT: Signatures = {
     "error_code": (INT, POINTER),
     "error_string": (TEXT, POINTER),
 }
-"""What every client needs: settings, events, tokens, lists of partitions, errors."""
+"""The functions that every client needs: settings, events, tokens, partition lists, errors."""
 
 PRODUCER, CONSUMER = 0, 1
 _EVENT_LOG, _EVENT_ERROR, _EVENT_TOKEN = 0x4, 0x8, 0x100
 _NO_CONSUMER_CLOSE = 8
 _ANY_OPERATION = 0
 TEXT_BYTES = 512
+"""The size of buffers for error texts."""
 ERRORS_MAX = 100
-"""Errors of one client that are kept until it is asked for them."""
+"""The maximum number of errors of one client that are kept until they are read."""
 TOKEN_S_MAX = 10.0
-"""How long a new client waits until librdkafka requests the first token. Whether one came, its connections tell."""
+"""How long a new client waits for librdkafka to request the first token. Connections fail if there is none by then."""
 POLL_MS = 100
-"""How often events are looked at while something else is awaited."""
+"""How often events are polled while the caller waits for a response."""
 _AWS_MARKER, _AWS_IAM = "sasl.oauthbearer.metadata.authentication.type", "aws_iam"
 
 
 class Library:
-    """librdkafka's functions as attributes, by their names without ``rd_kafka_``.
+    """librdkafka's functions as attributes, named without ``rd_kafka_``.
 
     Args:
         signatures: the functions to declare.
@@ -118,8 +119,8 @@ class Library:
             call = getattr(rdkafka, f"rd_kafka_{name}", None)
             if call is None:
                 raise SetupError(
-                    f"{rdkafka._name} does not export rd_kafka_{name}, which is needed. The wheel of confluent-kafka "
-                    "2.16 does: pip install --only-binary :all: 'confluent-kafka==2.16.*', on every executor"
+                    f"{rdkafka._name} does not export rd_kafka_{name}. Install the wheel of confluent-kafka 2.16 on "
+                    "every executor: pip install --only-binary :all: 'confluent-kafka==2.16.*'"
                 )
             call.restype, call.argtypes = result, arguments
             setattr(self, name, call)
@@ -134,7 +135,7 @@ def _loaded() -> c.CDLL:
 
 
 def extension() -> Path:
-    """The path of confluent_kafka's extension module, which loads librdkafka. The package is not imported.
+    """Return the path of confluent_kafka's extension module, which loads librdkafka; does not import the package.
 
     Raises:
         SetupError: confluent_kafka is not installed.
@@ -147,7 +148,7 @@ def extension() -> Path:
 
 
 def text(raw: bytes | None) -> str:
-    """A C string as text; None is empty."""
+    """Decode a C string; None is an empty text."""
     return (raw or b"").decode(errors="replace")
 
 
@@ -155,18 +156,18 @@ class Client:
     """A librdkafka client whose events are polled. One thread at a time.
 
     Args:
-        lib: the declared functions, those of :data:`CLIENT` included.
+        lib: the declared functions, including those of :data:`CLIENT`.
         kind: :data:`PRODUCER` or :data:`CONSUMER`.
-        settings: librdkafka's, or with a function for tokens (``oauth_cb``, ``aws_iam``).
+        settings: librdkafka's; may have a function that returns tokens (``oauth_cb``, ``aws_iam``).
 
     Raises:
-        OptionError: librdkafka refuses a setting, or the function for tokens cannot be imported.
+        OptionError: librdkafka refuses a setting, or the token function cannot be imported.
     """
 
     def __init__(self, lib: Library, kind: int, settings: Mapping[str, str]) -> None:
         self.lib = lib
         self.rk: int | None = None
-        """None after :meth:`close`, and in a forked child, which has none of the client's threads."""
+        """The handle; None after :meth:`close`, and in a forked child, which has none of the client's threads."""
         own, self._token = token_source(settings)
         self._is_token_requested = False
         why = c.create_string_buffer(TEXT_BYTES)
@@ -180,17 +181,17 @@ class Client:
         if not self.rk:
             lib.conf_destroy(conf)
             raise refused_setting(settings, text(why.value))
-        lib.set_log_queue(self.rk, None)  # to the main queue, where errors and token refreshes arrive too
+        lib.set_log_queue(self.rk, None)  # to the main queue, like errors and token refreshes
         self._main = lib.queue_get_main(self.rk)
         self.errors: deque[tuple[int, str]] = deque(maxlen=ERRORS_MAX)
-        """Errors of the client as a whole that :meth:`serve` found: librdkafka's code and words."""
+        """Errors of the client as a whole that :meth:`serve` polled: librdkafka's code and text."""
         _clients.add(self)
         until_s = time.monotonic() + TOKEN_S_MAX
         while self._token is not None and not self._is_token_requested and time.monotonic() < until_s:
             self.serve(POLL_MS)
 
     def serve(self, wait_ms: int = 0) -> None:
-        """Empty the main queue: log lines are logged, tokens are refreshed, errors are kept."""
+        """Handle all events of the main queue: log lines are logged, tokens are refreshed, errors are kept."""
         lib = self.lib
         while event := lib.queue_poll(self._main, wait_ms):
             wait_ms = 0
@@ -200,7 +201,7 @@ class Client:
             elif kind == _EVENT_LOG:
                 facility, line, level = c.c_char_p(), c.c_char_p(), c.c_int()
                 lib.event_log(event, c.byref(facility), c.byref(line), c.byref(level))
-                quiet = level.value > 4 or facility.value == b"CONFWARN"  # a setting that does not concern this client
+                quiet = level.value > 4 or facility.value == b"CONFWARN"  # a setting of another kind of client
                 log.log(logging.DEBUG if quiet else logging.INFO, "%s: %s", text(facility.value), text(line.value))
             elif kind == _EVENT_TOKEN and self._token is not None:
                 self._set_token(self._token, text(lib.event_config_string(event)))
@@ -219,27 +220,27 @@ class Client:
                 self.rk, token.encode(), until_ms, principal.encode(), extensions, len(pairs), why, len(why)
             )
             failure = text(why.value) if failed else ""
-        except Exception as exc:  # noqa: BLE001 - a function of the user's
-            failure = f"the function for tokens raised {type(exc).__name__}: {exc}"
+        except Exception as exc:  # noqa: BLE001 - a function of the user
+            failure = f"the token function raised {type(exc).__name__}: {exc}"
         if failure:
             self.lib.oauthbearer_set_token_failure(self.rk, failure.encode())
 
     def partitions(self, positions: Iterable[tuple[TopicPartition, int]]) -> Any:  # Any: a ctypes pointer
-        """A list of partitions with offsets, to be destroyed by the caller."""
+        """Return a new list of partitions with offsets; the caller destroys it."""
         found = self.lib.topic_partition_list_new(16)
         for tp, offset in positions:
             self.lib.topic_partition_list_add(found, tp.topic.encode(), tp.partition).contents.offset = offset
         return found
 
     def admin_options(self, timeout_s: float) -> Any:  # Any: a C pointer
-        """The options of one admin request, to be destroyed by the caller."""
+        """Return new options for an admin request; the caller destroys them."""
         why = c.create_string_buffer(TEXT_BYTES)
         options = self.lib.AdminOptions_new(self.rk, _ANY_OPERATION)
         self.lib.AdminOptions_set_request_timeout(options, round(timeout_s * 1000), why, len(why))
         return options
 
     def close(self) -> None:
-        """Stop the client's threads. It is in no group, so there is nothing to leave. Does nothing the second time."""
+        """Stop the client's threads, without leaving a group: it is not in one. Does nothing the second time."""
         rk, self.rk = self.rk, None
         if rk:
             self.lib.queue_destroy(self._main)
@@ -258,7 +259,8 @@ os.register_at_fork(after_in_child=_forget_clients)
 
 
 def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[[str], Any] | None]:
-    """The settings that librdkafka itself understands, and the Python function that makes its tokens, if one does.
+    """Split settings into those that librdkafka knows, and the Python function that returns its tokens, if there is
+    one.
 
     Raises:
         OptionError: the function cannot be imported in this process.
@@ -276,14 +278,14 @@ def token_source(settings: Mapping[str, str]) -> tuple[dict[str, str], Callable[
         return own, aws.create_handler(own.get("sasl.oauthbearer.config", ""), extensions)
     except (ImportError, ValueError, RuntimeError) as exc:
         raise OptionError(
-            f"kafka.{_AWS_MARKER} is {_AWS_IAM}, and its tokens cannot be made here ({type(exc).__name__}: {exc}). pip "
-            "install 'confluent-kafka[oauthbearer-aws]' on every executor, or name a function in kafka.oauth_cb",
+            f"kafka.{_AWS_MARKER} is {_AWS_IAM}, but tokens cannot be created here ({type(exc).__name__}: {exc}). Run "
+            "pip install 'confluent-kafka[oauthbearer-aws]' on every executor, or set kafka.oauth_cb to a function",
             names=[_AWS_MARKER],
         ) from None
 
 
 def refused_setting(settings: Mapping[str, str], words: str) -> OptionError:
-    """The error for settings that librdkafka refuses, in its words without any value that could be a secret."""
+    """Build the error for a setting that librdkafka refuses: its text with secrets masked."""
     words = mask_secrets(words, settings)
     names = sorted(name for name in settings if f'"{name}"' in words)
-    return OptionError(f"the Kafka client refuses its settings: {words}", names=names)
+    return OptionError(f"the Kafka client (librdkafka) refuses a setting: {words}", names=names)

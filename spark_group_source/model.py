@@ -1,15 +1,14 @@
-"""The values that every part of the source speaks about.
+"""Values that all parts of the source use.
 
-Runs in: every process. Deliberately absent: behaviour, I/O, anything of Kafka or Spark. They are named tuples
-because a plan over 100,000 partitions makes and compares millions of them.
-"""
+Runs in: every process. Deliberately absent: behaviour, I/O, anything of Kafka or Spark. They are named tuples, because
+a plan over 100,000 partitions creates and compares millions of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 
 class TopicPartition(NamedTuple):
-    """One partition of one topic. "Partition" is always Kafka's word here; Spark's work is cut into lists of ranges."""
+    """One partition of a topic. "Partition" always means Kafka's; what a Spark task reads is a :class:`Piece`."""
 
     topic: str
     partition: int
@@ -19,7 +18,7 @@ class TopicPartition(NamedTuple):
 
 
 class OffsetRange(NamedTuple):
-    """The records [start, end) of one partition; an offset is always the *next* to read, so ``end=7`` means up to 6."""
+    """The offsets [start, end) of one partition: ``end`` is the next offset after the range."""
 
     tp: TopicPartition
     start: int
@@ -27,7 +26,8 @@ class OffsetRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Offsets in the range; an upper bound of its records (compaction and transaction markers leave gaps)."""
+        """The number of offsets; an upper bound of the records, because compaction and transaction markers leave
+        gaps."""
         return self.end - self.start
 
     def __str__(self) -> str:
@@ -35,20 +35,20 @@ class OffsetRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one task reads: ranges of different partitions, and their topics and leaders as they were planned."""
+    """What one task reads: ranges of different partitions, and their topic ids and leader epochs in the plan."""
 
     ranges: tuple[OffsetRange, ...] = ()
     topic_ids: Mapping[str, str] = {}
-    """The topics as they were planned: one that is deleted and made anew has another id (KIP-516)."""
+    """The planned ids of topics. A topic that is deleted and recreated has another id (KIP-516)."""
     leader_epochs: Mapping[TopicPartition, int] = {}
-    """Of the leaders that reported the ends of the ranges: a log that was cut goes on with records of a later one
-    (KIP-320)."""
+    """The epochs of the leaders that reported the ends of the ranges. After a truncation, the log continues with
+    records of a higher epoch (KIP-320)."""
 
     @classmethod
     def of(
         cls, ranges: Iterable[OffsetRange], topic_ids: Mapping[str, str], leader_epochs: Mapping[TopicPartition, int]
     ) -> "Piece":
-        """These ranges, with what of the ids and epochs concerns them."""
+        """Build a piece of these ranges, with the ids and epochs of their topics and partitions only."""
         ranges = tuple(ranges)
         return cls(
             ranges,
@@ -58,14 +58,12 @@ class Piece(NamedTuple):
 
 
 class StartAt(NamedTuple):
-    """The start of one partition, as a question to the broker.
-
-    ``value`` is the offset (kind "offset") or milliseconds since the epoch (kind "time": the first record that is not
-    older); it is 0 for the other kinds.
-    """
+    """The starting position of one partition."""
 
     kind: Literal["earliest", "latest", "offset", "time"]
+    """"time": the first record with this timestamp or a later one."""
     value: int = 0
+    """The offset (kind "offset") or milliseconds since the epoch (kind "time"); otherwise 0."""
 
 
 EARLIEST = StartAt("earliest")

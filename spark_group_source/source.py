@@ -1,9 +1,9 @@
-"""``format("kafka-group")``: Spark's side of the source.
+"""``format("kafka-group")``: the classes that Spark's Python data source API calls.
 
 Runs in: the planner (``DataSource``), the stream reader (:class:`GroupStreamReader`), executor workers (its ``read``).
-Deliberately absent: everything that takes more than handing values over. The reader is built in three processes and
-pickled between them, so it holds options and opens nothing until the stream reader is asked for its first offset.
-It is the only importer of pyspark.sql.datasource.
+Deliberately absent: decisions; calls are passed on. The reader is built in three processes and pickled between them, so
+it has options only and opens nothing before Spark requests its first offset. No other module imports
+pyspark.sql.datasource.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from spark_group_source import compatibility
 from spark_group_source.errors import ChannelBroken, CheckpointMismatch, OptionError
 from spark_group_source.model import Piece
 from spark_group_source.options.table import Options
-from spark_group_source.pickling import Packed
+from spark_group_source.pickling import CheckedPickle
 from spark_group_source.protocol.offsets import StreamOffset, parse
 from spark_group_source.protocol.planner import pack
 from spark_group_source.reader.records import spark_ddl
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 FORMAT = "kafka-group"
 LOG_LEVEL_ENV = "SPARK_GROUP_LOG_LEVEL"
+"""The environment variable with the log level of the stream reader."""
 LOAD_WAIT_S = 15.0
-"""How long a former run of the same load() is waited for: the last offsets, the members and the process have to end."""
+"""How long to wait for the previous run of the same load(), which commits its last offsets and closes its members."""
 METRICS_WAIT_S = 12.0
-"""How long metricsPort is waited for: a former run of the query may take some seconds to end."""
+"""How long to wait until metricsPort is free: the previous run of the query may take some seconds to stop."""
 
 
 class RangesPartition(InputPartition):
@@ -57,12 +58,12 @@ class RangesPartition(InputPartition):
         self.piece, self.task = piece, task
 
 
-class KafkaGroupDataSource(Packed, DataSource):
-    """The source as ``spark.readStream.format("kafka-group")`` finds it.
+class KafkaGroupDataSource(CheckedPickle, DataSource):
+    """The data source behind ``spark.readStream.format("kafka-group")``.
 
     Raises:
         OptionError: from ``load()``: an option is missing, unknown, or has a value that cannot work.
-        SetupError: from ``load()``: Python, Spark or a library is missing, or of a version that does not fit.
+        SetupError: from ``load()``: Python, Spark or a library is missing, or has an unsupported version.
     """
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
@@ -71,7 +72,7 @@ class KafkaGroupDataSource(Packed, DataSource):
         self._parsed = Options.parse(self.options)
         self._path = tuple(sys.path)
         self._load = uuid.uuid4().hex
-        """Names this load(): Spark pickles the instance along to every stream that reads it."""
+        """The id of this load(); Spark pickles the instance for every query that reads it."""
 
     @classmethod
     def name(cls) -> str:
@@ -85,35 +86,38 @@ class KafkaGroupDataSource(Packed, DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002 - Spark's signature
         raise OptionError(
-            f'format("{FORMAT}") is a streaming source: write spark.readStream, with trigger(availableNow=True) for a '
-            "run that ends"
+            f'format("{FORMAT}") is a streaming source: use spark.readStream. To read up to the current end, use '
+            "trigger(availableNow=True)"
         )
 
     def streamReader(self, schema: StructType) -> "GroupStreamReader":  # noqa: ARG002 - Spark's signature
         return GroupStreamReader(self._parsed, self._path, self._load)
 
 
-class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The reader as Spark drives it; ``driver.coordinator`` has the life of a batch.
+class GroupStreamReader(CheckedPickle, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The stream reader; ``runtime.coordinator`` runs the batches.
 
     Args:
         options: the query's.
-        path: where the planner finds modules, among them those of --py-files: Spark 4.2 gives these to planner and
-            executors, and not to the stream reader, which runs on the planner's host.
-        load: the name of the load(); empty: whether another stream of it runs is not looked at.
+        path: the planner's module search path. It has the modules of --py-files, which Spark 4.2 passes to the planner
+            and to executors, but not to the stream reader on the planner's host.
+        load: the id of the load(), of which only one query may run at a time; empty: not checked.
     """
 
     def __init__(self, options: Options, path: Sequence[str] = (), load: str = "") -> None:
         self._options = options
         self._path = tuple(path)
         self._load = load
-        self._held: LoadLock | None = None
+        self._lock: LoadLock | None = None
         self._coordinator: Coordinator | None = None
+        """None before Spark requests the first offset; so are the next two."""
         self._control_server: ControlServer | None = None
+        """None if the run needs none, or cannot listen."""
         self._endpoint: Endpoint | None = None
+        """None without metricsPort."""
 
     def __getstate__(self) -> dict[str, Any]:
-        unopened = dict.fromkeys(("_held", "_coordinator", "_control_server", "_endpoint"))
+        unopened = dict.fromkeys(("_lock", "_coordinator", "_control_server", "_endpoint"))
         return {"_options": self._options, "_path": self._path, "_load": self._load, **unopened}
 
     # --- in the stream reader process -------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         return StreamOffset.initial(self._options.group_id).to_json_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        # Limits are options; a finite limit here only tells a normal trigger from Once, which passes ReadAllAvailable.
+        # Limits are options. A finite limit here only distinguishes a normal trigger from Once (ReadAllAvailable).
         return ReadMaxRows(2**63 - 1)
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -179,20 +183,20 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         ]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Nothing: it comes a batch late, and latestOffset() has heard of the batch before."""
+        """Do nothing: Spark calls it one batch late, and latestOffset() already has the batch's offset."""
 
     def stop(self) -> None:
         if self._coordinator is not None:
-            # Spark closes our socket and sends SIGTERM at the same moment: the second must not end this half way.
-            # A handler, for a signal that is ignored stays ignored in every process that is started from here.
+            # Spark closes the socket and sends SIGTERM at the same time: the signal must not interrupt this method.
+            # A handler instead of SIG_IGN, which every process started from here would inherit.
             signal.signal(signal.SIGTERM, lambda *_: None)
             if self._endpoint is not None:
-                self._endpoint.stop()  # first: the query's next run may wait for the port
+                self._endpoint.stop()  # first, because the query's next run may wait for the port
             self._coordinator.close()
             if self._control_server is not None:
                 self._control_server.stop()
-        if self._held is not None:
-            self._held.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _started(self) -> "Coordinator":
         if self._coordinator is None:
@@ -200,19 +204,19 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             from spark_group_source.runtime.coordinator import Coordinator
 
             _prepare_process()
-            sys.path += [place for place in self._path if place not in sys.path]
-            if self._load and self._held is None:
-                held = LoadLock(self._load)
-                held.acquire(wait_s=LOAD_WAIT_S)
-                self._held = held
+            sys.path += [entry for entry in self._path if entry not in sys.path]
+            if self._load and self._lock is None:
+                lock = LoadLock(self._load)
+                lock.acquire(wait_s=LOAD_WAIT_S)
+                self._lock = lock
             publisher = Publisher(self._options.group_id, self._options.bootstrap_servers)
             if self._options.metrics_port is not None:
-                self._endpoint = _measured(self._options, publisher)
+                self._endpoint = _start_metrics(self._options, publisher)
             coordinator = Coordinator(self._options, publisher=publisher)
             if self._options.member_host != "driver" or not self._options.fail_on_data_loss:
                 self._control_server = _start_control_server(self._options, coordinator)
             self._coordinator = coordinator
-            atexit.register(self.stop)  # a SIGTERM that meets the very first step of stop() ends up here
+            atexit.register(self.stop)  # in case SIGTERM arrives before stop() has replaced its handler
         return self._coordinator
 
     def _parse(self, document: Mapping[str, Any]) -> StreamOffset:
@@ -220,7 +224,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
         if offset.group != self._options.group_id:
             raise CheckpointMismatch(
                 f"the checkpoint belongs to group {offset.group!r}, but kafka.group.id is {self._options.group_id!r}. "
-                "Give this query a checkpointLocation of its own, or set the group back",
+                f"Use a new checkpointLocation, or set kafka.group.id back to {offset.group!r}",
                 found=offset.group,
                 wanted=self._options.group_id,
             )
@@ -241,7 +245,7 @@ class GroupStreamReader(Packed, DataSourceStreamReader, SupportsTriggerAvailable
             deadline_s=options.poll_timeout_ms / 1000,
             silence_s=options.broker_timeout_ms / 1000 or math.inf,
         )
-        if partition.task is None:  # what agents need is not even loaded: a worker's first task would wait for it
+        if partition.task is None:  # the modules of agents are not imported, which would delay a worker's first task
             return read_ranges(partition.piece, read)
         from spark_group_source.agents.task import read_piece
 
@@ -260,25 +264,30 @@ def _start_control_server(options: Options, coordinator: "Coordinator") -> "Cont
     except ChannelBroken as exc:
         if options.member_host == "executor":
             raise OptionError(f"memberHost is executor, and {exc}", option="memberHost") from exc
-        without = "members stay in the stream reader, and what tasks skip is not counted"
-        logging.getLogger(__name__).warning("%s: %s", without, exc)
+        logging.getLogger(__name__).warning(
+            "group %s: cannot listen for agents and tasks; members stay in the stream reader, and records that tasks "
+            "skip are not counted: %s",
+            options.group_id,
+            exc,
+        )
         return None
     return server
 
 
-def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
-    """Where Prometheus finds this run."""
+def _start_metrics(options: Options, publisher: "Publisher") -> "Endpoint":
+    """Start the endpoint that serves the run's metrics to Prometheus."""
     try:
         from spark_group_source.metrics import endpoint, run
     except ImportError as exc:
         raise OptionError(
-            f"metricsPort needs the package prometheus-client on the driver's host ({exc}); pip install it there",
+            f"metricsPort needs the package prometheus-client on the driver's host ({exc}). Run there: pip install "
+            "prometheus-client",
             option="metricsPort",
         ) from exc
     from spark_group_source.kafka import Environment
 
     environment = Environment()
-    serving = endpoint.Endpoint(
+    server = endpoint.Endpoint(
         endpoint.MetricsCollector(run.METRICS, lambda: publisher.last, now_ms=environment.now_ms),
         host=options.metrics_host or "",
         port=options.metrics_port or 0,
@@ -286,15 +295,15 @@ def _measured(options: Options, publisher: "Publisher") -> "Endpoint":
         wait_s=METRICS_WAIT_S,
         environment=environment,
     )
-    publisher.metrics_port = serving.port
-    level = logging.INFO if options.metrics_port else logging.WARNING  # nobody else says which it is
-    logging.getLogger(__name__).log(level, "group %s: metrics at port %d", options.group_id, serving.port)
-    return serving
+    publisher.metrics_port = server.port
+    level = logging.INFO if options.metrics_port else logging.WARNING  # the log is how users find out a free port
+    logging.getLogger(__name__).log(level, "group %s: serving metrics on port %d", options.group_id, server.port)
+    return server
 
 
 def _prepare_process() -> None:
-    """The stream reader is a process of its own: give it a log, and let SIGTERM, with which Spark ends every query,
-    run ``stop()``: without a handler nothing does."""
+    """Configure the stream reader's process: logging, and a handler of SIGTERM, with which Spark ends every query.
+    Without a handler the process would end without calling ``stop()``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(
         level=os.environ.get(LOG_LEVEL_ENV, "WARNING"),

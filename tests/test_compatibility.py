@@ -1,4 +1,4 @@
-"""What is refused because it does not fit, in one line; and what an executor says that lacks something."""
+"""Unsupported versions are refused with one line, and executors report missing packages."""
 
 import importlib
 import importlib.util
@@ -29,18 +29,18 @@ OPTIONS = {"kafka.bootstrap.servers": "localhost:1", "kafka.group.id": "g", "sub
 
 @pytest.fixture
 def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python finds no pyspark."""
+    """pyspark is not installed."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
 
 
-def test_what_is_installed_here_fits() -> None:
+def test_the_installed_versions_are_supported() -> None:
     assert compatibility.problem() is None
 
 
-def test_a_missing_spark_is_refused_at_load_in_one_line(no_spark: None) -> None:
+def test_a_missing_spark_is_refused_at_load_with_one_line(no_spark: None) -> None:
     del no_spark
-    with pytest.raises(SetupError, match=r"there is no pyspark: .*'spark-group-source\[local\]'") as met:
+    with pytest.raises(SetupError, match=r"pyspark is not installed: .*'spark-group-source\[local\]'") as met:
         KafkaGroupDataSource(OPTIONS)
     assert "\n" not in str(met.value)
 
@@ -48,7 +48,7 @@ def test_a_missing_spark_is_refused_at_load_in_one_line(no_spark: None) -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [(module, name) for module, names in compatibility.FEATURES.items() for name in (None, *names)]
 )
-def test_a_spark_without_a_class_that_the_source_needs_is_refused_at_load_in_one_line(
+def test_a_spark_without_a_required_class_is_refused_at_load_with_one_line(
     module: str, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pyspark, "__version__", "4.1.2")
@@ -63,7 +63,7 @@ def test_a_spark_without_a_class_that_the_source_needs_is_refused_at_load_in_one
     assert "\n" not in str(met.value)
 
 
-def test_what_the_source_imports_of_sparks_sources_is_what_is_looked_for() -> None:
+def test_the_required_classes_are_those_that_the_source_imports() -> None:
     code = Path(spark_group_source.__file__).with_name("source.py").read_text()
     imported = re.findall(r"^from (pyspark\.sql\.(?:streaming\.)?datasource) import (.+)$", code, re.MULTILINE)
     used = {module: set(names.split(", ")) - {"DataSourceReader"} for module, names in imported}  # of batch queries
@@ -71,23 +71,23 @@ def test_what_the_source_imports_of_sparks_sources_is_what_is_looked_for() -> No
 
 
 @pytest.mark.parametrize("version", ["4.3.0", "5.0.0.dev1", "platform-17"])
-def test_a_newer_spark_with_these_classes_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_spark_with_these_classes_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyspark, "__version__", version)
     KafkaGroupDataSource(OPTIONS)
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 14)])
-def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(
         compatibility, "sys", SimpleNamespace(version_info=version, executable="/bin/py", modules=sys.modules)
     )
     assert (compatibility.problem() or "").startswith(
-        f"Python {version[0]}.{version[1]} (/bin/py) does not fit: this release"
+        f"Python {version[0]}.{version[1]} (/bin/py) is not supported: this release"
     )
 
 
 def session(java: str, delta: str | None) -> Any:
-    """What a session shows of its Java and its Delta Lake; None: no classes of that name."""
+    """A session with these versions of Java and Delta Lake; None: no classes of that name."""
     package: Any = type("JavaClass", (), {"VERSION": lambda self: delta}) if delta else SimpleNamespace
     jvm = SimpleNamespace(io=SimpleNamespace(delta=SimpleNamespace(package=package())))
     jvm.java = SimpleNamespace(lang=SimpleNamespace(System=SimpleNamespace(getProperty=lambda name: java)))
@@ -96,26 +96,29 @@ def session(java: str, delta: str | None) -> Any:
 
 @pytest.mark.parametrize(
     ("java", "delta", "said"),
-    [("25", "4.4.0", "Java 25 does not fit: .*JAVA_HOME"), ("21", "4.3.1", "Delta Lake 4.3.1 does not fit: .*4.4.0$")],
+    [
+        ("25", "4.4.0", "Java 25 is not supported: .*JAVA_HOME"),
+        ("21", "4.3.1", "Delta Lake 4.3.1 is not supported: .*4.4.0$"),
+    ],
 )
-def test_a_java_or_a_delta_that_does_not_fit_is_refused(java: str, delta: str, said: str) -> None:
+def test_an_unsupported_java_or_delta_is_refused(java: str, delta: str, said: str) -> None:
     with pytest.raises(SetupError, match=said):
         compatibility.check_session(session(java, delta))
 
 
 @pytest.mark.parametrize(("java", "delta"), [("17", "4.4.0"), ("21", "4.4.2"), ("17", None)])
-def test_a_java_and_a_delta_that_fit_are_taken(java: str, delta: str | None) -> None:
+def test_a_supported_java_and_delta_are_accepted(java: str, delta: str | None) -> None:
     compatibility.check_session(session(java, delta))
-    compatibility.check_session(SimpleNamespace())  # type: ignore[arg-type]  # Spark Connect shows neither
+    compatibility.check_session(SimpleNamespace())  # type: ignore[arg-type]  # Spark Connect has neither
 
 
 @pytest.mark.spark
-def test_the_versions_of_a_real_session_fit(spark: Any) -> None:
+def test_the_versions_of_a_real_session_are_supported(spark: Any) -> None:
     compatibility.check_session(spark)
     assert spark._jvm.io.delta.package.VERSION().startswith(f"{compatibility.DELTA}.")
 
 
-def test_the_package_installs_no_spark_and_the_local_extra_the_one_that_is_tested() -> None:
+def test_only_the_local_extra_installs_spark_in_the_tested_version() -> None:
     assert not [wanted for wanted in PROJECT["dependencies"] if re.match(r"(pyspark|delta-spark)", wanted)]
     local = PROJECT["optional-dependencies"]["local"]
     assert {wanted.partition("==")[2].rpartition(".")[0] for wanted in local} == {
@@ -126,7 +129,7 @@ def test_the_package_installs_no_spark_and_the_local_extra_the_one_that_is_teste
     assert PROJECT["requires-python"] == f">={'.'.join(map(str, compatibility.PYTHON_MIN))}"
 
 
-def test_on_an_older_spark_the_look_up_of_sources_goes_on_and_ours_is_refused_at_load() -> None:
+def test_on_an_older_spark_the_lookup_of_sources_works_and_this_one_is_refused_at_load() -> None:
     code = """
     import sys, pyspark.sql.streaming.datasource
     del pyspark.sql.streaming.datasource.SupportsTriggerAvailableNow
@@ -143,44 +146,46 @@ def test_on_an_older_spark_the_look_up_of_sources_goes_on_and_ours_is_refused_at
     assert f"errors.SetupError: Spark {pyspark.__version__} has no {lacks}: this release" in ended.stderr
 
 
-# --- what travels ----------------------------------------------------------------------------------------------------
+# --- pickling ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def parcel() -> bytes:
+def pickled() -> bytes:
     """What Spark sends to an executor, in the order of its own pickler: the source, then its reader."""
     source = KafkaGroupDataSource(OPTIONS)
     return bytes(cloudpickle.dumps((source, source.streamReader(StructType()))))
 
 
-def test_what_is_packed_arrives_as_it_was(parcel: bytes) -> None:
-    source, reader = pickle.loads(parcel)
+def test_a_pickled_source_is_restored(pickled: bytes) -> None:
+    source, reader = pickle.loads(pickled)
     assert type(source) is KafkaGroupDataSource and source.options == OPTIONS
     assert reader._options == source._parsed
 
 
 @pytest.mark.parametrize("name", ["spark_group_source", "confluent_kafka"])
-def test_an_executor_without_a_package_says_which(parcel: bytes, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_executor_without_a_package_reports_which(
+    pickled: bytes, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else found(asked))
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(
         ImportError, match=f"has no package {name}. Install spark-group-source on every executor"
     ) as met:
-        pickle.loads(parcel)
+        pickle.loads(pickled)
     assert f"{type(met.value).__module__}.{type(met.value).__name__}" == "spark_group_source.errors.SetupError"
 
 
-def test_an_executor_with_another_release_says_both(parcel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_with_another_version_reports_both(pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_group_source, "__version__", "9.9")
-    with pytest.raises(ImportError, match=r"has spark-group-source 9\.9, and the driver \d+\.\d+\.\d+\."):
-        pickle.loads(parcel)
+    with pytest.raises(ImportError, match=r"has spark-group-source 9\.9, but the driver has \d+\.\d+\.\d+\."):
+        pickle.loads(pickled)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_which_release_it_is() -> None:
+def test_the_command_prints_its_version() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"spark-group {spark_group_source.__version__}\n")
 
@@ -190,11 +195,11 @@ def test_the_command_says_which_release_it_is() -> None:
     [["run", "--group", "g", "--topics", "t", "--checkpoint", "/c"], ["describe", "--group", "g"]],
     ids=["the command", "one option"],
 )
-def test_a_command_that_needs_a_spark_which_is_not_there_says_what_fits(
+def test_a_command_that_needs_a_missing_spark_reports_the_supported_versions(
     words: list[str], no_spark: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del no_spark
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
     shown = CliRunner().invoke(app, [*words, "--bootstrap-servers", "localhost:1", "--table", "/t"])
     assert shown.exit_code == 1
-    assert shown.output.startswith("error: SetupError: there is no pyspark: this release is for Spark 4.2")
+    assert shown.output.startswith("error: SetupError: pyspark is not installed: this release is for Spark 4.2")

@@ -112,7 +112,7 @@ def test_the_error_of_a_client_without_a_token_has_the_reason() -> None:
     await_until(is_reported, 30, what="the error")
     code, words = client.errors[0]
     client.close()
-    assert "the function for tokens raised RuntimeError: no role is assumed" in words
+    assert "the token function raised RuntimeError: no role is assumed" in words
     assert meaning(Request.FETCH, code, words) is Meaning.RETRY
 
 

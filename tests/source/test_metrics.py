@@ -120,7 +120,7 @@ def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch)
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
     options = Options.parse({**given, "metricsPort": str(taken.port), "metricsHost": "127.0.0.1"})
     with pytest.raises(OptionError, match=f"metricsPort is {taken.port}.*another process uses it"):
-        source._measured(options, run_files.Publisher("g"))
+        source._start_metrics(options, run_files.Publisher("g"))
     taken.stop()
 
 

@@ -64,10 +64,10 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"v": 2}, "has format version 2; this release reads version 1"),
+        ({"v": 2}, "has format version 2, and this release reads version 1 only"),
         ({"topics": 7}, "the checkpoint's offset is damaged"),
         ({"group": "another"}, "the checkpoint belongs to group 'another', but kafka.group.id is 'g'"),
-        (None, "the checkpoint's offset is not one of kafka-group"),
+        (None, "the checkpoint's offset was not written by kafka-group"),
     ],
 )
 def test_B56_an_offset_that_cannot_be_read_is_refused(change: dict[str, Any] | None, says: str) -> None:
