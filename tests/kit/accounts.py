@@ -116,6 +116,7 @@ class Accounts(Books):
             book.losses.append(Loss(operator, 0, Cause.OPERATOR, max([at, *book.reached.values()])))
         if void:
             book.flight.clear()
+            book.durable.clear()
         book.moved |= not void
         # By Kafka's tool, a batch that was planned and not finished counts as if it had come before. That it was, no
         # run can tell later: it follows the operator into the middle of the batch.

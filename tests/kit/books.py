@@ -6,6 +6,7 @@ Runs in: tests. Deliberately absent: the rules.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kit.kafka_group import Entry
 
@@ -60,6 +61,14 @@ class Loss:
     unheard: bool = False  # an agent was told, and its run does not know yet
 
 
+class Range(NamedTuple):
+    """What one batch read of a partition. ``seq`` is the number of the batch."""
+
+    seq: int
+    start: int
+    end: int
+
+
 @dataclass
 class Book:
     """Everything about one partition, as long as its topic is not deleted."""
@@ -76,6 +85,7 @@ class Book:
     losses: list[Loss] = field(default_factory=list)
     reached: dict[str, int] = field(default_factory=dict)  # by party: end of what it planned or processed
     chain: dict[str, int] = field(default_factory=dict)  # by party: where its next range starts
+    durable: dict[str, Range] = field(default_factory=dict)  # by party: its last batch that the sink has
     away: set[str] = field(default_factory=set)  # parties that somebody else followed, or committed after
     commits: list[tuple[int, Entry]] = field(default_factory=list)
     flight: dict[Reader, tuple[int, int]] = field(default_factory=dict)

@@ -10,10 +10,11 @@ does to partitions (``accounts``).
 from collections.abc import Iterable
 
 from kit.accounts import Accounts, Ranges, Violation, advance
-from kit.books import Cause, Holding, Loss, Reader
+from kit.books import Cause, Holding, Loss, Range, Reader
 from kit.kafka_client import Client, Tps
 from kit.kafka_group import Entry
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import parse_note
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.runtime.request_thread import TRANSACTIONAL_ID_S_MAX
 
@@ -222,7 +223,8 @@ class Invariants(Accounts):
                         held.begin, held.until = start, None  # a batch of the former topic that was replayed set these
             if last is None and not book.commits and self._may_skip(tp, reader):
                 self._nobodys(tp, min(start, book.end))
-            if start != last and start > book.stale and not self._may_start(tp, reader, start, last):
+            known = start in (last, self._after_durable_batch(tp, reader)) or start <= book.stale
+            if not known and not self._may_start(tp, reader, start, last):
                 self._break(f"{reader.name} plans {tp}[{start},{end}), but its last range ended at {last}")
             book.chain[reader.party] = end
             if offset.reset_number < self._reset:
@@ -298,11 +300,14 @@ class Invariants(Accounts):
                     self._excuse(tp, offset, reader, book.first[at])
             advance(book)
 
-    def durable(self, reader: Reader, ranges: Ranges) -> None:
-        """A batch that a former run of this reader's stream had written already is not in flight any more."""
-        for tp, (start, end) in self._of(ranges):
+    def durable(self, reader: Reader, offset: StreamOffset) -> None:
+        """The sink has a batch, which a former run of this reader's stream may have written: it is not in flight any
+        more."""
+        for tp, (start, end) in self._of(offset.ranges):
             book = self.books[tp]
             book.flight.pop(reader, None)
+            if book.durable.get(reader.party, Range(-1, 0, 0)).seq <= offset.seq:
+                book.durable[reader.party] = Range(offset.seq, start, end)
             for holding in book.holders.values():
                 if holding.reader is reader and holding.loss is None and holding.until is not None:
                     holding.until = max(holding.until, self._goes_on(tp, reader, start, end))
@@ -393,6 +398,19 @@ class Invariants(Accounts):
             self._break(f"{reader.name} caused {twice} offsets to be read twice, and counted {reader.counted()}")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _after_durable_batch(self, tp: TopicPartition, reader: Reader) -> int | None:
+        """The end of the stream's last durable batch, if an older run that did not know of it committed an offset in it
+        since, after another member. By its note this commit is from before the batch, and the sink has all records
+        between the two."""
+        book = self.books[tp]
+        batch = book.durable.get(reader.party)
+        if batch is None or not book.commits:
+            return None
+        last = book.commits[-1][1]
+        older = last.stream == reader.party and self._readers[last.by] is not reader
+        late = older and parse_note(last.note).seq < batch.seq
+        return batch.end if late and batch.start <= last.offset <= batch.end else None
 
     def _may_start(self, tp: TopicPartition, reader: Reader, start: int, last: int | None) -> bool:
         """Where somebody else committed, or had the partition, or this stream never had it: the group's offset says."""

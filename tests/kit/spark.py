@@ -385,7 +385,7 @@ class SparkRun:
             self.executors.task(self)
         self._step(5, self.query.habits.sink_ms_max)
         self.query.sink.write(self, offset, self._read)
-        self._truth.durable(self.reader, offset.ranges)
+        self._truth.durable(self.reader, offset)
         self._step(5, 150)
         if number in self.query.checkpoint.commits:
             raise ConcurrentUpdate(f"another run finished batch {number}")

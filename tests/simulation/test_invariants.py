@@ -1,4 +1,5 @@
-"""The rules of the simulation and their record of each partition: topics that are deleted and made again.
+"""The rules of the simulation in two rare histories: topics that are deleted and made again, and older runs of a stream
+that go on after newer ones have ended.
 
 What the rules find in the shipped code is in ``test_mutants``.
 """
@@ -14,6 +15,7 @@ from kit.kafka_group import Code, Entry
 from kit.world import Process, World
 
 from spark_group_source.model import TopicPartition
+from spark_group_source.protocol.identifiers import note_text
 from spark_group_source.protocol.offsets import StreamOffset
 
 TP = TopicPartition("orders", 0)
@@ -56,10 +58,10 @@ class Scene:
             member.assigned = {TP} if member.id == client.member else set()
         self.truth.given(TPS, client)
 
-    def commit(self, reader: Reader, offset: int) -> None:
+    def commit(self, reader: Reader, offset: int, *, seq: int = 0) -> None:
         old = self._committed
-        stream = None if reader.counted is None else reader.party
-        self._committed = Entry(offset, stream, reader.name, 1 if old is None else old.order + 1)
+        stream, note = (None, "") if reader.counted is None else (reader.party, note_text(reader.party, seq))
+        self._committed = Entry(offset, stream, reader.name, 1 if old is None else old.order + 1, note)
         self.truth.committed(TP, old, self._committed)
 
     def delete_topic(self) -> None:
@@ -141,7 +143,7 @@ def test_a_replay_of_the_former_topic_does_not_count_as_read_of_the_new_one(scen
     """Also where the table has the rows of the new batch already and drops them."""
     run, client = begun_anew(scene)
     scene.truth.processed_by(run, {}, table="t")
-    scene.truth.durable(run, {TP: (0, 3)})
+    scene.truth.durable(run, offset(run, 1, 0, 3))
     scene.commit(run, 3)
     scene.truth.released(TPS, client)
 
@@ -151,3 +153,41 @@ def test_a_partition_of_a_topic_made_again_is_not_released_before_its_batch_is_c
     scene.truth.processed_by(run, {TP: (0, 3)})
     with pytest.raises(Violation, match="let orders-0 go at 3, but Kafka has 0"):
         scene.truth.released(TPS, client)
+
+
+def successor(scene: Scene, *, seq: int) -> Reader:
+    """The third run of a stream. The second one was killed after batch 1 [0, 10) and before its commit. Then another
+    member committed 4, and the first run, which was frozen, commits that again with ``seq`` in its note.
+    """
+    scene.truth.produce(TP, 20)
+    (first, zombie), (second, killed) = scene.member("a.1", stream="a"), scene.member("a.2", stream="a")
+    other, ordinary = scene.member("other")
+    scene.assign(killed)
+    scene.truth.planned(second, offset(second, 1, 0, 10))
+    scene.truth.processed_by(second, {TP: (0, 10)})
+    scene.truth.durable(second, offset(second, 1, 0, 10))
+    scene.truth.ended(second)
+    scene.assign(ordinary)
+    scene.truth.processed_by(other, {TP: (0, 4)})
+    scene.commit(other, 4)
+    scene.truth.released(TPS, ordinary)
+    scene.assign(zombie)
+    scene.commit(first, 4, seq=seq)
+    scene.truth.ended(first)
+    third, client = scene.member("a.3", stream="a")
+    scene.assign(client)
+    return third
+
+
+def test_a_run_goes_on_behind_its_durable_batch_where_an_older_run_committed_inside_it(scene: Scene) -> None:
+    third = successor(scene, seq=0)
+    scene.truth.planned(third, offset(third, 2, 10, 20))
+    assert scene.truth.causes == {Cause.DEAD: 4}
+
+
+@pytest.mark.parametrize(("seq", "start"), [(0, 11), (1, 10)])
+def test_a_run_skips_no_record_that_the_committed_offset_asks_for(scene: Scene, seq: int, start: int) -> None:
+    """Nothing behind the batch; and nothing of it where the commit was made by a run that knew of the batch."""
+    third = successor(scene, seq=seq)
+    with pytest.raises(Violation, match="its last range ended at 4"):
+        scene.truth.planned(third, offset(third, 2, start, 20))
