@@ -151,8 +151,8 @@ class Stage:
         run = group.runs[0] if group.runs else None
         view.generation = run["generation"] if run is not None and run["generation"] >= 0 else None
         # Empty unless each of the job's members lives beside an executor and reads something.
-        lent = run is not None and all(run["hosts"]) and all(run["assigned"])
-        view.executors = [int(host.rpartition("-")[2]) for host in run["hosts"]] if run is not None and lent else []
+        lent = run is not None and all(run["agents"]) and all(run["assigned"])
+        view.executors = [int(host.rpartition("-")[2]) for host in run["agents"]] if run is not None and lent else []
 
     def evidence(self, produced: int) -> Evidence:
         """What the proof looks at: the table's files, Kafka's own tool, and what the ordinary consumer wrote down."""

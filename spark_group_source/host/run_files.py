@@ -177,7 +177,7 @@ class Publisher:
                 list(statistics.assigned),
                 statistics.rebalances,
                 statistics.hold_max_ms,
-                statistics.lost,
+                statistics.partitions_lost,
             )
         self.last = statistics
         run = {"pid": os.getpid(), "driver": os.getppid(), "servers": self._servers, "drained": drained}

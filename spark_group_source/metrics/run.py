@@ -1,7 +1,7 @@
-"""What a run says of itself: the metrics of its statistics.
+"""The metrics of a query run, from its statistics.
 
-Runs in: the stream reader, with ``metricsPort``. Deliberately absent: counting (``group.statistics``), lag (an exporter
-tells it from Kafka, also when no run lives), and any state: every scrape reads what the run published last.
+Runs in: the stream reader, with ``metricsPort``. Deliberately absent: counting (``protocol.statistics``), lag (the
+exporter reads it from Kafka, also while no run is active), and state: every scrape reads the statistics published last.
 """
 
 import time
@@ -19,7 +19,7 @@ _Row = Metric[Statistics]
 
 
 def _metric(name: str, read: Callable[[Statistics, int], float], doc: str) -> _Row:
-    """A value of the whole run."""
+    """A metric of the whole run."""
 
     def samples(of: Statistics, now_ms: int) -> Iterator[Sample]:
         yield (of.group, of.stream), read(of, now_ms)
@@ -62,47 +62,52 @@ def _rows(of: Statistics, _now_ms: int) -> Iterator[Sample]:
 
 METRICS: tuple[_Row, ...] = (
     Metric(PREFIX + "state", (*RUN, "state"), _states,
-           "1 for what the run does for Spark now, 0 for every other state ([states](states.md#run))."),
-    _count("durable_batch", "seq", "Number of the last batch that the sink has; -1 before the first."),
+           "1 for the run's current state, 0 for every other state ([states](states.md#run))."),
+    _count("durable_batch", "seq", "Number of the last durable batch; -1 before the first."),
     _count("generation", "generation",
-           "Group generation (classic) or member epoch (KIP-848) of the newest assignment; -1 before it."),
-    Metric(PREFIX + "slots", (*RUN, "state"), _slots, "Slots, that is places in the group, in each state."),
-    _by_slot("assigned_partitions", lambda of: of.assigned, "Partitions that each slot has."),
-    _metric("lent_slots", lambda of, _: sum(map(bool, of.hosts)), "Slots whose member lives beside an executor."),
-    _by_slot("buffered_bytes", lambda of: of.buffered_bytes, "What the slot's agent has read ahead."),
-    _by_slot("buffered_rows", lambda of: of.buffered_rows, "The same in rows."),
+           "Group generation (classic) or member epoch (KIP-848) of the last assignment; -1 before."),
+    Metric(PREFIX + "slots", (*RUN, "state"), _slots, "Slots (memberships of the run) in each state."),
+    _by_slot("assigned_partitions", lambda of: of.assigned, "Partitions assigned to each slot."),
+    _metric("placed_slots", lambda of, _: sum(map(bool, of.agents)), "Slots whose member is placed on an agent."),
+    _by_slot("buffered_bytes", lambda of: of.buffered_bytes,
+             "Bytes of the slot's partitions that its agent has prefetched."),
+    _by_slot("buffered_rows", lambda of: of.buffered_rows,
+             "Rows of the slot's partitions that its agent has prefetched."),
     Metric(PREFIX + "rows_read_total", (*RUN, "slot", "source"), _rows,
-           "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, tries that failed "
-           "included. With `memberHost=driver` tasks cannot tell: 0."),
-    _count("moves_total", "moves", "Slots that moved from one host to another."),
-    _by_slot("recalls_total", lambda of: of.recalled,
-             "How often the slot was called back from an agent that was gone, or could not join."),
+           "Rows of the slot's partitions that tasks read, from an agent's memory or from brokers, including failed "
+           "attempts. 0 with `memberHost=driver`, where tasks do not report."),
+    _count("moves_total", "moves", "Moves of a slot between agents or between an agent and the stream reader."),
+    _by_slot("recalls_total", lambda of: of.slot_recalls,
+             "How often the slot was recalled from an agent that had ended or could not join."),
     _metric("unreachable_seconds", lambda of, now_ms: since_s(of.unreachable_since_ms, now_ms),
-            "How long the brokers have not answered; 0: they do."),
-    _count("rebalances_total", "rebalances", "Assignments and revocations that changed something."),
+            "How long brokers have not answered; 0 if they answer."),
+    _count("rebalances_total", "rebalances", "Assignments and revocations that changed the run's partitions."),
     _metric("last_rebalance_timestamp_seconds",
             lambda of, now_ms: time.time() - since_s(of.rebalanced_at_ms, now_ms) if of.rebalanced_at_ms else 0.0,
-            "When the last of them came, since the epoch; 0 before."),
-    _count("holds_total", "holds", "Revocations that were held for the batch in flight or its commit."),
+            "When the last rebalance was, since the epoch; 0 before the first."),
+    _count("holds_total", "holds", "Revocations that were held for the batch in flight or its offset commit."),
     _seconds("hold_last_seconds", "hold_last_ms", "How long the last revocation was held."),
-    _seconds("hold_max_seconds", "hold_max_ms", "The longest of this run."),
-    _count("hold_overruns_total", "overruns",
-           "Holds that used up their budget: their partitions went without a commit."),
-    _count("partitions_lost_total", "lost", "Partitions taken away without asking."),
-    _count("maybe_twice_total", "maybe_twice",
-           "Offsets of lost partitions that were read and not committed: their next reader may read them again."),
-    _count("records_lost_total", "records_lost", "Offsets that were still to be read and are gone."),
-    _count("commits_total", "commits", "Commits of the group's offsets to Kafka."),
-    _count("commits_failed_total", "commits_failed", "Those that failed; the next one covers them."),
-    _seconds("echo_last_seconds", "echo_last_ms", "From \"the batch is durable\" to \"Kafka has all its offsets\"."),
-    _seconds("echo_max_seconds", "echo_max_ms", "The longest of this run."),
-    _count("uncommitted_partitions", "uncommitted", "Partitions whose durable position Kafka does not have yet."),
+    _seconds("hold_max_seconds", "hold_max_ms", "The longest hold of a revocation in this run."),
+    _count("hold_overruns_total", "hold_overruns",
+           "Holds that exceeded their budget: their partitions were released without a commit."),
+    _count("partitions_lost_total", "partitions_lost", "Partitions that were lost without a revocation."),
+    _count("possible_duplicates_total", "possible_duplicates",
+           "Offsets of lost partitions that were read but not committed: the next owner may read them again."),
+    _count("records_lost_total", "records_lost", "Offsets that were deleted before they were read."),
+    _count("commits_total", "commits", "Offset commits."),
+    _count("commits_failed_total", "commits_failed",
+           "Offset commits that failed; the next one includes their offsets."),
+    _seconds("commit_delay_last_seconds", "commit_delay_last_ms",
+             "Time from the last batch being durable until all its offsets are committed."),
+    _seconds("commit_delay_max_seconds", "commit_delay_max_ms", "The longest `commit_delay` of this run."),
+    _count("uncommitted_partitions", "uncommitted_partitions",
+           "Partitions whose durable position is not committed yet."),
     _count("ledger_gap_offsets", "uncommitted_offsets",
-           "Offsets that the sink has and Kafka's committed offsets do not: with `DeltaSink`, how far the table's "
-           "ledger is ahead of the group."),
+           "Durable offsets that are not committed yet: with `DeltaSink`, how far the table's ledger is ahead of the "
+           "group's committed offsets."),
     _count("offsets_renewed_total", "offsets_renewed",
-           "Offsets of idle partitions that were committed again where they stood, before they were forgotten."),
+           "Offsets of idle partitions that were committed again, unchanged, before they could expire."),
     _count("offsets_restored_total", "offsets_restored",
-           "Partitions that went on where the checkpoint says because Kafka had no offset of them."),
+           "Partitions that continued at the checkpoint's position because their committed offset had expired."),
 )  # fmt: skip
-"""All of them, in the order of ``docs/metrics.md``."""
+"""All metrics of a run, in the order of ``docs/metrics.md``."""

@@ -330,7 +330,7 @@ class Partitions:
         # Another stream that followed somebody says so: where that was back, it still is.
         partition.followed = (committed.stream is None or committed.followed) and not inside
         if partition.planned:  # a former run's: who read it meanwhile, or will, was not counted when it was lost
-            self._counts.maybe_twice += end - start
+            self._counts.possible_duplicates += end - start
         stood = end if inside else ours
         partition.pending = None
         return at, stood if stood is not None and at != stood else None

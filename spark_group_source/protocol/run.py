@@ -213,15 +213,15 @@ class Run:
             generation=max((slot.generation for slot in slots), default=-1),
             slots=tuple(slot.state.value for slot in slots),
             assigned=tuple(len(slot.held) for slot in slots),
-            hosts=self.lending.places(),
-            lent_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
+            agents=self.lending.places(),
+            placed_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
             buffered_bytes=tuple(slot.buffered_bytes for slot in slots),
             buffered_rows=tuple(slot.buffered_rows for slot in slots),
             rows_from_memory=tuple(slot.rows_from_memory for slot in slots),
             rows_from_brokers=tuple(slot.rows_from_brokers for slot in slots),
-            recalled=tuple(slot.recalls for slot in slots),
+            slot_recalls=tuple(slot.recalls for slot in slots),
             unreachable_since_ms=self.outage.since_ms or 0,
-            uncommitted=len(positions.due()),
+            uncommitted_partitions=len(positions.due()),
             uncommitted_offsets=sum(positions.ours[tp].uncommitted for tp in positions.due()),
             records_lost=self.lookout.records_lost + self._skips.records_lost,
         )
@@ -472,7 +472,7 @@ class Run:
         self.positions.echoed(event.offsets, now_ms=self._now_ms)
         all_committed = not self.positions.due()
         took_ms = self._commits.succeeded(self._now_ms, left=event.left, all_committed=all_committed)
-        self.counts.committed(took_ms)
+        self.counts.count_commit(took_ms)
         self._warn_of_absent_slots()
 
     def _offset_commit_failed(self, event: ev.OffsetCommitFailed) -> None:

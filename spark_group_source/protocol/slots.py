@@ -389,7 +389,7 @@ class Slots:
             self._positions.assign(tp, slot.number)
             slot.held.add(tp)
         if new:
-            self._counts.rebalanced(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
+            self._counts.count_rebalance(f"slot {slot.number} was given {len(new)} partitions", now_ms=self._out.now_ms)
         if slot.told != self._topics:
             self._tell(slot)
             self._told_at[slot.number] = event.generation
@@ -411,7 +411,7 @@ class Slots:
         slot.out_since_ms = None
         slot.revoking |= leaving
         if leaving:
-            self._counts.rebalanced(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
+            self._counts.count_rebalance(f"slot {slot.number} was asked for {len(leaving)}", now_ms=self._out.now_ms)
 
     def _release(self, slot: Slot, *, overrun: bool) -> None:
         held_ms = self._out.now_ms - slot.hold_since_ms
@@ -424,7 +424,7 @@ class Slots:
             )
             self._lost(slot, tuple(late), "the budget of their hold was used up")
         self._drop(slot, tuple(slot.revoking), ev.Release)
-        self._counts.released(held_ms, overrun=overrun)
+        self._counts.count_release(held_ms, overrun=overrun)
         release = ev.ReleaseAll if slot.eager else ev.Release
         self._move(slot, release)
         self._out.order(release(slot=slot.number, client=slot.client))
@@ -436,9 +436,9 @@ class Slots:
         self._drop(slot, tuple(gone), ev.Lost)
         if gone:
             reason = f"slot {slot.number} lost {len(gone)} partitions: {why}"
-            self._counts.lost += len(gone)
-            self._counts.maybe_twice += twice
-            self._counts.rebalanced(reason, now_ms=self._out.now_ms)
+            self._counts.partitions_lost += len(gone)
+            self._counts.possible_duplicates += twice
+            self._counts.count_rebalance(reason, now_ms=self._out.now_ms)
             self._out.say(f"{reason}; {twice} offsets may be read twice", warn=True)
 
     def _drop(self, slot: Slot, partitions: tuple[TopicPartition, ...], cause: type) -> None:

@@ -1,6 +1,6 @@
-"""What a run counts, and what its tasks skipped.
+"""The counters of a run, and what its tasks skipped.
 
-Runs in: the stream reader, tests. Deliberately absent: where a snapshot goes (``host.runs``).
+Runs in: the stream reader, tests. Deliberately absent: where a snapshot is published (``host.run_files``).
 """
 
 from collections.abc import Mapping
@@ -11,135 +11,146 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol import events as ev
 
 BATCHES_KEPT = 2
-"""Batches whose tasks may still tell what they skipped: a word may come late."""
+"""Batches whose tasks may still report what they skipped: a report may be late."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Statistics:
-    """What a run counts, and how it stands. Counts are since its start, durations in milliseconds.
+    """The counters and the state of a run. Counters start with the run; durations are in milliseconds.
 
-    The machine counts in one; what is published are copies that also say how things stood at that moment
-    (:meth:`Run.statistics`).
+    The run counts in one instance, and publishes copies that also contain its state at that moment
+    (:meth:`Run.statistics`). Tuples have one entry per slot.
     """
 
     group: str
     stream: str = ""
+    """The stream id; empty until the run has started."""
     seq: int = -1
     """Number of the last durable batch; -1 before the first."""
     state: str = ""
-    """What the run does for Spark, such as looking, planned or reading (the table "run" of the documentation)."""
+    """The state of the run, such as ``gathering``, ``planned`` or ``reading``: a value of ``RunState``."""
     generation: int = -1
     """Group generation (classic) or member epoch (KIP-848) of the newest assignment; -1 before it."""
     slots: tuple[str, ...] = ()
+    """The state of each slot: a value of ``SlotState``."""
     assigned: tuple[int, ...] = ()
-    """Partitions that each slot has."""
-    hosts: tuple[str, ...] = ()
-    """Where each slot's member lives: the name of an agent, empty for the stream reader itself."""
-    lent_since_ms: tuple[int, ...] = ()
-    """Since when it has lived there, on the run's clock; 0 for the stream reader itself."""
+    """Assigned partitions of each slot."""
+    agents: tuple[str, ...] = ()
+    """The name of the agent on which each slot's member is placed; empty for the stream reader itself."""
+    placed_since_ms: tuple[int, ...] = ()
+    """Since when it is placed there, on the run's clock; 0 for the stream reader itself."""
     buffered_bytes: tuple[int, ...] = ()
+    """Bytes that each slot's agent has prefetched, as of its last report."""
     buffered_rows: tuple[int, ...] = ()
-    """What its agent has read ahead of its partitions, as it said with its last sign of life."""
+    """The same in rows."""
     rows_from_memory: tuple[int, ...] = ()
+    """Rows of each slot's partitions that tasks read from their agent, including those of failed attempts. With
+    ``memberHost=driver`` tasks cannot report: 0."""
     rows_from_brokers: tuple[int, ...] = ()
-    """Rows of each slot's partitions that tasks took from their agent, and from brokers, tries that failed included.
-    With memberHost=driver tasks have no way to tell: all are 0."""
-    recalled: tuple[int, ...] = ()
-    """How often each slot was called back from an agent."""
+    """The same, read from brokers."""
+    slot_recalls: tuple[int, ...] = ()
+    """How often each slot was recalled from an agent."""
     moves: int = 0
-    """Slots that moved from one host to another, between two batches."""
+    """Slots that moved to another agent, or to the stream reader, between two batches."""
     recalls: int = 0
-    """Slots that were called back from agents that were gone, or could not join the group."""
+    """Slots that were recalled from agents that were gone, or from which they could not join the group."""
     unreachable_since_ms: int = 0
-    """Since when the brokers have not answered, on the run's clock; 0: they do."""
-    uncommitted: int = 0
-    """Partitions whose durable position Kafka does not have yet."""
+    """Since when the brokers have not answered, on the run's clock; 0 if they do."""
+    uncommitted_partitions: int = 0
+    """Partitions whose durable position is not committed yet."""
     uncommitted_offsets: int = 0
-    """Offsets of ours that the sink has and Kafka's committed offsets do not."""
+    """Offsets that the sink has and that are not committed yet."""
     metrics_port: int = 0
-    """Where the run serves Prometheus; 0: it does not."""
+    """The port of the Prometheus endpoint; 0 if there is none."""
     rebalances: int = 0
     """Assignments and revocations that changed something."""
     rebalanced_at_ms: int = 0
-    """When the last of them came, on the run's clock; 0 before."""
+    """When the last of them happened, on the run's clock; 0 before the first."""
     reason: str = ""
-    """What it was, such as ``slot 0 was given 3 partitions``; empty before. Kafka does not tell who caused it."""
+    """What it changed, such as ``slot 0 was assigned 3 partitions``; empty before the first. Kafka does not report
+    its cause."""
     holds: int = 0
-    """Revocations that were held for the batch in flight or its commit."""
+    """Revocations that were held until the batch in flight was durable and committed."""
     hold_last_ms: int = 0
+    """How long the last revocation was held."""
     hold_max_ms: int = 0
-    overruns: int = 0
-    """Holds that used up their budget: their partitions went without a commit."""
-    lost: int = 0
-    """Partitions taken away without asking."""
-    maybe_twice: int = 0
-    """Offsets of lost partitions that were read but not committed, which their next reader may read again; and those of
-    a former run's batch whose partition another member has committed since."""
+    """How long the longest one was held."""
+    hold_overruns: int = 0
+    """Holds that exceeded their budget: their partitions were released without a commit."""
+    partitions_lost: int = 0
+    """Partitions that were lost without a revocation, or released without a commit."""
+    possible_duplicates: int = 0
+    """Offsets that may be read twice: those of lost partitions that were read but not committed, and those of an
+    earlier run's batch whose partition another consumer has committed since."""
     records_lost: int = 0
-    """Offsets that were still to be read and are gone: those that planning met, and those that tasks skipped and could
-    tell of (``coordinatorPort``)."""
+    """Offsets that were still to be read and are gone: those that planning found, and those that tasks skipped and
+    could report (``coordinatorPort``)."""
     commits: int = 0
+    """Successful offset commits."""
     commits_failed: int = 0
-    echo_last_ms: int = 0
-    """From "batch is durable" to "Kafka has all its offsets"."""
-    echo_max_ms: int = 0
+    """Failed offset commits; the next one includes their offsets."""
+    commit_delay_last_ms: int = 0
+    """From the moment when a batch was durable until all its offsets were committed."""
+    commit_delay_max_ms: int = 0
+    """The longest of these latencies."""
     offsets_renewed: int = 0
-    """Offsets of idle partitions that were committed again where they stood, after six hours."""
+    """Offsets of idle partitions that were committed again unchanged, six hours after their last commit."""
     offsets_restored: int = 0
-    """Partitions that went on where the checkpoint says because Kafka had no offset of them: expired, deleted, or never
-    committed before a crash."""
+    """Partitions that continued at the checkpoint's position because the group had no offset for them: expired,
+    deleted, or never committed before a crash."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, doc: Mapping[str, Any]) -> "Statistics":
-        """The inverse of :meth:`as_dict`, also through JSON; names that are not of this class are left out."""
+        """The inverse of :meth:`as_dict`, also through JSON. Ignores unknown names."""
         values: dict[str, Any] = {field.name: doc[field.name] for field in fields(cls)}
         return cls(**values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)})
 
-    # --- counting ---------------------------------------------------------------------------------------------------
-
-    def rebalanced(self, reason: str, *, now_ms: int) -> None:
+    def count_rebalance(self, reason: str, *, now_ms: int) -> None:
+        """Count an assignment or a revocation."""
         self.rebalances += 1
         self.rebalanced_at_ms = now_ms
         self.reason = reason
 
-    def released(self, held_ms: int, *, overrun: bool) -> None:
-        self.holds += held_ms > 0  # those that go at once were not held
-        self.overruns += overrun
+    def count_release(self, held_ms: int, *, overrun: bool) -> None:
+        """Count a released revocation."""
+        self.holds += held_ms > 0  # a revocation that is released at once was not held
+        self.hold_overruns += overrun
         self.hold_last_ms = held_ms
         self.hold_max_ms = max(self.hold_max_ms, held_ms)
 
-    def committed(self, echo_ms: int | None) -> None:
+    def count_commit(self, latency_ms: int | None) -> None:
+        """Count a successful commit. ``latency_ms``: None if offsets of the last batch are still not committed."""
         self.commits += 1
-        if echo_ms is not None:
-            self.echo_last_ms = echo_ms
-            self.echo_max_ms = max(self.echo_max_ms, echo_ms)
+        if latency_ms is not None:
+            self.commit_delay_last_ms = latency_ms
+            self.commit_delay_max_ms = max(self.commit_delay_max_ms, latency_ms)
 
 
 class Skips:
-    """What tasks skipped of the last batches, because it was gone. A task may not be able to tell, so nothing is
-    decided by it."""
+    """Offsets that tasks of the last batches skipped, because their records were gone. Only for counting: a task may be
+    unable to report."""
 
     def __init__(self) -> None:
         self.records_lost = 0
-        """Planned offsets that tasks skipped, each once however many tries told of it."""
-        self._told: dict[int, dict[TopicPartition, list[tuple[int, int]]]] = {}
+        """Planned offsets that tasks skipped; each counts once, however many attempts report it."""
+        self._reported: dict[int, dict[TopicPartition, list[tuple[int, int]]]] = {}
 
     def add(self, event: ev.TaskReported) -> None:
-        """A task tells what it skipped."""
-        if not event.skipped or event.seq <= max(self._told, default=-1) - BATCHES_KEPT:
+        """Count what a task reports as skipped."""
+        if not event.skipped or event.seq <= max(self._reported, default=-1) - BATCHES_KEPT:
             return
-        told = self._told.setdefault(event.seq, {})
+        reported = self._reported.setdefault(event.seq, {})
         for r in event.skipped:
-            self.records_lost += _added(told.setdefault(r.tp, []), r)
-        while len(self._told) > BATCHES_KEPT:
-            del self._told[min(self._told)]
+            self.records_lost += _added(reported.setdefault(r.tp, []), r)
+        while len(self._reported) > BATCHES_KEPT:
+            del self._reported[min(self._reported)]
 
 
 def _added(known: list[tuple[int, int]], r: OffsetRange) -> int:
-    """How many offsets of a range are none of those that are known; after this they are."""
+    """Add a range to the known ones; returns how many of its offsets are new."""
     before = sum(end - start for start, end in known)
     joined: list[tuple[int, int]] = []
     for start, end in sorted([*known, (r.start, r.end)]):

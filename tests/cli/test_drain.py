@@ -120,7 +120,7 @@ def test_query_is_drained_and_described_from_another_host(scene: Scene, monkeypa
         assert scene.committed() == {TopicPartition(name, p): 10 for p in range(2)}
         shown = typed("describe", "--checkpoint", str(job.checkpoint), "--bootstrap-server", scene.servers, "--json")
         (run,) = json.loads(shown.stdout)["runs"]
-        assert (run["drained"], run["group"], run["lost"]) == (True, scene.group, 0)
+        assert (run["drained"], run["group"], run["partitions_lost"]) == (True, scene.group, 0)
         scene.produce(name, numbered(20, 21, 2))
         assert query.isActive
     finally:

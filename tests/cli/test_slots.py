@@ -25,13 +25,13 @@ def test_slot_table_shows_placement_age_and_rows() -> None:
     found = shown(
         slots=("assigned", "moving"),
         assigned=(3, 0),
-        hosts=("worker-1-77", ""),
-        lent_since_ms=(40_000, 0),
+        agents=("worker-1-77", ""),
+        placed_since_ms=(40_000, 0),
         buffered_bytes=(2048, 0),
         buffered_rows=(17, 0),
         rows_from_memory=(900, 1),
         rows_from_brokers=(100, 20),
-        recalled=(0, 2),
+        slot_recalls=(0, 2),
     )
     assert found == [
         ["0", "assigned", "3", "worker-1-77", "60 s", "17 rows, 2 KiB", "900", "100", "0"],

@@ -167,7 +167,7 @@ class Application:
 
     def members_whole(self) -> bool:
         """Every slot lives at an agent, and all partitions are assigned."""
-        hosts = self.run.get("hosts", ())
+        hosts = self.run.get("agents", ())
         return len(hosts) == EXECUTORS and all(hosts) and self.assigned()
 
     def assigned(self) -> bool:

@@ -83,7 +83,7 @@ class Watched:
         run = self.run
         return (
             progress_of(self.home, self.process),
-            [run.get(name) for name in ("slots", "hosts", "assigned")],
+            [run.get(name) for name in ("slots", "agents", "assigned")],
             living(),
         )
 
@@ -154,11 +154,11 @@ class Watched:
 
     def lent(self) -> bool:
         run = self.run
-        return bool(run) and all(run["hosts"]) and sum(run["assigned"]) == self.where.partitions
+        return bool(run) and all(run["agents"]) and sum(run["assigned"]) == self.where.partitions
 
     def executors(self) -> list[int]:
         """Those beside which its members live, slot by slot."""
-        return [int(name.rpartition("-")[2]) for name in self.run["hosts"] if name]
+        return [int(name.rpartition("-")[2]) for name in self.run["agents"] if name]
 
 
 def living() -> list[int]:

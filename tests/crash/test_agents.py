@@ -105,7 +105,7 @@ def test_describe_tells_where_each_slot_lives_and_where_its_rows_came_from(
     lines = [[cell.strip() for cell in line.split("│")] for line in shown.output.splitlines()]
     slots = [line[1:-1] for line in lines if len(line) == 11 and line[1].isdigit()]
     assert [[line[3], line[6], line[7], line[8]] for line in slots] == [
-        [run.hosts[n], *map(str, (run.rows_from_memory[n], run.rows_from_brokers[n], run.recalled[n]))]
+        [run.agents[n], *map(str, (run.rows_from_memory[n], run.rows_from_brokers[n], run.slot_recalls[n]))]
         for n in range(2)
     ]
 
@@ -182,8 +182,8 @@ def test_B65_G7_an_agent_that_was_frozen_past_its_lease_finds_its_places_taken_a
     shared.await_rows()
     shared.await_committed()
     after = shared.run
-    assert (after["generation"], after["lost"] > 0) == (before["generation"], True), "a rebalance"
-    assert sum(after["recalled"]) == after["recalls"] > before["recalls"]
+    assert (after["generation"], after["partitions_lost"] > 0) == (before["generation"], True), "a rebalance"
+    assert sum(after["slot_recalls"]) == after["recalls"] > before["recalls"]
     assert describe(shared.where.admin, shared.group).members.keys() == members.keys() == listen_addresses(shared)
 
 
@@ -283,7 +283,7 @@ def test_B65_members_follow_the_workers_of_a_cluster_that_knows_the_package_by_p
     def hosts() -> list[str]:
         """How many slots each agent has."""
         run = watched.run
-        return sorted(run["hosts"]) if run and sum(run["assigned"]) == PARTITIONS else []
+        return sorted(run["agents"]) if run and sum(run["assigned"]) == PARTITIONS else []
 
     python = str(python_without_package(watched.home))
     monkeypatch.setenv("PYSPARK_PYTHON", python)

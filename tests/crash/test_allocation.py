@@ -78,7 +78,7 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_a
     def hosts() -> list[str]:
         """Where each slot lives, when each has its share and all partitions are there."""
         run = watched.run
-        return run["hosts"] if run and all(run["assigned"]) and sum(run["assigned"]) == PARTITIONS else []
+        return run["agents"] if run and all(run["assigned"]) and sum(run["assigned"]) == PARTITIONS else []
 
     def spread_over(executors: int) -> bool:
         return len(set(hosts())) == executors == len(living()) and all(hosts())
@@ -113,6 +113,6 @@ def test_members_follow_executors_from_one_to_three_and_back_and_a_restart_has_a
         with watched.running(**how):
             watched.send()
             watched.await_rows()
-            assert len(watched.run["hosts"]) == 3
+            assert len(watched.run["agents"]) == 3
             watched.await_committed()
             assert watched.run["generation"] == before, "a rebalance"

@@ -280,7 +280,7 @@ class Soak:
         self.account.produced = len(every)
         twice = other.unconfirmed()
         counted = sum(
-            int(run.get("maybe_twice", 0)) for group in self._groups.values() for run in run_files.read(group)
+            int(run.get("possible_duplicates", 0)) for group in self._groups.values() for run in run_files.read(group)
         )
         for query, others in zip(self._queries, [other.processed(), []], strict=True):
             counts = Counter([*query.records, *others])

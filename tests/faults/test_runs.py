@@ -68,9 +68,9 @@ def test_refused_from_the_sink_to_the_echo(scene: FaultScene) -> None:
         run.hold()
         with scene.cluster.suffering(REFUSED):
             run.let_go()
-            run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
+            run.await_(lambda: run.statistics["uncommitted_partitions"] > 0, "a commit that waits")
             endures(run)
-            assert run.statistics["uncommitted"] > 0
+            assert run.statistics["uncommitted_partitions"] > 0
         flow.stop()
         scene.assert_once([scene.name], [run])
         scene.await_committed(scene.name)

@@ -153,14 +153,14 @@ class WatchedRun(Run):
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
         lending = self.lending
-        before, overruns = (set(self.positions.ours), self.counts.overruns) if tick or lending.any else (set(), 0)
+        before, overruns = (set(self.positions.ours), self.counts.hold_overruns) if tick or lending.any else (set(), 0)
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
         if self.counts.recalls > recalls:
             self._truth.host_lost(self._reader, sorted(before - self.positions.ours.keys()))
         if commands or not tick:
             self._process.world.note(lambda: f"{self._process.name} {_in_words(event, commands)}")
-        if tick and self.counts.overruns > overruns:
+        if tick and self.counts.hold_overruns > overruns:
             for tp in sorted(before - self.positions.ours.keys()):
                 self._truth.overran(tp, self._reader)
         self._inspect(commands)
@@ -294,7 +294,7 @@ class SparkRun:
         return self.process.alive and not self.process.frozen
 
     def _counted(self) -> int:
-        return 0 if self.watched is None else self.watched.counts.maybe_twice
+        return 0 if self.watched is None else self.watched.counts.possible_duplicates
 
     # --- Spark's thread ---------------------------------------------------------------------------------------------
 

@@ -155,11 +155,11 @@ class GroupRun:
         gone = self.mine(slot, wanted)
         if slot in self.model.leaving or not gone:
             return
-        before, twice = self.machine.statistics().maybe_twice, self.model.uncommitted(gone)
+        before, twice = self.machine.statistics().possible_duplicates, self.model.uncommitted(gone)
         for tp in gone:
             self.model.drop(tp)
         self.send(ev.Lost(**self.of(slot), partitions=gone))
-        assert self.machine.statistics().maybe_twice - before == twice
+        assert self.machine.statistics().possible_duplicates - before == twice
         for tp in gone if by != STREAM else ():
             self.commit_of_others(tp, by, at[ALL.index(tp)])
         if back:
@@ -286,7 +286,7 @@ class GroupRun:
             self.send(ev.StartsResolved(offsets={tp: START[tp] for tp in told}, asked=asked))
         else:
             read = {tp: self.model.kafka.get(tp) for tp in told}
-            twice = self.machine.statistics().maybe_twice - self.model.twice
+            twice = self.machine.statistics().possible_duplicates - self.model.twice
             notes = [found.reset_number for tp, found in self.model.kafka.items() if tp in (*told, *lookup.beside)]
             reset_number = max(notes, default=0)
             self.knows |= bool(lookup.beside) and stay == self.stay
@@ -300,7 +300,7 @@ class GroupRun:
             self.send(
                 ev.CommittedOffsetsRead(offsets=read, asked=asked, reset_number=reset_number if lookup.beside else None)
             )
-            assert self.machine.statistics().maybe_twice - self.model.twice == twice
+            assert self.machine.statistics().possible_duplicates - self.model.twice == twice
 
     def waits(self, tp: TopicPartition, arrivals: Counter[TopicPartition]) -> bool:
         """Whether an answer counts: what left and came back since the question is asked for again."""

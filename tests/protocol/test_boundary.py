@@ -33,8 +33,8 @@ def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back
     assert group.echoed() == RELEASE
     statistics = group.machine.statistics()
     assert (statistics.holds, statistics.hold_last_ms, statistics.hold_max_ms) == (1, 530, 530)
-    assert (statistics.overruns, statistics.lost, statistics.maybe_twice) == (0, 0, 0)
-    assert (statistics.commits, statistics.echo_last_ms) == (1, 30)
+    assert (statistics.hold_overruns, statistics.partitions_lost, statistics.possible_duplicates) == (0, 0, 0)
+    assert (statistics.commits, statistics.commit_delay_last_ms) == (1, 30)
 
 
 def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_that_it_reads_goes_with_it() -> None:
@@ -86,7 +86,12 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
     assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
     assert group.tick(ms=1) == RELEASE
     statistics = group.machine.statistics()
-    assert (statistics.overruns, statistics.holds, statistics.lost, statistics.maybe_twice) == (1, 1, 1, 50)
+    assert (statistics.hold_overruns, statistics.holds, statistics.partitions_lost, statistics.possible_duplicates) == (
+        1,
+        1,
+        1,
+        50,
+    )
     assert f"held a revocation for {HOLD_BUDGET_MS} ms, its whole budget: 1 partitions" in group.warned()[0]
     assert group.durable() == []  # the rows are safe, but the partition is another member's: nothing is committed
     assert group.machine.positions.ours.keys() == set()
@@ -96,7 +101,7 @@ def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group
     group.reads({A: (100, 150), B: (100, 130)})
     group.lost(A)
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 130}, stream=STREAM, seq=0)]
-    assert (group.machine.statistics().lost, group.machine.statistics().maybe_twice) == (1, 50)
+    assert (group.machine.statistics().partitions_lost, group.machine.statistics().possible_duplicates) == (1, 50)
     assert group.warned() == [
         "slot 0 lost 1 partitions: Kafka took them away without asking; 50 offsets may be read twice"
     ]
@@ -158,7 +163,7 @@ def read_by_a_former_run(g: GroupHarness) -> None:
 def test_how_much_of_a_lost_partition_its_next_reader_reads_again(fresh: GroupHarness, way: Way, twice: int) -> None:
     way(fresh)
     fresh.lost(A)
-    assert (fresh.machine.statistics().lost, fresh.machine.statistics().maybe_twice) == (1, twice)
+    assert (fresh.machine.statistics().partitions_lost, fresh.machine.statistics().possible_duplicates) == (1, twice)
     assert only(ev.CommitOffsets, fresh.tick(ms=5_000)) == []
 
 
@@ -171,7 +176,7 @@ def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_
     fresh.assigned(A, B)
     assert fresh.revoking(A, B) == []
     assert fresh.tick(ms=HOLD_BUDGET_MS) == RELEASE  # no broker ever said what Kafka has
-    assert fresh.machine.statistics().maybe_twice == 50
+    assert fresh.machine.statistics().possible_duplicates == 50
 
 
 @pytest.mark.parametrize("at", [90, 100, 130, 150, 170])
@@ -187,9 +192,9 @@ def test_a_replayed_batch_counts_once_when_another_members_commit_shows(
     fresh.committed({A: ev.Committed(offset=at, stream="another")})
     if not durable_first:
         fresh.feed(ev.Durable(offset=offset))
-    assert fresh.machine.statistics().maybe_twice == 50
+    assert fresh.machine.statistics().possible_duplicates == 50
     fresh.lost(A)
-    assert fresh.machine.statistics().maybe_twice == 50
+    assert fresh.machine.statistics().possible_duplicates == 50
 
 
 # --- what is lost, and comes back ------------------------------------------------------------------------------------
@@ -231,7 +236,7 @@ def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: G
     pair.reads({A: (100, 150)})
     pair.assigned(A, slot=1)
     assert pair.machine.statistics().assigned == (0, 1)
-    assert pair.machine.statistics().maybe_twice == 50
+    assert pair.machine.statistics().possible_duplicates == 50
     pair.committed({A: 100})
     assert pair.lost(A, slot=0) == []  # the former slot hears of it at last
     assert pair.machine.positions.ours.keys() == {A}
@@ -243,7 +248,7 @@ def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group
     group.revoking(A, D)
     group.assigned(C)
     assert group.machine.positions.ours.keys() == {B, C}
-    assert group.machine.statistics().maybe_twice == 50
+    assert group.machine.statistics().possible_duplicates == 50
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 110}, stream=STREAM, seq=0)]
 
 

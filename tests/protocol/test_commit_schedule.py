@@ -141,7 +141,7 @@ def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again
         ev.OffsetCommitFailed(reason="UNKNOWN_MEMBER_ID", stale=True),
     )
     assert only(ev.CommitOffsets, group.tick(ms=10_000)) == []
-    assert group.machine.statistics().maybe_twice == 50
+    assert group.machine.statistics().possible_duplicates == 50
 
 
 def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
@@ -152,7 +152,10 @@ def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
     group.tick(ms=100)
     group.clock.advance(ms=10)
     group.echoed()
-    assert (group.machine.statistics().echo_last_ms, group.machine.statistics().echo_max_ms) == (150, 150)
+    assert (group.machine.statistics().commit_delay_last_ms, group.machine.statistics().commit_delay_max_ms) == (
+        150,
+        150,
+    )
 
 
 def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: GroupHarness) -> None:

@@ -60,7 +60,7 @@ def test_statistics_are_a_copy(group: GroupHarness) -> None:
     group.settled(A, B)
     assert before.assigned == (0,) and before.state == "gathering"
     after = group.machine.statistics()
-    assert (after.assigned, after.slots, after.generation, after.uncommitted) == ((2,), ("assigned",), 1, 0)
+    assert (after.assigned, after.slots, after.generation, after.uncommitted_partitions) == ((2,), ("assigned",), 1, 0)
     assert isinstance(after, Statistics) and after.as_dict()["assigned"] == (2,)
     after.rebalances += 1
     assert group.machine.statistics().rebalances == 1

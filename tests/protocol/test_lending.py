@@ -111,7 +111,7 @@ def test_a_slot_moves_by_a_close_here_and_a_join_there_under_the_same_name() -> 
     assert g.feed(ev.MemberEnded(slot=0, client=1)) == []
     g.settled(A, B)
     assert g.machine.plannable() == {A: 100, B: 100}
-    assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (0, 0)
+    assert (g.machine.statistics().partitions_lost, g.machine.statistics().possible_duplicates) == (0, 0)
 
 
 def test_an_agent_that_stays_has_slots_soon_however_often_a_batch_ends() -> None:
@@ -246,7 +246,7 @@ def test_slots_of_a_lost_host_count_as_lost_and_join_at_home_at_once() -> None:
     dismiss, join = g.feed(ev.AgentEnded(agent="h1", reason="its executor is gone"))
     assert isinstance(dismiss, ev.DismissAgent) and isinstance(join, ev.Join)
     assert (join.agent, join.client) == ("", 3)
-    assert (g.machine.statistics().lost, g.machine.statistics().maybe_twice) == (1, 50)
+    assert (g.machine.statistics().partitions_lost, g.machine.statistics().possible_duplicates) == (1, 50)
     # Late reports of the old member are ignored.
     assert g.feed(ev.MemberFenced(slot=0, client=2, reason="FENCED_INSTANCE_ID")) == []
     assert g.feed(ev.Assigned(slot=0, client=2, partitions=(A,))) == []

@@ -272,7 +272,7 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
     assert group.machine.plannable() == {A: offset}
     assert any("was moved from 150 to" in text for text in group.said()) == (offset < 150)
     assert group.machine.positions.followed() == frozenset()
-    assert group.machine.statistics().maybe_twice == 50
+    assert group.machine.statistics().possible_duplicates == 50
     assert group.machine.echoed
 
 

@@ -29,7 +29,7 @@ def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarne
     assert group.tick(ms=RENEW_MS // 2) == [ev.CommitOffsets(offsets={A: 5}, stream=STREAM, seq=-1)]
     group.echoed()
     statistics = group.machine.statistics()
-    assert (statistics.offsets_renewed, statistics.uncommitted) == (2, 0)
+    assert (statistics.offsets_renewed, statistics.uncommitted_partitions) == (2, 0)
     assert group.warned() == []
 
 
@@ -61,7 +61,7 @@ def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: 
     again = aged(group)
     assert only(ev.Release, group.revoking(A)) == []
     assert len(only(ev.Release, group.echoed(again))) == 1
-    assert group.machine.statistics().maybe_twice == 0
+    assert group.machine.statistics().possible_duplicates == 0
 
 
 def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh: GroupHarness) -> None:

@@ -156,7 +156,7 @@ def test_a_slot_whose_place_was_taken_asks_by_whom_before_anything_else(pair: Gr
     pair.plan({A: (100, 150), B: (100, 110)})
     assert pair.fenced() == [ev.CheckReplaced(slot=0)]
     assert pair.machine.statistics().slots == ("checking", "assigned")
-    assert (pair.machine.statistics().lost, pair.machine.statistics().maybe_twice) == (1, 50)
+    assert (pair.machine.statistics().partitions_lost, pair.machine.statistics().possible_duplicates) == (1, 50)
     checking = "checking whether a newer driver runs this stream"
     assert f"another client has the instance id of slot 0 (FENCED_INSTANCE_ID); {checking}" in pair.warned()
     assert only(ev.CommitOffsets, pair.durable())[0].offsets == {B: 110}

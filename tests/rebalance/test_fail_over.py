@@ -118,9 +118,9 @@ class ClusterScene(GroupScene):
         flow.stop()
         twice = {record for member in self.others for record in member.unconfirmed()}
         # A member that was thrown out loses what it has in flight; how much of it may be read twice is counted.
-        self.assert_once([self.name], [run], self.others, twice=twice, counted=run.statistics["maybe_twice"])
+        self.assert_once([self.name], [run], self.others, twice=twice, counted=run.statistics["possible_duplicates"])
         self.await_committed(self.name)
-        assert run.statistics["overruns"] == 0
+        assert run.statistics["hold_overruns"] == 0
 
 
 @pytest.fixture
@@ -239,11 +239,11 @@ def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_re
         assert scene.describe().coordinator == coordinator
         scene.kill_coordinator()
         seen = len(run.records)
-        run.await_(lambda: run.statistics["uncommitted"] > 0, "a commit that waits")
+        run.await_(lambda: run.statistics["uncommitted_partitions"] > 0, "a commit that waits")
         run.await_(lambda: len(run.records) > seen + 200, "records while the coordinator is away")
         scene.revive()
         flow.stop()
         scene.admin = scene.client()
         scene.assert_once([scene.name], [run])
         scene.await_committed(scene.name)
-        assert run.statistics["maybe_twice"] == 0
+        assert run.statistics["possible_duplicates"] == 0

@@ -34,7 +34,7 @@ def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for
         def same() -> bool:
             run.check()
             now = run.statistics
-            return all(now[key] == before[key] for key in ("generation", "rebalances", "lost", "assigned"))
+            return all(now[key] == before[key] for key in ("generation", "rebalances", "partitions_lost", "assigned"))
 
         stays(same, for_s / 2, "the idle group")
         with Flow(scene.servers, name, PARTITIONS) as flow:

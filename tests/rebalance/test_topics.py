@@ -53,7 +53,7 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: st
                 run.await_(lambda at=seen: len(run.planned) > at + 2, "batches between two rounds")
                 other.close()
             run.await_partitions(6)
-            assert run.statistics["lost"] == 0, f"round {round_}"
+            assert run.statistics["partitions_lost"] == 0, f"round {round_}"
         flow.stop()
         scene.assert_once([name], [run], members)
         scene.await_committed(name)

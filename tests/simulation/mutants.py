@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         "loses-silently",
         S,
-        "self._counts.maybe_twice += twice",
+        "self._counts.possible_duplicates += twice",
         "pass",
         "what is lost is counted",
     ),
