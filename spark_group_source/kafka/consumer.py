@@ -131,7 +131,7 @@ class MemberConsumer:
             )
         if error.code() in REFUSED_CODES:  # the library would retry forever without reporting it
             raise GroupError(f"the broker refuses the join: {error.str()}")
-        log.info("member: %s", error.str())
+        log.info("group %s: member error, the library retries: %s", self._client_info.group, error.str())
 
     def identify(self) -> None:
         """Update :attr:`identity` from the library.

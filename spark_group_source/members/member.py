@@ -145,7 +145,8 @@ class Member(SlotMember):
         except SourceError as exc:
             self._report(ev.MemberFailed(**self._ids(), reason=str(exc)))
         except:  # noqa: E722 - a callback error that the library passes on may not be a BaseException
-            log.exception("slot %d: unexpected error in the member thread; the slot rejoins", self.slot)
+            group = self._settings["group.id"]
+            log.exception("group %s: unexpected error in the thread of slot %d; the slot rejoins", group, self.slot)
             self._report(ev.MemberFailed(**self._ids(), reason=repr(sys.exc_info()[1])))
         finally:
             try:

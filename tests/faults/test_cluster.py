@@ -18,16 +18,14 @@ def asks(servers: str) -> AdminClient:
     return AdminClient({"bootstrap.servers": servers, "log_level": 0})
 
 
-def test_clients_are_told_of_the_proxies_alone_and_judges_of_the_nodes_alone(
-    faulty: FaultyCluster, judge: AdminClient
-) -> None:
+def test_clients_connect_to_proxies_and_judges_to_nodes(faulty: FaultyCluster, judge: AdminClient) -> None:
     told = {node.port for node in asks(faulty.bootstrap_servers).list_topics(timeout=ANSWER_S).brokers.values()}
     assert told == {proxy.port for proxy in faulty.proxies.values()}
     direct = {node.port for node in judge.list_topics(timeout=ANSWER_S).brokers.values()}
     assert direct.isdisjoint(told | set(faulty.broker.ports.values()))
 
 
-def test_a_refusing_proxy_shuts_clients_out_and_judges_not(faulty: FaultyCluster, judge: AdminClient) -> None:
+def test_a_refusing_proxy_blocks_clients_but_not_judges(faulty: FaultyCluster, judge: AdminClient) -> None:
     client = asks(faulty.bootstrap_servers)
     client.list_topics(timeout=ANSWER_S)
     with faulty.suffering(Fault("refuse", 1)):
@@ -37,7 +35,7 @@ def test_a_refusing_proxy_shuts_clients_out_and_judges_not(faulty: FaultyCluster
     client.list_topics(timeout=ANSWER_S)
 
 
-def test_records_pass_through_and_a_killed_node_has_them_again(faulty: FaultyCluster, judge: AdminClient) -> None:
+def test_records_pass_the_proxy_and_survive_a_killed_node(faulty: FaultyCluster, judge: AdminClient) -> None:
     create_topic(judge, "kept", 1)
     produce_to(Producer({"bootstrap.servers": faulty.bootstrap_servers, "log_level": 0}), "kept", ["a", "b", "c"])
     assert faulty.proxies[1].passed[Direction.TO_SERVER] > 0

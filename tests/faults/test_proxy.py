@@ -112,7 +112,7 @@ def test_everything_passes_in_both_directions(proxy: Proxy, client: socket.socke
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_delayed_bytes_come_when_the_delay_is_over_or_lifted(
+def test_delayed_bytes_arrive_after_the_delay_or_its_removal(
     direction: Direction, proxy: Proxy, client: socket.socket
 ) -> None:
     proxy.lay(Line(delay_s=0.1), direction)
@@ -124,7 +124,7 @@ def test_delayed_bytes_come_when_the_delay_is_over_or_lifted(
     assert received(client, 5) == b"later"
 
 
-def test_a_narrow_line_lets_few_bytes_pass(proxy: Proxy, client: socket.socket) -> None:
+def test_a_limited_bandwidth_slows_transfer(proxy: Proxy, client: socket.socket) -> None:
     before = proxy.passed[Direction.TO_CLIENT]
     proxy.lay(Line(bytes_per_s=40), Direction.TO_CLIENT)
     client.sendall(LARGE[:100_000])
@@ -134,7 +134,7 @@ def test_a_narrow_line_lets_few_bytes_pass(proxy: Proxy, client: socket.socket) 
     assert received(client, 99_996) == LARGE[4:100_000]
 
 
-def test_a_line_stops_its_bytes_where_it_says_until_another_is_laid(proxy: Proxy, client: socket.socket) -> None:
+def test_a_connection_stops_at_a_byte_count_until_the_limit_is_removed(proxy: Proxy, client: socket.socket) -> None:
     proxy.lay(Line(stop_at=proxy.passed[Direction.TO_CLIENT] + 4), Direction.TO_CLIENT)
     assert asked(client, b"four") == b"four"
     client.sendall(b"more")
@@ -143,7 +143,7 @@ def test_a_line_stops_its_bytes_where_it_says_until_another_is_laid(proxy: Proxy
     assert received(client, 4) == b"more"
 
 
-def test_a_refusing_port_resets_and_refuses_until_it_accepts(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+def test_a_refusing_port_resets_and_refuses_connections(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     proxy.refuse()
     assert proxy.refusing
     with pytest.raises(ConnectionResetError):
@@ -158,7 +158,7 @@ def test_a_refusing_port_resets_and_refuses_until_it_accepts(proxy: Proxy, clien
         assert asked(again, b"back") == b"back"
 
 
-def test_a_cut_resets_both_ends_and_new_connections_pass(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+def test_a_reset_closes_both_ends_and_new_connections_pass(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     assert proxy.cut() == 1
     with pytest.raises(ConnectionResetError):
         client.recv(1)
@@ -168,7 +168,7 @@ def test_a_cut_resets_both_ends_and_new_connections_pass(proxy: Proxy, client: s
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_swallowed_bytes_vanish_and_the_connection_stays_open(
+def test_dropped_bytes_leave_the_connection_open(
     direction: Direction, proxy: Proxy, client: socket.socket, echo: Echo
 ) -> None:
     proxy.lay(Line(swallow=True), direction)
@@ -181,7 +181,7 @@ def test_swallowed_bytes_vanish_and_the_connection_stays_open(
         client.recv(1)  # what would come now is not what comes next
 
 
-def test_the_client_of_a_half_open_connection_hears_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+def test_the_client_of_a_half_open_connection_receives_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     assert proxy.half_open(Direction.TO_CLIENT) == 1
     await_until(lambda: echo.ended == ["reset"], REPLY_S, what="the server's end")
     client.sendall(b"anybody?")
@@ -194,7 +194,7 @@ def test_the_client_of_a_half_open_connection_hears_nothing(proxy: Proxy, client
         client.recv(1)
 
 
-def test_the_server_of_a_half_open_connection_hears_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
+def test_the_server_of_a_half_open_connection_receives_nothing(proxy: Proxy, client: socket.socket, echo: Echo) -> None:
     assert proxy.half_open(Direction.TO_SERVER) == 1
     with pytest.raises(ConnectionResetError):
         client.recv(1)
@@ -204,7 +204,7 @@ def test_the_server_of_a_half_open_connection_hears_nothing(proxy: Proxy, client
 
 
 @pytest.mark.parametrize("count", [1, 300, 100_000])
-def test_an_answer_is_cut_in_its_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
+def test_a_response_is_reset_in_the_middle(count: int, proxy: Proxy, client: socket.socket) -> None:
     proxy.lay(Line(cut_after=count), Direction.TO_CLIENT)
     for connection in (client, connect(proxy)):
         with connection:
@@ -228,7 +228,7 @@ def test_without_a_server_connections_are_reset() -> None:
             another.recv(1)
 
 
-def test_a_closed_proxy_leaves_no_thread_and_no_port(echo: Echo) -> None:
+def test_a_closed_proxy_frees_its_thread_and_port(echo: Echo) -> None:
     before = set(threading.enumerate())
     with Proxy(target=echo.address) as proxy, connect(proxy) as connection:
         assert asked(connection, b"x") == b"x"
@@ -242,14 +242,14 @@ def test_a_closed_proxy_leaves_no_thread_and_no_port(echo: Echo) -> None:
         assert asked(connection, b"z") == b"z"
 
 
-def test_a_seed_draws_the_same_faults_and_every_kind() -> None:
+def test_a_seed_draws_the_same_faults_of_every_kind() -> None:
     first, again, other = (list(itertools.islice(Draw(seed, nodes=(1, 2, 3)), 27)) for seed in (7, 7, 8))
     assert first == again != other
     assert {fault.kind for fault, _ in first[: len(KINDS)]} == set(KINDS)
     assert {fault.node for fault, _ in first} == {1, 2, 3}
 
 
-def test_a_connection_that_is_cut_while_it_is_being_made_is_cut(proxy: Proxy) -> None:
+def test_a_connection_that_is_reset_while_it_is_opened_closes(proxy: Proxy) -> None:
     """A cancellation that comes together with the server's answer is not forgotten: ``cut`` returns, each time."""
     for _ in range(MOMENTS):
         with socket.create_connection(("127.0.0.1", proxy.port), REPLY_S):

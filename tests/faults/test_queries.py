@@ -26,7 +26,7 @@ PARTITIONS = 4
 
 
 @pytest.mark.proves("G10", level="spark")
-def test_a_query_whose_broker_refuses_stays_alive_and_has_every_row_once(
+def test_a_query_survives_a_refusing_broker_with_every_row_once(
     spark: "SparkSession", faulty: FaultyCluster, judge: AdminClient, group_id: str, tmp_path: Path
 ) -> None:
     name = create_topic(judge, f"t-{group_id}", PARTITIONS)

@@ -112,7 +112,7 @@ STRUCK = [
 
 @pytest.mark.proves("G1", level="kafka")
 @pytest.mark.parametrize(("fault", "fail_on_data_loss"), STRUCK)
-def test_a_read_that_is_struck_in_its_middle_has_every_record_once(
+def test_a_read_with_a_fault_in_the_middle_has_every_record_once(
     fault: Fault, fail_on_data_loss: bool, faulty: FaultyCluster, large: list[OffsetRange]
 ) -> None:
     batches = read_batches(

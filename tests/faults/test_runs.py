@@ -61,7 +61,7 @@ def endures(run: Run) -> None:
     stays(alive, FAULT_S, "the run")
 
 
-def test_refused_from_the_sink_to_the_echo(scene: FaultScene) -> None:
+def test_connections_refused_between_the_sink_and_the_offset_commit(scene: FaultScene) -> None:
     """The batch is durable, and its offsets cannot be brought to Kafka."""
     with scene.started() as run, scene.flow() as flow:
         run.await_partitions(PARTITIONS)
@@ -76,7 +76,7 @@ def test_refused_from_the_sink_to_the_echo(scene: FaultScene) -> None:
         scene.await_committed(scene.name)
 
 
-def test_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
+def test_connections_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
     """Partitions are asked for while a batch is in flight; when it is durable nobody can be told."""
     with scene.started() as run, scene.flow() as flow:
         run.await_partitions(PARTITIONS)
@@ -93,7 +93,7 @@ def test_refused_while_a_revocation_is_held(scene: FaultScene) -> None:
             scene.await_committed(scene.name)
 
 
-def test_refused_at_the_start(scene: FaultScene) -> None:
+def test_connections_refused_at_the_start(scene: FaultScene) -> None:
     with scene.cluster.suffering(REFUSED):
         run = scene.started()
         endures(run)
@@ -104,7 +104,7 @@ def test_refused_at_the_start(scene: FaultScene) -> None:
         scene.await_committed(scene.name)
 
 
-def test_connections_are_reset_again_and_again(scene: FaultScene) -> None:
+def test_connections_reset_repeatedly(scene: FaultScene) -> None:
     """A question to the coordinator that meets a reset may never be answered, though the broker is there at once."""
     pause = threading.Event()
     with scene.started() as run, scene.flow() as flow:

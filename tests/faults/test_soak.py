@@ -25,7 +25,7 @@ SOAK_S = 900.0
 SEEDS = 2**32
 
 
-def test_faults_lose_nothing_double_nothing_and_end_no_query(
+def test_faults_cause_no_loss_no_duplicates_and_no_failed_query(
     spark: "SparkSession", faulty_three: FaultyCluster, tmp_path: Path
 ) -> None:
     soak(spark, faulty_three, tmp_path, seed=SHORT_SEED, for_s=SHORT_S)

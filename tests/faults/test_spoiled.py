@@ -115,7 +115,7 @@ def test_a_flipped_bit_among_records_never_becomes_a_row(
 
 
 @pytest.mark.parametrize("harm", ["length", "garbage"])
-def test_wrong_answers_end_in_what_is_right_or_in_an_error_that_names_the_brokers(
+def test_corrupted_responses_end_in_the_right_result_or_an_error_that_names_the_brokers(
     harm: Harm, faulty: FaultyCluster, ends: dict[int, int], tmp_path: Path
 ) -> None:
     assert_harmless(suffered(faulty, ends, Spoil(SEED, (harm,), 0.05), tmp_path))
@@ -123,7 +123,7 @@ def test_wrong_answers_end_in_what_is_right_or_in_an_error_that_names_the_broker
 
 @pytest.mark.soak
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_wrong_answers_for_a_long_time(
+def test_corrupted_responses_for_a_long_time(
     share: float, faulty: FaultyCluster, ends: dict[int, int], tmp_path: Path
 ) -> None:
     seed = int(os.environ.get("FAULT_SEED") or secrets.randbelow(SEEDS))

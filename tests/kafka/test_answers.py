@@ -35,7 +35,7 @@ def admin(environment: ManualEnvironment) -> Admin:
     return Admin(SETTINGS, environment=environment, retries=0)
 
 
-def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
+def test_every_code_of_the_table_is_known_to_the_library_and_has_one_meaning() -> None:
     """Whatever is in no table is asked again."""
     assert CODES.items() <= NAMES.items()
     assert MEANINGS.keys() == set(CODES.values())
@@ -43,16 +43,16 @@ def test_every_code_of_the_table_is_the_librarys_and_has_one_meaning() -> None:
 
 
 @pytest.mark.proves("G10", level="core")
-def test_G10_nothing_that_the_library_says_by_itself_means_gone() -> None:
+def test_G10_no_code_of_the_library_itself_means_gone() -> None:
     assert not [code for code in MEANINGS if code < 0 for request in Request if meaning(request, code) is Meaning.GONE]
 
 
 @pytest.mark.parametrize("code", [UNHEARD_OF, KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TRANSPORT])
-def test_a_code_that_is_in_no_table_is_asked_again(code: int) -> None:
+def test_an_unlisted_code_is_retried(code: int) -> None:
     assert {meaning(request, code) for request in Request} == {Meaning.RETRY}
 
 
-def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
+def test_a_suspicion_is_confirmed_by_a_second_report_after_the_grace_period() -> None:
     suspicions = Suspicions(grace=3.0)
     assert not suspicions.report("a", 0.0)
     assert not suspicions.report("a", 2.9)
@@ -65,7 +65,7 @@ def test_a_suspicion_is_believed_the_second_time_and_after_its_grace() -> None:
 
 
 @pytest.mark.parametrize("request_", Request, ids=lambda request: request.name)
-def test_every_row_is_followed(request_: Request) -> None:
+def test_retry_follows_every_row_of_the_table(request_: Request) -> None:
     """Asked again, believed the second time, or the end: for each code in the answer to each kind of request."""
     for code in MEANINGS.keys() - {KafkaError.NO_ERROR}:
         environment = ManualEnvironment()
@@ -90,9 +90,7 @@ def test_every_row_is_followed(request_: Request) -> None:
         assert next(tries) == (3 if means in (Meaning.REFUSED, Meaning.GONE) else 2)
 
 
-def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(
-    environment: ManualEnvironment, admin: Admin
-) -> None:
+def test_a_refusal_is_raised_only_when_it_is_repeated(environment: ManualEnvironment, admin: Admin) -> None:
     environment.will("list_offsets", {A0: REFUSED}, {A0: REFUSED})
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         admin.latest([A0])
@@ -101,7 +99,7 @@ def test_a_refusal_is_believed_when_it_is_said_again_and_one_that_passes_is_not(
     assert admin.latest([A0]) == {A0: 5}
 
 
-def test_a_refusal_of_the_connection_is_believed_when_another_client_meets_it_too(
+def test_a_refused_connection_is_raised_only_when_a_new_client_is_refused_too(
     environment: ManualEnvironment, admin: Admin
 ) -> None:
     """The library tells of it once in half a minute; an old one said nothing of a slow answer days later."""
@@ -134,7 +132,7 @@ NO_TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
         "OAUTHBEARER cannot log in because there is no token available; last error: (not available)",
     ],
 )
-def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(
+def test_G10_a_missing_token_counts_as_unanswered_with_the_cause_in_the_error(
     environment: ManualEnvironment, text: str
 ) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
@@ -148,7 +146,7 @@ def test_G10_a_token_that_does_not_come_is_silence_and_its_text_is_the_errors(
 
 
 @pytest.mark.parametrize("text", ['{"error": "invalid_client"}', '{"error_description":"x","error":"invalid_scope"}'])
-def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(
+def test_an_OAuth_error_of_the_token_endpoint_is_a_refusal(
     environment: ManualEnvironment, admin: Admin, text: str
 ) -> None:
     told = KafkaError(KafkaError._AUTHENTICATION, NO_TOKEN + text)
@@ -157,7 +155,7 @@ def test_an_endpoint_that_says_no_in_the_words_of_OAuth_refuses(
         admin.latest([A0])
 
 
-def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_away(
+def test_other_partitions_wait_only_the_short_timeout_for_an_unavailable_leader(
     environment: ManualEnvironment,
 ) -> None:
     """A question is answered as a whole: after one that some did not answer in time the next is given up sooner."""
@@ -171,7 +169,7 @@ def test_the_rows_of_others_do_not_wait_long_for_a_leader_that_is_known_to_be_aw
     assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
-def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_next_time(
+def test_a_topic_request_after_an_unanswered_one_has_the_short_timeout(
     environment: ManualEnvironment,
 ) -> None:
     """It goes to one broker, which each client is told by the cluster: it may be the one that is away."""
@@ -183,7 +181,7 @@ def test_a_question_about_topics_that_was_not_answered_is_given_up_sooner_the_ne
     assert asked == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S, SHORT_TIMEOUT_S]
 
 
-def test_who_answers_slowly_is_given_the_whole_time_again(environment: ManualEnvironment) -> None:
+def test_a_slow_leader_gets_the_full_timeout_in_the_retry(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
     nobody = {A0: refusal(KafkaError._TIMED_OUT), A1: refusal(KafkaError._TIMED_OUT)}
     both = {A0: _info(5), A1: _info(6)}
@@ -193,7 +191,7 @@ def test_who_answers_slowly_is_given_the_whole_time_again(environment: ManualEnv
     assert bounds(environment) == [FIRST_TIMEOUT_S, SHORT_TIMEOUT_S, FIRST_TIMEOUT_S]
 
 
-def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(environment: ManualEnvironment) -> None:
+def test_a_slow_cluster_gets_the_full_timeout_until_an_answer_is_fast(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=9)
     silent, answer = {A0: refusal(KafkaError._TIMED_OUT)}, {A0: _info(5)}
     environment.will("list_offsets", silent, silent, silent, silent, answer, answer)
@@ -204,7 +202,7 @@ def test_a_cluster_that_is_only_slow_has_the_whole_time_until_it_answers_sooner(
     assert bounds(environment) == [first, away, first, away, REQUEST_TIMEOUT_S, first]
 
 
-def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_sooner(
+def test_one_slow_leader_gets_the_full_timeout_although_others_are_fast(
     environment: ManualEnvironment,
 ) -> None:
     """What the others said is an answer: without it their rows would wait, and with it the slow one might for ever."""
@@ -218,7 +216,7 @@ def test_a_leader_that_is_only_slow_gets_the_whole_time_though_others_answer_soo
     assert bounds(environment) == [FIRST_TIMEOUT_S, FIRST_TIMEOUT_S, REQUEST_TIMEOUT_S]
 
 
-def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_wanted(
+def test_one_partition_without_a_leader_fails_a_request_only_with_whole(
     environment: ManualEnvironment, admin: Admin
 ) -> None:
     moves = {A0: _info(5), A1: refusal(KafkaError.NOT_LEADER_FOR_PARTITION)}
@@ -231,7 +229,7 @@ def test_one_partition_without_a_leader_does_not_hide_the_others_unless_all_are_
         admin.latest([A0, A1])
 
 
-def test_G10_a_partition_that_the_library_does_not_know_is_asked_for_again(environment: ManualEnvironment) -> None:
+def test_G10_a_partition_unknown_to_the_library_is_retried(environment: ManualEnvironment) -> None:
     """It says so at once of each partition whose broker it cannot reach."""
     admin = Admin(SETTINGS, environment=environment, retries=1)
     environment.will("list_offsets", {A0: refusal(KafkaError._UNKNOWN_PARTITION)}, {A0: _info(5)})
@@ -276,7 +274,7 @@ NOTHING = -1001
 
 
 @pytest.mark.parametrize("ask", ["latest", "earliest", "at_time"])
-def test_G10_an_offset_that_no_broker_told_is_no_answer(environment: ManualEnvironment, ask: str) -> None:
+def test_G10_an_offset_not_returned_by_a_broker_is_no_answer(environment: ManualEnvironment, ask: str) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=1)
     question = {"latest": lambda: admin.latest([A0]), "earliest": lambda: admin.earliest([A0])}.get(
         ask, lambda: admin.offsets_at_time({A0: 5})
@@ -288,12 +286,12 @@ def test_G10_an_offset_that_no_broker_told_is_no_answer(environment: ManualEnvir
         question()
 
 
-def test_no_record_as_young_as_a_time_is_an_answer(environment: ManualEnvironment) -> None:
+def test_no_record_at_or_after_a_timestamp_is_an_answer(environment: ManualEnvironment) -> None:
     environment.will("list_offsets", {A0: _info(-1)})
     assert Admin(SETTINGS, environment=environment, retries=0).offsets_at_time({A0: 5}) == {A0: None}
 
 
-def test_a_question_that_failed_is_asked_by_another_client(environment: ManualEnvironment) -> None:
+def test_a_failed_request_is_retried_by_a_new_client(environment: ManualEnvironment) -> None:
     """One goes on asking a leader that died, or says that its epoch is fenced, for ever."""
     admin = Admin(SETTINGS, environment=environment, retries=2)
     fenced = {A0: refusal(KafkaError.FENCED_LEADER_EPOCH)}

@@ -18,7 +18,7 @@ def committer(environment: ManualEnvironment) -> OffsetCommitter:
     return OffsetCommitter({"bootstrap.servers": "b"}, group="g", transactional_id="g.s", environment=environment)
 
 
-def test_each_offset_has_its_note_and_each_share_its_member(
+def test_offsets_are_committed_with_their_notes_as_their_members(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     committer.commit([(ONE, {A0: 5}), (TWO, {A1: 7})], NOTES)
@@ -34,7 +34,7 @@ def test_each_offset_has_its_note_and_each_share_its_member(
 @pytest.mark.parametrize(
     ("code", "expelled"), [(KafkaError.ILLEGAL_GENERATION, False), (KafkaError.UNKNOWN_MEMBER_ID, True)]
 )
-def test_a_stale_share_is_named_and_nothing_stays_open(
+def test_a_stale_member_is_identified_and_the_transaction_is_aborted(
     environment: ManualEnvironment, committer: OffsetCommitter, code: int, expelled: bool
 ) -> None:
     environment.will("send_offsets", None, refusal(code, abort=True))
@@ -46,7 +46,7 @@ def test_a_stale_share_is_named_and_nothing_stays_open(
     assert len(environment.producers) == 1
 
 
-def test_G6_a_commit_without_an_answer_is_ended_by_the_same_producer(
+def test_G6_an_unanswered_commit_is_finished_by_the_same_producer(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     """Another one would take the id back from a driver that was started instead of this one meanwhile."""
@@ -65,7 +65,7 @@ def test_G6_a_commit_without_an_answer_is_ended_by_the_same_producer(
     assert environment.called("init_transactions") == [None]
 
 
-def test_G6_offsets_without_an_answer_are_taken_back_before_the_next_commit(
+def test_G6_unanswered_offsets_are_aborted_before_the_next_commit(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
@@ -79,7 +79,7 @@ def test_G6_offsets_without_an_answer_are_taken_back_before_the_next_commit(
     assert environment.called("init_transactions") == [None]
 
 
-def test_G6_a_process_that_was_fenced_never_takes_the_id_back(
+def test_G6_a_fenced_process_never_takes_the_id_back(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     environment.will("commit_transaction", FENCED)
@@ -96,7 +96,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("call", BROKEN)
-def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_place_is_ours(
+def test_G6_a_failed_producer_is_replaced_only_after_a_proof_of_membership(
     environment: ManualEnvironment, committer: OffsetCommitter, call: str
 ) -> None:
     environment.will(*BROKEN[call])
@@ -115,7 +115,7 @@ def test_G6_a_producer_that_broke_is_not_replaced_before_it_is_proven_that_the_p
 
 
 @pytest.mark.parametrize(("minutes", "lost"), [(0, False), (2, True)])
-def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of_another_process(
+def test_G6_a_transaction_that_expired_in_an_outage_makes_the_id_uncertain(
     environment: ManualEnvironment, committer: OffsetCommitter, minutes: int, lost: bool
 ) -> None:
     environment.will("commit_transaction", TIMED_OUT)
@@ -128,7 +128,9 @@ def test_G6_a_transaction_that_the_brokers_ended_after_an_outage_says_nothing_of
     assert committer.id_uncertain == lost
 
 
-def test_one_refusal_is_not_the_end_of_transactions(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_a_producer_is_usable_after_a_refused_commit(
+    environment: ManualEnvironment, committer: OffsetCommitter
+) -> None:
     environment.will("send_offsets", refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True))
     with pytest.raises(AccessDenied, match="Read and Describe on the group 'g'"):
         committer.commit([(ONE, {A0: 5})], NOTES)
@@ -136,15 +138,13 @@ def test_one_refusal_is_not_the_end_of_transactions(environment: ManualEnvironme
     assert len(environment.producers) == 1
 
 
-def test_transactions_that_are_not_allowed_are_told_apart(
-    environment: ManualEnvironment, committer: OffsetCommitter
-) -> None:
+def test_denied_transactions_raise_access_denied(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
     environment.will("init_transactions", refusal(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, fatal=True))
     with pytest.raises(AccessDenied):
         committer.prepare()
 
 
-def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transactions(
+def test_a_refused_login_with_a_possibly_expired_token_is_no_denial_of_transactions(
     environment: ManualEnvironment,
 ) -> None:
     by_token = {"bootstrap.servers": "b", "sasl.mechanism": "OAUTHBEARER"}
@@ -154,7 +154,7 @@ def test_a_login_with_a_token_that_may_have_run_out_is_no_word_about_transaction
         committer.prepare()
 
 
-def test_a_probe_takes_nothing_over_and_leaves_nothing_behind(
+def test_a_probe_neither_takes_over_the_id_nor_commits(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     assert committer.probe(A0) is False
@@ -165,9 +165,7 @@ def test_a_probe_takes_nothing_over_and_leaves_nothing_behind(
     assert environment.called("send_offsets") == [(-1, {A0: (0, None)})]
 
 
-def test_a_probe_of_a_partition_that_is_gone_is_answered_all_the_same(
-    environment: ManualEnvironment, committer: OffsetCommitter
-) -> None:
+def test_a_probe_of_a_deleted_partition_is_answered(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
     committer.prepare()
     environment.will("send_offsets", refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     assert committer.probe(A0) is True
@@ -177,7 +175,7 @@ def test_a_probe_of_a_partition_that_is_gone_is_answered_all_the_same(
         committer.probe(A0)
 
 
-def test_a_probe_without_an_answer_says_so(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
+def test_an_unanswered_probe_raises(environment: ManualEnvironment, committer: OffsetCommitter) -> None:
     committer.prepare()
     environment.will("send_offsets", refusal(KafkaError._TIMED_OUT, abort=True))
     with pytest.raises(CommitFailed):
@@ -187,7 +185,7 @@ def test_a_probe_without_an_answer_says_so(environment: ManualEnvironment, commi
         committer.probe(A0)
 
 
-def test_G6_a_proof_that_the_place_is_ours_is_good_for_its_moment_only(
+def test_G6_a_proof_of_membership_is_used_at_once_or_not_at_all(
     environment: ManualEnvironment, committer: OffsetCommitter
 ) -> None:
     """A process that stands still after it would take the id back from its successor with its next commit."""

@@ -25,7 +25,7 @@ def joined(environment: ManualEnvironment, **more: str) -> tuple[MemberConsumer,
     return consumer, environment.consumers[-1]
 
 
-def test_B59_a_member_that_was_thrown_out_and_is_told_of_nothing_new_is_known_again_as_another_one(
+def test_a_member_that_was_expelled_and_rejoined_silently_is_detected(
     environment: ManualEnvironment,
 ) -> None:
     """A cooperative holder that was thrown out gets an empty assignment while it is nobody; it keeps what it had, and
@@ -41,7 +41,7 @@ def test_B59_a_member_that_was_thrown_out_and_is_told_of_nothing_new_is_known_ag
         consumer.poll(0)
 
 
-def test_a_place_that_is_still_taken_is_told_apart_by_the_librarys_words(environment: ManualEnvironment) -> None:
+def test_a_membership_still_in_use_is_recognised_by_the_error_text(environment: ManualEnvironment) -> None:
     consumer, _ = joined(environment)
     text = "Fatal error: Broker: The instance ID is still used by another member in the consumer group"
     failure = consumer._fatal(KafkaError(KafkaError._FATAL, text))
@@ -59,7 +59,7 @@ class _Told:
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "OAUTHBEARER"])
-def test_a_login_that_stays_refused_ends_a_member_unless_its_token_may_have_run_out(
+def test_a_repeatedly_refused_login_fails_a_member_unless_its_token_may_have_expired(
     environment: ManualEnvironment, mechanism: str
 ) -> None:
     """A client goes on with the token that it has where no other one comes. Questions have new clients, and tell."""

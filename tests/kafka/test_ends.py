@@ -33,7 +33,7 @@ class Watching(Environment):
         return bool(self.made) and not [client for made in self.made if (client := made()) is not None]
 
 
-def test_the_admin_clients_of_a_run_end_with_it_and_not_wherever_garbage_is_collected(
+def test_the_admin_clients_of_a_run_are_destroyed_when_it_stops(
     broker: BrokerCluster, topic: TopicFactory, produce: Produce, group_id: str
 ) -> None:
     """No test collects garbage before it ends. A late answer lets the client's own thread do so, and then abort."""
@@ -45,7 +45,9 @@ def test_the_admin_clients_of_a_run_end_with_it_and_not_wherever_garbage_is_coll
     await_until(environment.ended, what="the end of the run's clients")
 
 
-def test_so_do_those_of_a_run_that_ends_before_it_has_joined(broker: BrokerCluster, group_id: str) -> None:
+def test_the_admin_clients_of_a_run_that_never_joined_are_destroyed_when_it_stops(
+    broker: BrokerCluster, group_id: str
+) -> None:
     environment = Watching()
     options = options_of(broker.bootstrap_servers, group_id, subscribe="no-such-topic")
     with Engine(options, environment=environment) as engine, pytest.raises(TopicMissing):

@@ -19,21 +19,21 @@ def _raise(exc: BaseException) -> NoReturn:
 
 
 @pytest.mark.parametrize("exc", [ValueError("v"), KeyboardInterrupt("k")])
-def test_whatever_ends_a_thread_is_said(exc: BaseException) -> None:
+def test_every_exception_of_a_thread_is_reported(exc: BaseException) -> None:
     said: list[BaseException] = []
     thread = Environment().spawn("t", lambda: _raise(exc), died=said.append)
     thread.join(JOIN_S)
     assert (said, thread.is_alive()) == ([exc], False)
 
 
-def test_a_thread_that_ends_in_order_or_by_its_own_wish_is_no_death() -> None:
+def test_a_thread_that_returns_or_exits_is_not_reported() -> None:
     said: list[BaseException] = []
     for run in (lambda: None, lambda: _raise(SystemExit())):
         Environment().spawn("t", run, died=said.append).join(JOIN_S)
     assert said == []
 
 
-def test_a_thread_that_cannot_be_started_is_said_before_spawn_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_reported_before_spawn_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     none_left = RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", lambda self: _raise(none_left))
     said: list[BaseException] = []
@@ -43,7 +43,7 @@ def test_a_thread_that_cannot_be_started_is_said_before_spawn_returns(monkeypatc
     assert not thread.is_alive()
 
 
-def test_a_process_knows_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_detects_the_end_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Environment()
     assert not environment.orphaned()
     monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -51,7 +51,7 @@ def test_a_process_knows_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tripped", [False, True])
-def test_a_function_that_gives_no_token_is_silence_also_when_the_package_trips_over_its_own_log(tripped: bool) -> None:
+def test_a_token_function_without_a_token_counts_as_unanswered(tripped: bool) -> None:
     """It raises SystemError where a line of the log comes while it raises, with the reason as its cause."""
     no_token = KafkaException(KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, "OAuth token not set within 10 s"))
 

@@ -143,19 +143,19 @@ def played(servers: str) -> Minute:
     return seen
 
 
-def test_what_a_member_subscribes_to_is_kept(minute: Minute) -> None:
+def test_offsets_of_subscribed_topics_do_not_expire(minute: Minute) -> None:
     assert minute.kept["classic"] == minute.kept["consumer"] == {"read"}
 
 
-def test_what_no_member_subscribes_to_expires_while_the_group_is_active(minute: Minute) -> None:
+def test_offsets_of_unsubscribed_topics_expire_while_the_group_is_active(minute: Minute) -> None:
     assert "former" not in minute.kept["classic"] | minute.kept["consumer"]
 
 
-def test_what_somebody_keeps_in_a_group_without_members_ever_expires_by_its_commit(minute: Minute) -> None:
+def test_offsets_of_a_group_that_never_had_members_expire_after_their_commit(minute: Minute) -> None:
     assert minute.kept["simple"] == set()
 
 
-def test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_the_last_one_left(minute: Minute) -> None:
+def test_offsets_of_an_empty_classic_group_expire_after_the_last_member_left(minute: Minute) -> None:
     assert minute.gone_s["left"] >= minute.at_s["left"] + RETENTION_S
     for kept, looked, left in (
         (minute.kept["left"], "kept", "left"),  # its commit was as old as that of the simple group
@@ -165,26 +165,26 @@ def test_a_classic_group_without_members_keeps_them_for_a_retention_from_when_th
         assert kept == {"read"} or too_late
 
 
-def test_a_group_of_kip_848_forgets_what_was_idle_as_soon_as_nobody_is_left(minute: Minute) -> None:
+def test_idle_offsets_of_a_KIP_848_group_expire_as_soon_as_it_is_empty(minute: Minute) -> None:
     """The classic group that was left at the same moment keeps its offset for a retention."""
     assert "read" in minute.kept["consumer"], "it was there until then"
     too_late = minute.at_s["just left"] >= minute.at_s["closed"] + RETENTION_S
     assert minute.just_left["classic"] == {"read"} or too_late
 
 
-def test_G2_a_query_commits_idle_partitions_again_so_that_they_stay_when_it_stops(minute: Minute) -> None:
+def test_G2_a_query_renews_the_offsets_of_idle_partitions(minute: Minute) -> None:
     statistics = minute.statistics["running"]
     assert statistics.offsets_renewed >= 1
     assert minute.just_left["running"] == {"read"}, "that of the ordinary member was gone"
 
 
-def test_G5_a_query_goes_on_at_its_checkpoint_when_its_offsets_expired(minute: Minute) -> None:
+def test_G5_a_query_continues_at_its_checkpoint_when_its_offsets_expired(minute: Minute) -> None:
     """Not at ``startingOffsets``, which is latest here."""
     assert minute.statistics["brief"].offsets_restored == 1
     assert minute.rows == texts(0, 9)
 
 
-def test_describe_says_what_may_expire(minute: Minute) -> None:
+def test_describe_reports_offsets_that_may_expire(minute: Minute) -> None:
     brief, classic = minute.described["brief"], minute.described["classic"]
     assert brief.offsets_retention_ms == RETENTION_S * 1000
     assert brief.offsets_expiring == ("read-0",)

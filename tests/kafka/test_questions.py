@@ -35,7 +35,7 @@ def admin(environment: ManualEnvironment) -> Admin:
     return Admin(SETTINGS, environment=environment, retries=0)
 
 
-def test_starts_ask_one_question_for_all_words_of_a_kind(environment: ManualEnvironment) -> None:
+def test_starting_positions_of_one_kind_are_resolved_by_one_request(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment)
     environment.will("list_offsets", {A0: info(3)}, {A1: info(9)}, {B1: info(-1)})
     words = {
@@ -50,7 +50,7 @@ def test_starts_ask_one_question_for_all_words_of_a_kind(environment: ManualEnvi
     assert environment.called("isolation") == ["READ_UNCOMMITTED", "READ_COMMITTED", "READ_UNCOMMITTED"]
 
 
-def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
+def test_many_partitions_are_requested_in_batches(
     environment: ManualEnvironment, offsets: GroupOffsets, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.kafka.translation.PARTITIONS_PER_REQUEST", 2)
@@ -66,7 +66,7 @@ def test_many_partitions_are_asked_for_in_portions_and_all_are_answered(
     assert admin.latest([A0, A1, B0], whole=False) == {A0: 3, A1: 4}
 
 
-def test_a_question_is_asked_again_after_a_pause_and_then_given_up(environment: ManualEnvironment) -> None:
+def test_a_request_is_retried_after_a_pause_and_then_fails(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=2, retry_interval_s=4.0)
     environment.will("list_offsets", *[refusal(KafkaError._TRANSPORT)] * 3)
     with pytest.raises(BrokerUnavailable, match="within 8 s"):
@@ -82,9 +82,7 @@ UNKNOWN = refusal(KafkaError._UNKNOWN_PARTITION)
 """What it says of one such partition beside others."""
 
 
-def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(
-    environment: ManualEnvironment, admin: Admin
-) -> None:
+def test_partitions_that_a_broker_reports_missing_are_left_out(environment: ManualEnvironment, admin: Admin) -> None:
     gone, one = refusal(KafkaError.UNKNOWN_TOPIC_OR_PART), SimpleNamespace(partitions=[0])
     environment.will(
         "list_offsets", {A0: NO_LEADERS, B1: NO_LEADERS}, {A0: info(3), B1: UNKNOWN}, {B0: UNKNOWN, B1: UNKNOWN}
@@ -101,7 +99,7 @@ def test_B41_partitions_that_a_broker_says_are_not_there_are_left_out(
         admin.latest([B0])  # the broker does not say which partitions there are
 
 
-def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked_for_again(
+def test_G10_the_end_of_a_partition_unknown_to_a_broker_is_retried(
     environment: ManualEnvironment,
     admin: Admin,
 ) -> None:
@@ -117,7 +115,7 @@ def test_G10_the_end_of_a_new_partition_that_a_broker_does_not_know_yet_is_asked
     assert [list(asked) for asked in environment.called("list_offsets")] == [[A0, B0], [B0], [B0]]
 
 
-def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_said(
+def test_G10_a_partition_with_unknown_end_is_left_to_the_next_run_with_a_warning(
     environment: ManualEnvironment, admin: Admin, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options.parse({"kafka.bootstrap.servers": "b", "kafka.group.id": "g", "subscribe": "a"})
@@ -131,7 +129,7 @@ def test_G10_a_partition_whose_end_no_broker_tells_is_left_to_the_next_run_and_s
     assert f"no broker returned the end offsets of 1 partitions, such as {A1}" in caplog.text
 
 
-def test_partitions_without_a_leader_are_asked_for_again(environment: ManualEnvironment) -> None:
+def test_partitions_without_a_leader_are_retried(environment: ManualEnvironment) -> None:
     admin = Admin(SETTINGS, environment=environment, retries=2)
     environment.will("list_offsets", {A0: NO_LEADERS}, {A0: NO_LEADERS}, {A0: info(3)})
     there = {"a": SimpleNamespace(partitions=[0])}
@@ -139,7 +137,7 @@ def test_partitions_without_a_leader_are_asked_for_again(environment: ManualEnvi
     assert admin.latest([A0]) == {A0: 3}
 
 
-def test_one_partition_without_an_answer_does_not_hide_the_others(
+def test_one_unanswered_partition_does_not_hide_the_others(
     environment: ManualEnvironment, offsets: GroupOffsets
 ) -> None:
     answers = [at(A0, 5, "n"), at(A1, -1001), at(B0, -1001, error=KafkaError.UNKNOWN_TOPIC_OR_PART)]
@@ -147,7 +145,7 @@ def test_one_partition_without_an_answer_does_not_hide_the_others(
     assert offsets.read([A0, A1, B0]) == {A0: CommittedOffset(5, "n"), A1: None}
 
 
-def test_an_error_of_the_whole_question_is_raised(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
+def test_an_error_of_the_whole_request_is_raised(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
     environment.will("committed", *[[at(A0, 5), at(A1, -1001, error=KafkaError.TOPIC_AUTHORIZATION_FAILED)]] * 2)
     with pytest.raises(AccessDenied, match="Describe on the topic 'a'"):
         offsets.read([A0, A1])
@@ -156,14 +154,16 @@ def test_an_error_of_the_whole_question_is_raised(environment: ManualEnvironment
         offsets.read([A0])
 
 
-def test_reading_back_waits_until_all_of_it_shows(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
+def test_reading_back_waits_until_all_offsets_are_visible(
+    environment: ManualEnvironment, offsets: GroupOffsets
+) -> None:
     hidden = at(A1, -1001, error=KafkaError.UNSTABLE_OFFSET_COMMIT)
     environment.will("committed", [at(A0, 4), at(A1, -1001)], [at(A0, 5), hidden], [at(A0, 5), at(A1, 6)])
     offsets.wait_until_visible({A0: 5, A1: 6})
     assert len(environment.called("committed")) == 3
 
 
-def test_reading_back_gives_up(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
+def test_reading_back_times_out(environment: ManualEnvironment, offsets: GroupOffsets) -> None:
     environment.will("committed", *[[at(A0, 4)]] * 1_000)
     with pytest.raises(CommitFailed, match="a-0: committed offset 5, but a read returns"):
         offsets.wait_until_visible({A0: 5})
@@ -180,7 +180,7 @@ def test_reading_back_gives_up(environment: ManualEnvironment, offsets: GroupOff
         (KafkaError.NON_EMPTY_GROUP, "refused new offsets of group 'g'"),
     ],
 )
-def test_a_group_that_may_have_been_moved_is_not_called_refused(
+def test_an_unanswered_commit_for_a_group_is_not_reported_as_refused(
     environment: ManualEnvironment, code: int, said: str
 ) -> None:
     environment.will("alter_consumer_group_offsets", {"g": refusal(code)})
@@ -188,7 +188,7 @@ def test_a_group_that_may_have_been_moved_is_not_called_refused(
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
-def test_who_may_not_move_a_group_is_told_what_is_missing(environment: ManualEnvironment) -> None:
+def test_a_denied_commit_for_a_group_names_the_missing_permission(environment: ManualEnvironment) -> None:
     environment.will("alter_consumer_group_offsets", {"g": refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)})
     with pytest.raises(
         AccessDenied, match=r"refused new offsets of group 'g'.* needs Read and Describe on the group 'g'"
@@ -196,7 +196,7 @@ def test_who_may_not_move_a_group_is_told_what_is_missing(environment: ManualEnv
         GroupAdmin(SETTINGS, environment=environment).move_committed("g", {A0: 4})
 
 
-def test_a_list_that_lacks_the_groups_of_a_broker_is_none(environment: ManualEnvironment) -> None:
+def test_a_list_without_the_groups_of_one_broker_is_an_error(environment: ManualEnvironment) -> None:
     state, kind = SimpleNamespace(name="STABLE"), SimpleNamespace(name="CLASSIC")
     valid = [SimpleNamespace(group_id=name, state=state, type=kind) for name in ("b", "a")]
     silent = KafkaError(KafkaError._TIMED_OUT)
@@ -209,7 +209,7 @@ def test_a_list_that_lacks_the_groups_of_a_broker_is_none(environment: ManualEnv
         admin.groups()
 
 
-def test_a_topic_or_partition_without_an_answer_is_no_answer_to_what_a_group_has(
+def test_committed_offsets_require_an_answer_for_every_partition(
     environment: ManualEnvironment,
 ) -> None:
     """Left out, its offsets would look like none."""

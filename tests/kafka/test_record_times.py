@@ -42,22 +42,22 @@ def read(times: RecordTimes, offsets: dict[int, int], *, ms: int = MS_MAX) -> di
     return {tp.partition: found for tp, found in times.read(asked, until_ms=Environment().now_ms() + ms).items()}
 
 
-def test_each_partition_is_read_at_its_offset_and_again_in_the_next_sweep(times: RecordTimes) -> None:
+def test_record_times_are_read_at_each_offset_in_every_sweep(times: RecordTimes) -> None:
     for offset in (1, 2, 0):
         found = read(times, dict.fromkeys(range(PARTITIONS), offset))
         assert found == {p: RecordTime(offset, MADE_MS + offset * 1000 + p) for p in range(PARTITIONS)}
 
 
-def test_at_the_end_there_is_none_and_behind_it_nothing_is_said(times: RecordTimes) -> None:
+def test_there_is_no_record_at_the_end_and_no_answer_beyond_it(times: RecordTimes) -> None:
     assert read(times, {0: 3, 1: 2, 2: 9}) == {0: None, 1: RecordTime(2, MADE_MS + 2001)}
 
 
-def test_after_records_that_are_gone_comes_the_first_that_is_left(times: RecordTimes, cluster: MockCluster) -> None:
+def test_for_deleted_records_the_first_remaining_one_is_read(times: RecordTimes, cluster: MockCluster) -> None:
     cluster.delete_records(TopicPartition("orders", 0), 2)
     assert read(times, {0: 0}) == {0: RecordTime(2, MADE_MS + 2000)}
 
 
-def test_a_moving_leader_is_waited_for_and_a_refusal_leaves_the_partition_out(
+def test_a_moving_leader_is_retried_and_a_refused_partition_is_left_out(
     times: RecordTimes, cluster: MockCluster
 ) -> None:
     cluster.push_partition_errors(TopicPartition("orders", 0), Api.FETCH, [NOT_LEADER])
@@ -66,7 +66,7 @@ def test_a_moving_leader_is_waited_for_and_a_refusal_leaves_the_partition_out(
     assert read(times, {1: 1}) == {1: RecordTime(1, MADE_MS + 1001)}
 
 
-def test_one_that_is_silent_costs_no_more_than_the_bound_and_not_the_others(
+def test_a_silent_partition_does_not_exceed_the_bound_or_affect_the_others(
     times: RecordTimes, cluster: MockCluster
 ) -> None:
     cluster.set_leader(TopicPartition("orders", 0), -1)

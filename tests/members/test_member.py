@@ -95,7 +95,7 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_it_is_known_by_the_names_that_it_was_given_and_tells_its_end_when_it_is_closed(scene: Scene) -> None:
+def test_a_member_joins_under_its_names_and_reports_its_end(scene: Scene) -> None:
     scene.run(scene.leave)
     (settings,) = scene.environment.called("Consumer")
     assert (settings["client.id"], settings["group.instance.id"]) == ("c-3", "g.s.3")
@@ -104,7 +104,7 @@ def test_it_is_known_by_the_names_that_it_was_given_and_tells_its_end_when_it_is
     assert scene.called_when_ended[-1] == "close"
 
 
-def test_an_eager_member_that_is_given_a_second_assignment_has_lost_the_first(scene: Scene) -> None:
+def test_a_second_assignment_of_an_eager_member_reports_the_first_as_lost(scene: Scene) -> None:
     """The library tells nothing of what it gave up in rebalances that passed while the thread was busy."""
     scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
     first, lost, second = scene.reported
@@ -113,13 +113,13 @@ def test_an_eager_member_that_is_given_a_second_assignment_has_lost_the_first(sc
     assert second == ev.Assigned(slot=3, client=2, partitions=(A1,), generation=2)
 
 
-def test_a_member_that_keeps_its_partitions_is_given_more(scene: Scene) -> None:
+def test_an_incremental_member_adds_assigned_partitions(scene: Scene) -> None:
     scene.make(COOPERATIVE)
     scene.run(scene.assign, lambda: scene.consumer.assign_callback(A1, generation=2), scene.leave)
     assert scene.kinds() == ["Assigned", "Assigned"]
 
 
-def test_a_member_that_lost_a_deleted_topic_holds_the_rest(scene: Scene) -> None:
+def test_a_member_that_lost_a_deleted_topic_keeps_its_other_partitions(scene: Scene) -> None:
     """A cooperative member is told of the topic's partitions alone, and its other offsets are committed as before."""
     scene.make(COOPERATIVE)
     scene.run(
@@ -135,7 +135,7 @@ def test_a_member_that_lost_a_deleted_topic_holds_the_rest(scene: Scene) -> None
 # --- a place that may be another process's --------------------------------------------------------------------------
 
 
-def test_G6_a_member_that_lost_its_membership_does_not_join_again_by_itself(scene: Scene) -> None:
+def test_G6_a_member_that_lost_its_membership_does_not_rejoin_by_itself(scene: Scene) -> None:
     scene.run(scene.assign, scene.lose)
     assert scene.doubts() == [False]
     assert scene.kinds() == ["Assigned", "Lost", "MemberFenced"]
@@ -143,7 +143,7 @@ def test_G6_a_member_that_lost_its_membership_does_not_join_again_by_itself(scen
     assert scene.environment.called()[-3:] == ["unsubscribe", "poll", "close"]
 
 
-def test_a_member_that_is_closing_has_no_doubt(scene: Scene) -> None:
+def test_a_closing_member_does_not_report_an_uncertain_membership(scene: Scene) -> None:
     def closed_while_it_polls() -> None:
         scene.member._leaving = ev.Leave(slot=3, leave=False)
         scene.lose()
@@ -153,14 +153,14 @@ def test_a_member_that_is_closing_has_no_doubt(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("settings", [EAGER, COOPERATIVE])
-def test_G6_a_process_that_stood_still_does_not_poll_again(scene: Scene, settings: dict[str, str]) -> None:
+def test_G6_a_stalled_member_does_not_poll_again(scene: Scene, settings: dict[str, str]) -> None:
     """A cooperative member without partitions is told nothing of the end of its session."""
     scene.make(settings)
     scene.run(scene.assign, scene.freeze)
     assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "MemberFenced"])
 
 
-def test_between_two_polls_it_may_stand_still_as_well(scene: Scene) -> None:
+def test_a_stall_between_two_polls_is_detected(scene: Scene) -> None:
 
     def report(event: ev.Event) -> None:
         scene.reported.append(event)
@@ -171,12 +171,12 @@ def test_between_two_polls_it_may_stand_still_as_well(scene: Scene) -> None:
     assert scene.doubts() == [False]
 
 
-def test_a_short_stop_is_none(scene: Scene) -> None:
+def test_a_short_pause_is_no_stall(scene: Scene) -> None:
     scene.run(scene.assign, lambda: scene.freeze(SESSION_MS // 2 - 200), scene.leave)
     assert scene.doubts() == []
 
 
-def test_a_dynamic_member_has_no_place_that_could_be_anothers(scene: Scene) -> None:
+def test_a_stalled_dynamic_member_continues(scene: Scene) -> None:
     scene.make(join=ev.Join(slot=3, client=2, topics=("a",)))
     scene.run(scene.assign, scene.freeze, scene.lose, scene.leave)
     assert scene.kinds() == ["Assigned", "Lost"]
@@ -189,16 +189,14 @@ def revoke(scene: Scene) -> Callable[[], None]:
     return lambda: scene.consumer.revoke_callback(A0)
 
 
-def test_a_revocation_is_held_until_the_release_however_long_that_takes(scene: Scene) -> None:
+def test_a_revocation_is_held_until_it_is_released(scene: Scene) -> None:
     waits = [lambda: None] * (SESSION_MS // 250 + 1)
     scene.run(scene.assign, revoke(scene), *waits, scene.release, scene.leave)
     assert scene.kinds() == ["Assigned", "Revoking"]
 
 
 @pytest.mark.parametrize("settings", [EAGER, COOPERATIVE])
-def test_a_process_that_stood_still_in_a_hold_ends_before_the_library_joins_again(
-    scene: Scene, settings: dict[str, str]
-) -> None:
+def test_a_member_stalled_in_a_hold_ends_before_the_library_rejoins(scene: Scene, settings: dict[str, str]) -> None:
     scene.make(settings)
     scene.run(scene.assign, revoke(scene), scene.freeze)
     assert (scene.doubts(), scene.kinds()) == ([False], ["Assigned", "Revoking", "MemberFenced"])
@@ -206,7 +204,7 @@ def test_a_process_that_stood_still_in_a_hold_ends_before_the_library_joins_agai
     assert scene.environment.called()[-4:] == ["unsubscribe", unassign, "poll", "close"]
 
 
-def test_a_release_after_a_standstill_does_not_hide_it(scene: Scene) -> None:
+def test_a_release_after_a_stall_does_not_hide_the_stall(scene: Scene) -> None:
 
     def thaw_and_release() -> None:
         scene.freeze()
@@ -216,7 +214,7 @@ def test_a_release_after_a_standstill_does_not_hide_it(scene: Scene) -> None:
     assert scene.kinds()[-1] == "MemberFenced"
 
 
-def test_a_refusal_to_give_partitions_up_does_not_hide_why(scene: Scene) -> None:
+def test_a_failed_unassign_does_not_hide_the_reason(scene: Scene) -> None:
     scene.environment.will("unassign", refusal(KafkaError._FATAL))
     scene.run(scene.assign, revoke(scene), scene.freeze)
     assert scene.kinds()[-1] == "MemberFenced"
@@ -246,7 +244,7 @@ KIP_848 = {"bootstrap.servers": "b", "group.id": "g", "group.protocol": "consume
         ("Consumer", refusal(KafkaError._INVALID_ARG), "MemberFailed"),
     ],
 )
-def test_how_a_member_says_that_it_ends(scene: Scene, call: str, answer: Any, told: str) -> None:
+def test_events_of_a_member_that_ends(scene: Scene, call: str, answer: Any, told: str) -> None:
     scene.make(KIP_848)
     scene.environment.will(call, answer)
     scene.run(*[lambda: None] * (call == "poll"))
@@ -255,7 +253,7 @@ def test_how_a_member_says_that_it_ends(scene: Scene, call: str, answer: Any, to
     assert len(scene.environment.called("Consumer")) == 1
 
 
-def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Scene) -> None:
+def test_a_refused_membership_is_taken_over_from_a_vanished_member(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(
@@ -271,7 +269,7 @@ def test_a_place_that_is_refused_is_taken_from_a_member_that_vanished(scene: Sce
     assert scene.environment.called("close", "Consumer", "unsubscribe").count("unsubscribe") == 0, "it would leave"
 
 
-def test_a_place_that_cannot_be_taken_is_a_failure(scene: Scene) -> None:
+def test_a_membership_that_cannot_be_taken_over_fails_the_member(scene: Scene) -> None:
     scene.make(KIP_848, replace(JOIN, takes=True))
     scene.environment.will("poll", Message(KafkaError._FATAL, STILL_TAKEN))
     scene.run(lambda: None, lambda: scene.freeze(TAKE_OVER_MS_MAX))
@@ -289,7 +287,7 @@ def test_a_thread_that_cannot_be_started_is_reported(scene: Scene, monkeypatch: 
     assert scene.member.wait_ended(0)
 
 
-def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
+def test_a_thread_that_dies_while_closing_is_reported() -> None:
     """Also what no part of it expects: here, that closing the consumer fails."""
     reported: list[ev.Event] = []
     hand = ManualEnvironment()
@@ -309,7 +307,7 @@ def test_a_thread_that_dies_at_its_very_end_is_reported() -> None:
 # --- committing as the member ---------------------------------------------------------------------------------------
 
 
-def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
+def test_a_member_commits_only_with_the_identity_of_the_order(scene: Scene) -> None:
     scene.run(
         lambda: scene.consumer.assign_callback(A0, A1),
         scene.commit(A0, A1, identity=Identity(1, "m", metadata(1))),
@@ -322,7 +320,7 @@ def test_it_commits_as_who_it_was_when_that_was_ordered(scene: Scene) -> None:
         scene.done[1].result(0)
 
 
-def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(scene: Scene) -> None:
+def test_G3_a_member_does_not_commit_partitions_released_since_the_order(scene: Scene) -> None:
     """A release that overran its budget; its epoch stays, since it is asked for more at once (KIP-848)."""
     scene.make(COOPERATIVE | {"group.protocol": "consumer"})
 
@@ -343,7 +341,7 @@ def test_G3_it_does_not_commit_what_it_has_given_back_since_that_was_ordered(sce
     assert scene.environment.called("commit") == [[("a", 1, 5, "x")]]
 
 
-def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
+def test_a_member_unknown_to_the_broker_is_reported_as_expelled(scene: Scene) -> None:
     scene.environment.will("commit", refusal(KafkaError.UNKNOWN_MEMBER_ID))
     scene.run(scene.assign, scene.commit(A0), scene.leave)
     with pytest.raises(MemberStale) as stale:
@@ -351,7 +349,7 @@ def test_a_broker_that_does_not_know_it_says_so(scene: Scene) -> None:
     assert stale.value.expelled
 
 
-def test_an_order_that_comes_too_late_is_answered(scene: Scene) -> None:
+def test_a_commit_after_the_end_of_the_member_fails(scene: Scene) -> None:
     def leave_then_order() -> None:
         scene.leave()
         scene.member._consumer.close = lambda leave: scene.commit()()  # type: ignore[union-attr, method-assign]

@@ -30,7 +30,7 @@ class Holder:
         (None, WHO, (A, B), "the member is not in the group at the moment"),
     ],
 )
-def test_G3_a_share_is_committed_only_while_its_member_is_what_it_was_and_has_all_of_its_partitions(
+def test_G3_offsets_are_committed_only_while_their_member_is_unchanged_and_owns_them(
     ordered_as: Identity | None, identity: Identity | None, held: tuple[TopicPartition, ...], why: str | None
 ) -> None:
     member: Any = Holder(identity, held)

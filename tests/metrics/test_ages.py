@@ -17,14 +17,14 @@ def known(record: RecordTime | None, *, end: int = 90) -> RecordAges:
     return ages
 
 
-def test_a_record_that_is_still_in_the_log_is_not_read_again() -> None:
+def test_a_known_record_that_still_exists_is_not_read_again() -> None:
     ages = known(RECORD)
     assert ages.known({KEY: 95}, now_ms=1) == {TP}
     assert ages.missing({KEY: 95}, {TP: 43}, now_ms=1) == []
     assert ages.age_s(TP, 40, wall_ms=8_000) == 3.0
 
 
-def test_a_record_is_read_again_when_it_may_be_gone() -> None:
+def test_a_known_record_is_read_again_when_it_may_be_deleted() -> None:
     ages = known(RECORD)
     assert ages.missing({KEY: 95}, {TP: 44}, now_ms=1) == [KEY], "retention took it"
     assert ages.missing({KEY: 95}, {}, now_ms=1) == [KEY], "nobody says where the log begins"
@@ -32,7 +32,7 @@ def test_a_record_is_read_again_when_it_may_be_gone() -> None:
     assert ages.missing({(TP, 41): 95}, {TP: 0}, now_ms=1) == [(TP, 41)], "the group went on"
 
 
-def test_that_there_is_no_record_holds_until_the_log_grows() -> None:
+def test_the_absence_of_a_record_is_known_until_the_log_grows() -> None:
     ages = known(None, end=90)
     assert ages.known({KEY: 90}, now_ms=1) == set()
     assert ages.missing({KEY: 90}, {}, now_ms=1) == []
@@ -40,7 +40,7 @@ def test_that_there_is_no_record_holds_until_the_log_grows() -> None:
     assert ages.missing({KEY: 91}, {}, now_ms=1) == [KEY]
 
 
-def test_what_was_not_answered_is_not_known_and_comes_first_the_next_time() -> None:
+def test_an_unanswered_record_is_unknown_and_read_first_in_the_next_sweep() -> None:
     ages = known(RECORD)
     behind = {KEY: 95, (OTHER, 7): 9}
     ages.update({KEY: RECORD}, behind, list(behind), now_ms=1)
@@ -50,6 +50,6 @@ def test_what_was_not_answered_is_not_known_and_comes_first_the_next_time() -> N
     assert ages.age_s(TP, 40, wall_ms=8_000) is None, "it may be gone, and nobody said what is there now"
 
 
-def test_records_without_a_time_have_no_age_and_those_from_the_future_none_yet() -> None:
+def test_records_without_a_timestamp_have_no_age_and_future_ones_age_zero() -> None:
     assert known(RecordTime(43, NO_TIME)).age_s(TP, 40, wall_ms=8_000) is None
     assert known(RECORD).age_s(TP, 40, wall_ms=4_000) == 0.0

@@ -32,13 +32,13 @@ def serving() -> Iterator[Endpoint]:
     one.stop()
 
 
-def test_every_scrape_asks_anew(serving: Endpoint) -> None:
+def test_every_scrape_collects_current_values(serving: Endpoint) -> None:
     before = value(scrape(serving.port), "asked")
     assert value(scrape(serving.port), "asked") == before + 1
     assert value(scrape(serving.port), "process_resident_memory_bytes") > 0
 
 
-def test_a_port_that_is_taken_is_refused_in_one_line_and_waited_for_if_told_so(serving: Endpoint) -> None:
+def test_a_port_in_use_is_refused_or_waited_for(serving: Endpoint) -> None:
     with pytest.raises(OptionError, match=f"metricsPort is {serving.port}.*another process uses it") as caught:
         Endpoint(Counted(), port=serving.port, option="metricsPort")
     assert "\n" not in str(caught.value)
@@ -47,12 +47,12 @@ def test_a_port_that_is_taken_is_refused_in_one_line_and_waited_for_if_told_so(s
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
-def test_an_address_that_is_not_this_machines_is_refused_at_once(host: str) -> None:
+def test_an_address_of_another_host_is_refused_at_once(host: str) -> None:
     with pytest.raises(OptionError, match=f"cannot listen on that port \\({host}\\)"):
         Endpoint(Counted(), host=host, port=0, option="metricsPort", wait_s=60)
 
 
-def test_peers_that_say_nothing_take_no_more_than_their_places(serving: Endpoint) -> None:
+def test_idle_connections_do_not_exceed_the_limit(serving: Endpoint) -> None:
     silent = [socket.create_connection(("127.0.0.1", serving.port)) for _ in range(endpoint.SCRAPES_MAX + 1)]
     silent[-1].settimeout(10)
     assert silent[-1].recv(1) == b"", "the one too many is closed"

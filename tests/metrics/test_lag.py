@@ -92,7 +92,7 @@ def compact(scene: Scene, topic: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.broker
-def test_lag_in_seconds_is_the_age_of_the_record_that_a_consumer_gets_next(scene: Scene, sweeps: MakeSweeps) -> None:
+def test_lag_in_seconds_is_the_age_of_the_next_record(scene: Scene, sweeps: MakeSweeps) -> None:
     names = ("compacted", "plain", "idle", "deleted", "aborted", "nothing", "open", "large", "future")
     topics = {name: scene.topic(config=COMPACT if name == "compacted" else KEEP) for name in names}
     compact(scene, topics["compacted"])
@@ -144,7 +144,7 @@ def test_lag_in_seconds_is_the_age_of_the_record_that_a_consumer_gets_next(scene
 
 
 @pytest.mark.broker
-def test_all_groups_are_found_and_each_has_its_own_lag(scene: Scene, sweeps: MakeSweeps) -> None:
+def test_all_groups_are_listed_with_their_own_lag(scene: Scene, sweeps: MakeSweeps) -> None:
     topic = scene.topic(config=KEEP)
     scene.produce(topic, aged(900, 800))
     other = f"{scene.group}-other"
@@ -158,7 +158,7 @@ def test_all_groups_are_found_and_each_has_its_own_lag(scene: Scene, sweeps: Mak
 
 
 @pytest.mark.broker
-def test_a_group_that_answers_is_shown_also_where_no_leader_says_how_far_its_partitions_go(
+def test_a_group_is_exported_also_when_no_leader_returns_end_offsets(
     scene: Scene, sweeps: MakeSweeps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = scene.topic(config=KEEP)

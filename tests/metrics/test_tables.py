@@ -71,20 +71,20 @@ def of_groups(*seen: GroupSnapshot, silent_ms: int | None = None) -> Scrape:
 
 
 @pytest.mark.parametrize("metric", [*run.METRICS, *groups.METRICS], ids=lambda metric: metric.name)
-def test_names_and_units_are_as_prometheus_wants_them(metric: Metric[Any]) -> None:
+def test_names_and_units_follow_the_conventions_of_prometheus(metric: Metric[Any]) -> None:
     assert re.fullmatch(r"kafka_group_[a-z_]+", metric.name)
     assert not re.search(r"_(ms|millis|kb|mb|minutes)(_|$)", metric.name), "base units: seconds and bytes"
     assert metric.doc.endswith(".")
 
 
-def test_names_are_different_and_only_a_runs_begin_with_the_sources() -> None:
+def test_metric_names_are_unique_and_prefixed() -> None:
     ofs = [m.name for m in run.METRICS] + [m.name for m in groups.METRICS]
     assert len(set(ofs)) == len(ofs)
     assert all(metric.name.startswith(run.PREFIX) for metric in run.METRICS)
     assert not any(metric.name.startswith(run.PREFIX) for metric in groups.METRICS)
 
 
-def test_a_run_tells_its_statistics_in_base_units() -> None:
+def test_a_run_exports_its_statistics_in_base_units() -> None:
     at = of_run(RUN)
     of = {
         name.removeprefix(run.PREFIX): value(at, name) for name in (m.name for m in run.METRICS if m.labels == run.RUN)
@@ -121,12 +121,12 @@ def test_a_run_tells_its_statistics_in_base_units() -> None:
     assert value(at, "kafka_group_source_slots", state="revoking") == 1
 
 
-def test_a_run_whose_brokers_answer_was_never_unreachable_and_one_that_said_nothing_tells_nothing() -> None:
+def test_a_reachable_run_exports_zero_unreachable_seconds_and_an_unpublished_run_nothing() -> None:
     assert value(of_run(replace(RUN, unreachable_since_ms=0)), "kafka_group_source_unreachable_seconds") == 0
     assert of_run(None) == {}
 
 
-def test_a_partition_whose_age_is_not_known_has_none() -> None:
+def test_a_partition_of_unknown_age_exports_no_age() -> None:
     ages = {0: 12.5, 1: None, 2: 0.0}
     partitions = {
         TopicPartition("orders", p): PartitionSnapshot(committed=3, end=8 if p < 2 else 3, age_s=age)
@@ -143,7 +143,7 @@ def test_a_partition_whose_age_is_not_known_has_none() -> None:
     assert value(at, "kafka_group_up") == 1
 
 
-def test_of_a_group_that_did_not_answer_only_that_is_told() -> None:
+def test_a_group_that_did_not_answer_exports_only_that() -> None:
     at = of_groups(GroupSnapshot(group="etl", unreachable_since_ms=NOW_MS - 61_000, rebalances=2), silent_ms=NOW_MS)
     mine = {sample.name: found for sample, found in at.items() if ("group", "etl") in sample.labels}
     assert mine == {

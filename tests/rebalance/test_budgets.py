@@ -17,9 +17,7 @@ SESSION_MS = 3000
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B63_a_batch_longer_than_the_poll_interval_costs_neither_membership_nor_rows(
-    strategy: str, scene: GroupScene
-) -> None:
+def test_a_batch_longer_than_the_poll_interval_keeps_membership_and_rows(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)
     with Run(slow) as run, Flow(scene.servers, name, PARTITIONS) as flow:
@@ -42,7 +40,7 @@ def test_B63_a_batch_longer_than_the_poll_interval_costs_neither_membership_nor_
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B60_a_hold_ends_within_its_budget_and_nothing_of_it_is_committed(strategy: str, scene: GroupScene) -> None:
+def test_a_hold_ends_within_its_budget_without_a_commit(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     scene.fill(name, 10)
     slow = scene.run_options(name, strategy, session_ms=SESSION_MS, kafka__max__poll__interval__ms=POLL_MS)

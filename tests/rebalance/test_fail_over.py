@@ -224,7 +224,7 @@ def test_the_coordinator_dies_while_partitions_move_under_KIP_848(scene: Cluster
 
 
 @pytest.mark.parametrize("scene", ["range", soak("consumer")], indirect=True)
-def test_B66_reading_goes_on_and_commits_wait_while_the_coordinator_cannot_be_reached(scene: ClusterScene) -> None:
+def test_reading_continues_and_commits_wait_while_the_coordinator_is_unreachable(scene: ClusterScene) -> None:
     name = create_topic(scene.admin, f"{scene.name}-probe", 1)
     with scene.run_of(name) as run:
         run.await_partitions(1)

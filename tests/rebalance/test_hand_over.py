@@ -80,7 +80,7 @@ def scene(jvm: None, request: pytest.FixtureRequest, group_id: str) -> HandOver:
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or_doubled(
+def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_loss_or_duplicates(
     strategy: str, scene: HandOver
 ) -> None:
     name = scene.topic(PARTITIONS)
@@ -92,7 +92,7 @@ def test_G3_G5_a_group_is_handed_to_the_source_and_back_without_a_record_lost_or
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("range", marks=pytest.mark.soak), "consumer"])
-def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_a_record_lost_or_doubled(
+def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_loss_or_duplicates(
     strategy: str, scene: HandOver
 ) -> None:
     """The job is asked to end in the middle of its batches: it drains, so that nothing of them is read again."""
@@ -101,7 +101,7 @@ def test_G3_G5_a_group_is_handed_to_a_spark_job_and_back_without_a_record_lost_o
     scene.there_and_back(name, strategy, SparkJob(options, scene.folder))
 
 
-def test_a_drained_run_can_be_killed_and_nothing_of_it_is_read_again(scene: HandOver) -> None:
+def test_a_drained_run_can_be_killed_without_duplicates(scene: HandOver) -> None:
     name = scene.topic(PARTITIONS)
     with (
         RunProcess(scene.run_options(name, session_ms=2000), scene.folder / "run") as run,

@@ -14,7 +14,7 @@ QUIET_S = 1.0
 
 @pytest.mark.proves("G3", level="kafka")
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B57_B58_G3_G5_a_member_that_joins_in_a_batch_gets_its_partitions_behind_it(
+def test_G3_G5_a_member_that_joins_during_a_batch_gets_its_partitions_after_it(
     strategy: str, scene: GroupScene
 ) -> None:
     name = scene.topic(PARTITIONS)

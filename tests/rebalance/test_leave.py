@@ -13,7 +13,7 @@ PROTOCOLS = ("range", "consumer")
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: str, scene: GroupScene) -> None:
+def test_a_killed_members_partitions_are_assigned_when_its_session_expires(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(name, strategy)) as run:
         run.await_partitions(PARTITIONS)  # so that the other reads only what it keeps
@@ -40,7 +40,7 @@ def test_B57_a_killed_members_partitions_come_when_its_session_ends(strategy: st
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B59_partitions_lost_while_our_run_was_frozen_are_never_committed(strategy: str, scene: GroupScene) -> None:
+def test_partitions_lost_while_the_run_was_frozen_are_never_committed(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     file = scene.folder / "run.txt"
     with (

@@ -23,7 +23,7 @@ PROTOCOLS = ("range", "consumer")
 @pytest.mark.proves("G7", level="kafka")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
 @pytest.mark.parametrize("for_s", [CALM_S, pytest.param(SOAK_S, marks=pytest.mark.soak)])
-def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for_s: int, scene: GroupScene) -> None:
+def test_G7_an_unchanged_group_does_not_rebalance(strategy: str, for_s: int, scene: GroupScene) -> None:
     """Idle and busy; its topics are listed again twice a second all the time, under a pattern."""
     name = scene.topic(PARTITIONS)
     with Run(scene.run_options(None, strategy, subscribePattern=name)) as run:
@@ -46,7 +46,7 @@ def test_G7_a_group_in_which_nothing_changes_is_not_disturbed(strategy: str, for
 
 
 @pytest.mark.proves("G6", level="kafka")
-def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_first_stops(scene: GroupScene) -> None:
+def test_G6_classic_a_second_run_takes_over_the_memberships_and_the_first_stops(scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     scene.produce(name, ["a", "b", "c", "d"])
     with Run(scene.run_options(name)) as old:
@@ -75,7 +75,7 @@ def test_B65_G6_classic_a_second_run_of_the_stream_takes_the_places_and_the_firs
             assert new.statistics["generation"] == generation
 
 
-def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(scene: GroupScene) -> None:
+def test_consumer_protocol_a_second_run_waits_until_the_first_has_ended(scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     scene.produce(name, ["a", "b", "c", "d"])
     old = Run(scene.run_options(name, "consumer"))
@@ -98,9 +98,7 @@ def test_B65_consumer_protocol_a_second_run_waits_until_the_first_is_gone(scene:
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_one(
-    strategy: str, scene: GroupScene
-) -> None:
+def test_offsets_of_a_group_can_be_reset_only_while_it_has_no_members(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(2)
     scene.fill(name, 10)
     back = {TopicPartition(name, 0): 3, TopicPartition(name, 1): 5}
@@ -125,7 +123,7 @@ def test_B67_B55_an_operator_cannot_move_an_active_group_and_can_move_a_stopped_
 
 @pytest.mark.proves("G10", level="kafka")
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(strategy: str, scene: GroupScene) -> None:
+def test_no_conclusions_are_drawn_from_a_rebalancing_group(strategy: str, scene: GroupScene) -> None:
     """A run that ends by itself starts while another member keeps the group from being stable."""
     name = scene.topic(PARTITIONS)
     scene.fill(name, 10)
@@ -147,7 +145,7 @@ def test_B70_nothing_is_concluded_from_a_group_in_the_middle_of_a_rebalance(stra
     [("range", 0, 3), ("consumer", 3, 3), ("range", 3, 0)],
     ids=["zero", "behind-the-last", "not-there-yet"],
 )
-def test_B71_G5_a_partition_goes_on_exactly_where_it_was_committed(
+def test_G5_a_partition_continues_exactly_at_its_committed_offset(
     strategy: str, at: int, count: int, scene: GroupScene
 ) -> None:
     """Offset 0; the end of the log; and the end of a log that was cut behind it."""

@@ -16,7 +16,7 @@ from rebalance.runs import Run
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScene) -> None:
+def test_a_subscription_is_changed_one_member_at_a_time(strategy: str, scene: GroupScene) -> None:
     """Members with the old and the new subscription share the group meanwhile, each with partitions that fit it."""
     first = scene.topic(4)
     second = scene.topic(4, name=f"{first}.new")
@@ -41,7 +41,7 @@ def test_a_subscription_changes_member_by_member(strategy: str, scene: GroupScen
         scene.await_committed(first, second)
 
 
-def test_an_assignment_strategy_changes_through_a_list_of_both(scene: GroupScene) -> None:
+def test_an_assignment_strategy_is_changed_through_a_list_of_both(scene: GroupScene) -> None:
     """range -> `roundrobin,range` in one member -> in the other: the group changes with the last of them."""
     name = scene.topic(4)
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def test_an_assignment_strategy_changes_through_a_list_of_both(scene: GroupScene
         scene.await_committed(name)
 
 
-def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_works(scene: GroupScene) -> None:
+def test_a_running_group_is_moved_between_the_classic_and_the_consumer_protocol(scene: GroupScene) -> None:
     """Another member stays classic all the time; the broker changes the kind of the group below it."""
     name = scene.topic(4)
     with ExitStack() as stack:
@@ -98,7 +98,7 @@ def test_a_group_moves_from_classic_to_the_consumer_protocol_and_back_while_it_w
         scene.await_committed(name)
 
 
-def test_a_classic_group_whose_assignor_has_data_of_its_own_cannot_move_and_that_is_said(
+def test_a_classic_group_whose_assignor_keeps_data_cannot_be_converted(
     scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The broker refuses; we go on trying, and are in as soon as the other member has left."""

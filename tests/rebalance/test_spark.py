@@ -49,7 +49,7 @@ class Query:
 
 
 @pytest.mark.proves("G3", level="spark")
-def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_back(scene: GroupScene) -> None:
+def test_G3_a_query_releases_partitions_after_its_batch_and_gets_them_back(scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     query = Query(Job(scene.spark, scene.run_options(name, "consumer"), scene.folder / "checkpoint"))
     with query.job.running() as running, Flow(scene.servers, name, PARTITIONS) as flow:
@@ -84,7 +84,7 @@ def test_B57_G3_a_query_gives_partitions_away_behind_its_batch_and_takes_them_ba
 
 @pytest.mark.proves("G4", level="spark")
 @pytest.mark.parametrize("strategy", ["range", pytest.param("consumer", marks=pytest.mark.soak)])
-def test_B53_G4_two_queries_of_one_group_write_one_table_each_record_once(strategy: str, scene: GroupScene) -> None:
+def test_G4_two_queries_of_one_group_write_each_record_once_to_one_table(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(PARTITIONS)
     table = scene.folder / "table"
 

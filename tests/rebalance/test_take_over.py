@@ -16,7 +16,9 @@ from spark_group_source.protocol.identifiers import parse_note
 
 @pytest.mark.proves("G6", level="kafka")
 @pytest.mark.parametrize("strategy", ["range", "cooperative-sticky", "consumer"])
-def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(strategy: str, scene: GroupScene) -> None:
+def test_G6_a_frozen_driver_with_an_idle_slot_stops_and_its_successor_continues(
+    strategy: str, scene: GroupScene
+) -> None:
     """Two slots and one partition: the library tells the idle one nothing of its lost session, or with an empty list,
     and joins again by itself under a name that is the successor's by now."""
     name = scene.topic()
@@ -62,7 +64,7 @@ def test_G6_a_frozen_driver_with_an_idle_slot_ends_and_its_successor_goes_on(str
 
 
 @pytest.mark.parametrize("strategy", ["range", "consumer"])
-def test_B55_a_rewind_that_was_taken_stays_taken_though_the_run_dies_before_its_next_batch(
+def test_an_applied_rewind_survives_the_death_of_the_run_before_its_next_batch(
     strategy: str, scene: GroupScene
 ) -> None:
     """By then the offset stands under the run's own name, and only the note beside it tells that it is newer than what

@@ -13,9 +13,7 @@ PROTOCOLS = ("range", "consumer")
 
 
 @pytest.mark.parametrize("strategy", KINDS)
-def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginning(
-    strategy: str, scene: GroupScene
-) -> None:
+def test_partitions_added_while_running_are_read_from_their_start(strategy: str, scene: GroupScene) -> None:
     """Also under startingOffsets=latest: nothing between their creation and our noticing is lost."""
     name = scene.topic(4)
     with (
@@ -39,7 +37,7 @@ def test_B14_partitions_that_are_added_while_running_are_read_from_their_beginni
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: str, scene: GroupScene) -> None:
+def test_kept_partitions_progress_while_others_are_reassigned(strategy: str, scene: GroupScene) -> None:
     name = scene.topic(6)
     with Run(scene.run_options(name, strategy)) as run, Flow(scene.servers, name, 6) as flow:
         run.await_partitions(6)
@@ -67,7 +65,7 @@ def test_B61_kept_partitions_make_progress_while_others_come_and_go(strategy: st
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_a_topic_that_matches_the_pattern_comes_and_one_goes(
+def test_topics_matching_the_pattern_are_added_and_removed(
     strategy: str, scene: GroupScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = scene.topic(2)
@@ -120,7 +118,7 @@ class _Without:
 
 
 @pytest.mark.parametrize("strategy", PROTOCOLS)
-def test_G7_a_killed_run_is_back_in_its_places_and_latest_is_not_resolved_again(
+def test_G7_a_killed_run_regains_its_memberships_and_latest_is_not_resolved_again(
     strategy: str, scene: GroupScene
 ) -> None:
     name = scene.topic(4)

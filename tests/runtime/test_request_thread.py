@@ -147,13 +147,13 @@ FETCH = ev.FetchCommittedOffsets(partitions=(A0, A1, B0))
 # --- first things first ---------------------------------------------------------------------------------------------
 
 
-def test_an_older_driver_is_shut_out_before_anything_is_looked_up(scene: Scene) -> None:
+def test_an_older_driver_is_fenced_before_the_first_lookup(scene: Scene) -> None:
     scene.worker.submit(FETCH)
     scene.run()
     assert scene.environment.called("init_transactions", "committed") == ["init_transactions", "committed"]
 
 
-def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
+def test_taking_over_the_transactional_id_is_retried(scene: Scene) -> None:
     scene.environment.will("init_transactions", TIMED_OUT, TIMED_OUT)
     scene.shows({})
     scene.run(*[lambda: None] * 30)
@@ -164,7 +164,7 @@ def test_an_id_that_is_not_given_is_asked_for_again(scene: Scene) -> None:
 # --- lookups --------------------------------------------------------------------------------------------------------
 
 
-def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
+def test_a_lookup_returns_its_partitions_and_parsed_notes(scene: Scene) -> None:
     found = KafkaPartition("a", 0, 9, "spark-group:s:3:2:followed")
     scene.environment.will("committed", [found, KafkaPartition("a", 1, -1001)])
     scene.run(scene.order(FETCH))
@@ -177,7 +177,7 @@ def test_a_lookup_says_what_was_asked_and_reads_the_notes(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(("level", "asked"), [("read_committed", "READ_COMMITTED"), ("read_uncommitted",) * 2])
-def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: str) -> None:
+def test_starting_positions_are_resolved_at_the_isolation_level_of_the_query(level: str, asked: str) -> None:
     scene = Scene(**{"kafka.isolation.level": level})
     scene.environment.will("list_offsets", {A0: SimpleNamespace(offset=8)})
     scene.run(scene.order(ev.ResolveStarts(starts={A0: LATEST, A1: LATEST})))
@@ -185,7 +185,7 @@ def test_starting_words_are_asked_for_as_they_will_be_read(level: str, asked: st
     assert scene.environment.called("isolation") == [asked.upper()]
 
 
-def test_a_lookup_without_an_answer_is_said_and_one_that_was_refused_ends_the_run(scene: Scene) -> None:
+def test_an_unanswered_lookup_is_reported_and_a_refused_one_fails_the_run(scene: Scene) -> None:
     scene.environment.will("committed", TIMED_OUT, *[refusal(KafkaError.GROUP_AUTHORIZATION_FAILED)] * 2)
     scene.run(scene.order(FETCH), scene.order(FETCH))
     failed, broken = scene.handled
@@ -203,7 +203,7 @@ def by_pattern(*topics: Mapping[str, int] | Exception) -> Scene:
     return scene
 
 
-def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
+def test_an_unexpected_error_of_a_due_task_fails_the_run_but_not_the_thread() -> None:
     scene = by_pattern(ValueError("odd"), *[{"a": 1}] * 9)
     scene.run(lambda: None, lambda: None, scene.order(ev.CheckReplaced(slot=1)))
     broken, answer = (event for event in scene.handled if not isinstance(event, ev.TopicsChanged))
@@ -215,25 +215,25 @@ def test_what_fails_on_time_ends_the_run_but_not_the_worker() -> None:
     assert answer == ev.NotReplaced(slot=1)
 
 
-def test_what_fails_in_an_order_ends_the_run_but_not_the_worker(scene: Scene) -> None:
+def test_an_unexpected_error_of_a_request_fails_the_run_but_not_the_thread(scene: Scene) -> None:
     scene.environment.will("committed", ValueError("odd"))
     scene.run(scene.order(FETCH), scene.order(ev.CheckReplaced(slot=1)))
     assert [type(event) for event in scene.handled] == [ev.InternalFailure, ev.NotReplaced]
 
 
-def test_the_death_of_its_thread_ends_the_run(scene: Scene) -> None:
+def test_the_death_of_the_request_thread_fails_the_run(scene: Scene) -> None:
     scene.worker._died(MemoryError())
     (broken,) = scene.handled
     assert isinstance(broken, ev.InternalFailure)
 
 
-def test_a_pattern_is_matched_again_and_a_failure_of_that_waits_for_the_next_time() -> None:
+def test_a_pattern_is_matched_periodically_and_failures_are_retried() -> None:
     scene = by_pattern(BrokerUnavailable("no"), {"a": 1, "b": 2})
     scene.run(lambda: None, lambda: None)
     assert scene.handled == [ev.TopicsChanged(topics=("a", "b"))]
 
 
-def test_a_pattern_is_matched_again_where_there_is_always_something_to_do() -> None:
+def test_a_pattern_is_matched_periodically_also_when_the_queue_is_never_empty() -> None:
     scene = by_pattern(*[{"a": 1, "b": 2}] * 3)
     scene.run(scene.order_after(500, ev.CheckReplaced(slot=1)))
     assert ev.TopicsChanged(topics=("a", "b")) in scene.handled
@@ -255,7 +255,7 @@ NO_ANSWER = refusal(KafkaError._TIMED_OUT, abort=True)
     ],
     ids=["it has its id", "its id is another's", "no answer", "it has no id, and does not take it by asking"],
 )
-def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
+def test_check_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exception | None, told: type) -> None:
     if call is not None:
         scene.environment.will(call, answer)
     scene.run(scene.order(ev.CheckReplaced(slot=1)))
@@ -266,7 +266,7 @@ def test_whether_a_run_was_replaced(scene: Scene, call: str | None, answer: Exce
         assert scene.environment.called("send_offsets") == [(-1, {A0: (0, None)})]
 
 
-def test_where_transactions_are_not_allowed_nobody_can_tell(scene: Scene) -> None:
+def test_without_transactions_replacement_is_unclear(scene: Scene) -> None:
     scene.environment.will("init_transactions", DENIED, DENIED)
     scene.shows({A0: 5, A1: 6})
     question = ev.CheckReplaced(slot=1)
@@ -314,7 +314,7 @@ def broken(scene: Scene) -> Scene:
         ("", "another", ev.NotReplaced),
     ],
 )
-def test_G6_without_its_id_a_run_looks_who_has_its_places(
+def test_G6_without_its_id_a_run_checks_its_static_memberships(
     broken: Scene, instance: str, member: str, answer: type
 ) -> None:
     scene = broken
@@ -331,7 +331,7 @@ def test_G6_without_its_id_a_run_looks_who_has_its_places(
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(broken: Scene, static: bool) -> None:
+def test_G6_the_id_is_regained_after_a_commit_by_static_members(broken: Scene, static: bool) -> None:
     """Members without places of their own prove nothing: a newer run has members beside those of a process that was
     frozen, and both may commit what they hold."""
     for member in broken.members.values():
@@ -349,7 +349,7 @@ def test_G6_the_id_is_taken_back_after_a_broker_took_a_commit_of_static_members(
     assert len(broken.environment.producers) == 1 + static
 
 
-def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene) -> None:
+def test_G6_the_id_is_not_regained_when_a_member_was_skipped(broken: Scene) -> None:
     """A newer driver with fewer members has the place of the first one only."""
     broken.members[0].refusal = MemberStale("fenced", expelled=True)
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_G6_the_id_is_not_taken_back_where_one_member_was_left_out(broken: Scene
     assert len(broken.environment.producers) == 1
 
 
-def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> None:
+def test_transactions_are_used_again_when_they_are_allowed_again(scene: Scene) -> None:
     scene.environment.will("init_transactions", DENIED, DENIED)
     for _ in range(3):
         scene.shows({A0: 5, A1: 6})
@@ -368,7 +368,7 @@ def test_transactions_that_are_allowed_again_are_used_again(scene: Scene) -> Non
     assert len(scene.environment.called("commit_transaction")) == 1
 
 
-def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactions(scene: Scene) -> None:
+def test_a_run_that_may_not_commit_at_all_fails_with_that_reason(scene: Scene) -> None:
     barred = refusal(KafkaError.GROUP_AUTHORIZATION_FAILED, abort=True)
     scene.environment.will("send_offsets", barred, barred, barred)
     scene.topics_there(a=2)
@@ -388,7 +388,7 @@ def test_a_run_that_may_not_commit_at_all_ends_with_that_and_not_with_transactio
     assert not any(member.committed for member in scene.members.values())
 
 
-def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
+def test_without_a_matching_topic_replacement_is_unclear() -> None:
     scene = Scene(subscribePattern="a.*")
     scene.topics = [{}, {"ab": 3}]
     question = ev.CheckReplaced(slot=1)
@@ -400,7 +400,7 @@ def test_a_pattern_without_a_topic_leaves_the_question_open() -> None:
 # --- the echo -------------------------------------------------------------------------------------------------------
 
 
-def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
+def test_offsets_are_committed_with_notes_and_read_back(scene: Scene) -> None:
     scene.shows({A0: 5, A1: 6})
     scene.run(scene.order(echo(reset_number=2, followed=frozenset({A1}))))
     assert scene.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
@@ -410,7 +410,7 @@ def test_an_echo_carries_its_notes_and_is_read_back(scene: Scene) -> None:
     ]
 
 
-def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+def test_G2_a_closed_slot_does_not_delay_the_commits_of_the_others(scene: Scene) -> None:
     scene.members[1].identity = None
     del scene.members[2]
     scene.shows({A0: 5})
@@ -420,7 +420,7 @@ def test_G2_a_slot_that_is_out_does_not_keep_the_others_from_their_commit(scene:
     assert (done.offsets, sorted(done.left)) == ({A0: 5}, [1, 2])
 
 
-def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committed(scene: Scene) -> None:
+def test_offsets_of_a_stale_member_are_skipped_and_the_others_committed(scene: Scene) -> None:
     scene.environment.will("send_offsets", None, STALE)
     scene.shows({A0: 5, B0: 7})
     scene.run(scene.order(echo({A0: 0, A1: 1, B0: 2})))
@@ -431,7 +431,7 @@ def test_a_share_that_the_broker_refuses_is_left_out_and_the_others_are_committe
     assert scene.environment.called("commit_transaction") == [None]
 
 
-def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> None:
+def test_an_expelled_member_is_replaced(scene: Scene) -> None:
     scene.environment.will("send_offsets", UNKNOWN)
     scene.shows({A1: 6})
     scene.run(scene.order(echo()))
@@ -441,7 +441,7 @@ def test_a_member_that_the_broker_does_not_know_starts_anew(scene: Scene) -> Non
     assert scene.members[0].commands == [ev.Leave(slot=0, leave=False)]
 
 
-def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: Scene) -> None:
+def test_a_commit_without_any_valid_member_fails_as_stale(scene: Scene) -> None:
     scene.environment.will("send_offsets", STALE, STALE)
     scene.run(scene.order(echo()))
     (failed,) = scene.handled
@@ -450,9 +450,7 @@ def test_an_echo_of_members_that_are_all_out_failed_and_nothing_is_wrong(scene: 
 
 
 @pytest.mark.parametrize("since", ["joined again", "gave it back"])
-def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_was_ordered(
-    scene: Scene, since: str
-) -> None:
+def test_G3_offsets_are_committed_for_members_and_partitions_as_of_the_order(scene: Scene, since: str) -> None:
     """Later a slot may have another member of the same name, which must not be taken for the one that held them. And
     the broker would take what was given back of a KIP-848 member that keeps its epoch, and move back who has it now."""
     scene.shows({A1: 6})
@@ -470,7 +468,7 @@ def test_D13_G3_an_echo_is_committed_for_what_the_members_were_and_had_when_it_w
     assert scene.environment.called("send_offsets") == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
-def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_more(scene: Scene) -> None:
+def test_G3_partitions_released_while_an_older_commit_is_finished_are_not_committed(scene: Scene) -> None:
     scene.environment.will("commit_transaction", TIMED_OUT)
     scene.topics_there(a=2)
     scene.shows({A1: 6})
@@ -489,7 +487,7 @@ def test_G3_nor_is_what_was_given_back_while_an_older_commit_was_asked_for_once_
     assert scene.environment.called("send_offsets")[2:] == [(2, {A1: (6, "spark-group:s:4:0:at=7")})]
 
 
-def test_a_refused_echo_is_said(scene: Scene) -> None:
+def test_a_refused_commit_is_reported(scene: Scene) -> None:
     scene.environment.will("commit_transaction", TIMED_OUT)
     scene.topics_there(a=2)
     scene.run(scene.order(echo()))
@@ -497,14 +495,14 @@ def test_a_refused_echo_is_said(scene: Scene) -> None:
     assert isinstance(failed, ev.OffsetCommitFailed) and not failed.stale
 
 
-def test_a_run_whose_commit_is_fenced_was_replaced(scene: Scene) -> None:
+def test_a_run_with_a_fenced_commit_was_replaced(scene: Scene) -> None:
     scene.environment.will("commit_transaction", FENCED)
     scene.run(scene.order(echo(), echo()))
     assert [type(event) for event in scene.handled] == [ev.Replaced, ev.Replaced]
     assert scene.environment.called("init_transactions") == [None]
 
 
-def test_a_partition_that_is_gone_does_not_keep_the_others_from_their_commit(scene: Scene) -> None:
+def test_a_deleted_partition_does_not_delay_the_commits_of_the_others(scene: Scene) -> None:
     scene.environment.will("send_offsets", None, refusal(KafkaError.UNKNOWN_TOPIC_OR_PART, abort=True))
     scene.topics_there(a=1)
     scene.shows({A0: 5})
@@ -522,7 +520,7 @@ def denied(scene: Scene) -> Scene:
     return scene
 
 
-def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied: Scene) -> None:
+def test_without_transactions_each_member_commits_its_offsets(denied: Scene) -> None:
     denied.shows({A0: 5, A1: 6})
     denied.run(denied.order(echo()))
     assert denied.handled == [ev.OffsetsCommitted(offsets={A0: 5, A1: 6})]
@@ -530,7 +528,7 @@ def test_where_transactions_are_not_allowed_each_member_commits_its_share(denied
 
 
 @pytest.mark.parametrize("expelled", [False, True])
-def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, expelled: bool) -> None:
+def test_without_transactions_a_stale_member_is_skipped(denied: Scene, expelled: bool) -> None:
     denied.members[0].refusal = MemberStale("again", expelled=expelled)
     denied.shows({A1: 6})
     denied.run(denied.order(echo()))
@@ -540,7 +538,7 @@ def test_a_member_that_is_not_what_it_was_is_left_out_there_too(denied: Scene, e
 
 
 @pytest.mark.parametrize("why", [TimeoutError(), CommitFailed("no")])
-def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Exception) -> None:
+def test_a_member_that_does_not_commit_in_time_fails_the_commit(denied: Scene, why: Exception) -> None:
     denied.members[0].refusal = why
     denied.topics_there(a=2)
     denied.run(denied.order(echo()), *[lambda: None] * isinstance(why, TimeoutError))
@@ -551,7 +549,7 @@ def test_a_member_that_does_not_commit_fails_the_echo(denied: Scene, why: Except
 # --- members at agents ----------------------------------------------------------------------------------------------
 
 
-def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
+def test_a_change_of_permitted_transactions_is_reported() -> None:
     scene = Scene()
     scene.run()
     assert scene.transactions == [True]
@@ -564,7 +562,7 @@ def test_the_core_is_told_whether_transactions_work_when_that_changes() -> None:
     assert refused.transactions == [False]
 
 
-def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refused() -> None:
+def test_placed_members_do_not_commit_without_transactions() -> None:
     scene = Scene()
     scene.members[0].agent = "h1"
     scene.environment.will("init_transactions", *[DENIED] * 9)
@@ -577,7 +575,7 @@ def test_nothing_is_committed_for_members_at_agents_where_transactions_are_refus
 
 @pytest.mark.parametrize("others", [(), ("m",)], ids=["places are another's", "places are ours"])
 @pytest.mark.parametrize("out", [False, True], ids=["all", "one is out"])
-def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
+def test_G6_the_id_is_regained_when_the_group_has_all_placed_members(
     broken: Scene, others: tuple[str, ...], out: bool
 ) -> None:
     """A newer driver of the stream would have their places."""
@@ -602,7 +600,7 @@ def test_G6_members_at_agents_give_the_id_back_if_the_group_has_them_all(
     assert not scene.members[0].committed
 
 
-def test_a_refusal_of_the_id_that_was_lost_brings_members_home_and_ends_no_run(broken: Scene) -> None:
+def test_a_denied_regain_recalls_placed_members_without_failing_the_run(broken: Scene) -> None:
     """A right that is taken away in the middle of a commit loses the id, which cannot be taken back either."""
     scene = broken
     scene.members[0].agent = scene.members[1].agent = "h1"
