@@ -124,6 +124,11 @@ def test_source_and_sink_meet_only_in_values() -> None:
     assert not any("delta" in WALLS[name] for name in STREAM_READER)
 
 
+def test_only_the_coordinator_and_the_source_import_agents() -> None:
+    importers = {name for name, path in modules() if room(name) != "agents" and "agents" in ours(path)}
+    assert importers <= {"runtime.coordinator", "source"}
+
+
 def test_only_kafkas_side_imports_the_client_library() -> None:
     importers = {room(name) for name, path in modules() if "confluent_kafka" in foreign(path)}
     assert importers <= {"kafka", "reader", "local"}, importers
