@@ -12,9 +12,9 @@ from spark_group_source.model import EARLIEST, LATEST, TopicPartition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol.data_loss import data_loss
 from spark_group_source.protocol.outbox import Outbox
+from spark_group_source.protocol.partition_states import Fetching, Resolving
 from spark_group_source.protocol.partitions import Partitions
 from spark_group_source.protocol.rules import Rules, pause_ms
-from spark_group_source.protocol.states import PartitionState
 from spark_group_source.protocol.statistics import Statistics
 
 SILENCES_MAX = 6
@@ -52,7 +52,7 @@ class PositionLookups:
         if not self._positions.ours and (self._knows_resets or self._asked_for_resets == self._stay):
             self._knows_resets, self._stay = False, self._stay + 1
         waits = self._again_at_ms is not None or self._asked_for_resets is not None
-        if not waits and (ask := self._positions.ask()):
+        if not waits and (ask := self._positions.begin_lookups()):
             beside = self._beside(ask)
             self._asked_for_resets = self._stay if beside else None
             self._out.order(ev.FetchCommittedOffsets(partitions=ask, beside=beside))
@@ -85,23 +85,25 @@ class PositionLookups:
             self._out.say(
                 f"the group was reset (for the {reset_number}. time): every partition goes on where the reset says"
             )
-            self._positions.reset_seen(reset_number)
+            self._positions.apply_reset(reset_number)
         unknown, restored = [], []
         for tp, committed in event.offsets.items():
-            partition = self._positions.answered(tp, PartitionState.FETCHING)
-            if partition is None:
+            partition = self._positions.end_lookup(tp)
+            if not isinstance(partition, Fetching):
                 continue
             self.began.discard(tp)
-            if committed is None and partition.without_last is None:
+            if committed is None and partition.memory is None:
                 unknown.append(tp)
                 continue
             if committed is None:
                 restored.append(tp)
-            if (ours := self._positions.take_answer(tp, committed, stream=stream)) is not None and committed:
+            if (
+                ours := self._positions.apply_committed(tp, partition, committed, stream=stream)
+            ) is not None and committed:
                 self._out.say(f"{tp} was moved from {ours} to {committed.offset} by another member or an operator")
         self._restored(restored)
         for tp in unknown:
-            self._positions.start(tp)
+            self._positions.begin_resolving(tp)
         if unknown:
             starting = self._rules.starting  # but for new partitions: their first records would be skipped by "latest"
             words = {tp: EARLIEST if _is_new(tp, self.known) else starting.of(tp) for tp in unknown}
@@ -113,19 +115,20 @@ class PositionLookups:
         """Where partitions without a committed offset start. Returns what the run has to end with, if it has to."""
         late = []
         for tp, at in event.offsets.items():
-            if self._positions.answered(tp, PartitionState.RESOLVING) is None:
+            partition = self._positions.end_lookup(tp)
+            if not isinstance(partition, Resolving):
                 continue
             if at is None:
                 late.append(tp)
                 continue
             if _is_new(tp, self.known) and at > 0 and self._rules.fail_on_data_loss:
                 return data_loss(tp, f"new partition {tp} begins at {at}, not at 0", expected=0, available=at)
-            self._positions.started(tp, at)
+            self._positions.apply_start(tp, partition, at)
         if late:
             if (refused := _too_young(late, self._rules)) is not None:
                 return refused
             for tp in late:
-                self._positions.all[tp].questions += 1
+                self._positions.repeat_resolving(tp)
             self._out.order(ev.ResolveStarts(starts=dict.fromkeys(late, LATEST)))
         self._left_out(event.asked, event.offsets, again=bool(late))
         return None
@@ -146,7 +149,7 @@ class PositionLookups:
             return ()
         mine = set(asked)
         known = (TopicPartition(topic, p) for topic, count in self.known.items() for p in range(count))
-        return tuple(tp for tp in dict.fromkeys([*known, *self._positions.all]) if tp not in mine)
+        return tuple(tp for tp in dict.fromkeys([*known, *self._positions.remembered()]) if tp not in mine)
 
     def _left_out(
         self, asked: tuple[TopicPartition, ...], offsets: Mapping[TopicPartition, object], *, again: bool
@@ -161,7 +164,7 @@ class PositionLookups:
     def ask_later(self, partitions: tuple[TopicPartition, ...], reason: str, *, warn: bool = False) -> None:
         """Ask again after a pause. ``warn``: not the first time, when a topic that was just made answers so."""
         self._asked_for_resets = None
-        self._positions.not_answered(partitions)
+        self._positions.fail_lookups(partitions)
         self._again_at_ms = self._out.now_ms + pause_ms(self._failures)
         self._failures += 1
         self._out.say(f"offsets of {len(partitions)} partitions could not be read: {reason}; asking again", warn=warn)

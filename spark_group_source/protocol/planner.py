@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from spark_group_source.errors import InvariantBroken, OptionError
 from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class Planner:
         self._planned_at_ms = now_ms
         known = run.lookups.known
         read = {tp.topic for tp in until}
-        followed = run.positions.followed()
-        uncommitted = {tp: at for tp, at in run.positions.owed().items() if tp not in until}
+        jumps = {tp: at for tp, at in run.positions.jumps().items() if tp in until}
+        uncommitted = {tp: at for tp, at in run.positions.uncommitted().items() if tp not in until}
         return StreamOffset(
             group=self._rules.group,
             stream=run.stream,
@@ -97,13 +98,13 @@ class Planner:
             known=known,
             ranges={tp: (backlogs[tp][0], end) for tp, end in until.items()},
             reset_number=run.positions.reset_number,
-            followed=followed & until.keys() if followed else followed,
+            followed=frozenset(tp for tp, at in jumps.items() if at.origin is Origin.FOLLOWED),
             started=frozenset(run.lookups.began & until.keys()),
             leader_epochs=leader_epochs(positions),
-            truncated_from={tp: at for tp, at in run.positions.cut().items() if tp in until},
-            lost_from={tp: at for tp, at in run.positions.lost().items() if tp in until},
+            truncated_from={tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None},
+            lost_from={tp: at.lost_from for tp, at in jumps.items() if at.lost_from is not None},
             uncommitted=uncommitted,
-            last_batches=run.positions.since(uncommitted),
+            last_batches=run.positions.last_batches(uncommitted),
         )
 
     def _is_worthwhile(self, total: int, *, unlimited: bool, now_ms: int) -> bool:

@@ -11,7 +11,7 @@ new partitions. The thread of Spark's call requests one step after another from 
 :class:`ReturnOffset` or :class:`RaiseError`: the coordinator has no state of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -25,12 +25,13 @@ from spark_group_source.protocol.lookups import PositionLookups
 from spark_group_source.protocol.offsets import StreamOffset
 from spark_group_source.protocol.outage import Asker, Outage
 from spark_group_source.protocol.outbox import Outbox
-from spark_group_source.protocol.partitions import RENEW_LOOK_MS, UNKNOWN, Partitions
+from spark_group_source.protocol.partition_states import Known, Origin, Position, uncommitted_offset
+from spark_group_source.protocol.partitions import RENEW_CHECK_MS, Partitions
 from spark_group_source.protocol.placement import Placement
 from spark_group_source.protocol.planner import Planner
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.slots import HOME, Slot, Slots
-from spark_group_source.protocol.states import RUN, PartitionState, RunState, SlotState, moved
+from spark_group_source.protocol.states import RUN, RunState, SlotState, moved
 from spark_group_source.protocol.statistics import Skips, Statistics
 
 SETTLE_MS_MAX = 10_000
@@ -165,12 +166,12 @@ class Run:
     @property
     def gathered(self) -> bool:
         """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition."""
-        return self.slots.all_assigned and self.positions.ready
+        return self.slots.all_assigned and self.positions.all_ready
 
     @property
     def echoed(self) -> bool:
         """Whether Kafka has the position of every assigned partition as committed offset."""
-        return not self.positions.due() and not self._commits.is_committing
+        return not self.positions.due and not self._commits.is_committing
 
     @property
     def drained(self) -> bool:
@@ -221,8 +222,8 @@ class Run:
             rows_from_brokers=tuple(slot.rows_from_brokers for slot in slots),
             slot_recalls=tuple(slot.recalls for slot in slots),
             unreachable_since_ms=self.outage.since_ms or 0,
-            uncommitted_partitions=len(positions.due()),
-            uncommitted_offsets=sum(positions.ours[tp].uncommitted for tp in positions.due()),
+            uncommitted_partitions=len(positions.due),
+            uncommitted_offsets=sum(at.uncommitted for at in positions.due.values()),
             records_lost=self.lookout.records_lost + self._skips.records_lost,
         )
 
@@ -283,7 +284,7 @@ class Run:
             case ev.Durable():
                 self._durable(event.offset)
             case ev.RecordsMissing():
-                self.positions.gone(event.offsets, event.topics, event.truncated)
+                self.positions.skip_missing(event.offsets, event.topics, event.truncated)
                 self.lookups.made_again(event.topics)
                 self._out.say(event.reason, warn=True)
             # positions of new partitions
@@ -423,14 +424,14 @@ class Run:
             replayed = isinstance(first, ev.BatchStarted)
             self._resume(past, tuple(topics), places, replay=replayed)
             self._move(ev.Replay if replayed else ev.Durable)
-        self._renew_at_ms = self._now_ms + RENEW_LOOK_MS
+        self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 
     def _resume(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
         """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
         self._is_resumed = True
         self.lookout.adopt(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
-        self.positions.adopt(offset, replay=replay)
+        self.positions.restore(offset, replay=replay)
         self.plan = offset if replay else None
         former = offset.known.keys() | offset.topic_ids.keys() | {tp.topic for tp in offset.ranges}
         before = tuple(topic for topic in topics if topic in former) or tuple(sorted(former))
@@ -451,7 +452,7 @@ class Run:
         leaving = offset.ranges.keys() & set(self.slots.leaving())
         _require(not leaving, f"batch {offset.seq} reads {leaving}, which are being revoked")
         self._move(ev.Planned)
-        self.positions.planned(offset.ranges, offset.spans)
+        self.positions.begin_batch(offset.ranges, offset.spans)
         self.plan = offset
 
     def _durable(self, offset: StreamOffset) -> None:
@@ -462,15 +463,15 @@ class Run:
         self.lookups.began -= self.plan.ranges.keys()
         self.plan = None
         self._commits.batch_durable(self._now_ms)
-        self.positions.durable(offset.seq)
+        self.positions.complete_batch(offset.seq)
         if self.state in (RunState.PLANNED, RunState.READING):
             self._move(ev.Durable)
 
     # --- offset commits ---------------------------------------------------------------------------------------------
 
     def _offsets_committed(self, event: ev.OffsetsCommitted) -> None:
-        self.positions.echoed(event.offsets, now_ms=self._now_ms)
-        all_committed = not self.positions.due()
+        self.positions.apply_commits(event.offsets, now_ms=self._now_ms)
+        all_committed = not self.positions.due
         took_ms = self._commits.succeeded(self._now_ms, left=event.left, all_committed=all_committed)
         self.counts.count_commit(took_ms)
         self._warn_of_absent_slots()
@@ -499,25 +500,27 @@ class Run:
 
     def _apply_rules(self) -> None:
         """The joint rules, after every group event: commit, release, look up."""
-        if (due := self.positions.due()) and self._commits.may_commit(self._now_ms):
+        if (due := self.positions.due) and self._commits.may_commit(self._now_ms):
             self._order_commit(due)
         self.slots.release_what_may_go()
         self.lookups.order()
 
-    def _order_commit(self, due: Iterable[TopicPartition]) -> None:
+    def _order_commit(self, due: Mapping[TopicPartition, Position]) -> None:
         offsets: dict[TopicPartition, int] = {}
         slots: dict[TopicPartition, int] = {}
-        followed, truncated_from = [], {}
+        followed, truncated_from, stream = [], {}, Origin.STREAM
         ours, excluded = self.positions.ours, self._commits.excluded_slots
-        for tp in due:
-            partition = ours[tp]
-            if partition.slot in excluded or partition.position is None:
+        for tp, position in due.items():
+            slot = ours[tp].slot
+            if slot in excluded:
                 continue
-            offsets[tp], slots[tp] = partition.position, partition.slot
-            if partition.followed:
+            offsets[tp], slots[tp] = position.offset, slot
+            if position.origin is stream:
+                continue
+            if position.origin is Origin.FOLLOWED:
                 followed.append(tp)
-            if partition.cut is not None:
-                truncated_from[tp] = partition.cut
+            elif position.truncated_from is not None:
+                truncated_from[tp] = position.truncated_from
         if offsets:
             self._commits.started(offsets, slots.values())
             self._out.order(
@@ -535,17 +538,19 @@ class Run:
     def _must_hold(self, tp: TopicPartition) -> bool:
         """Whether a partition that Kafka revokes must be held for now: its batch is not durable or not committed."""
         partition = self.positions.ours[tp]
-        if partition.state in UNKNOWN:
+        if not isinstance(partition, Known):
             # an earlier run's batch may be in flight, or its offsets not committed: first resolve the position
-            return partition.owed or self.positions.in_flight(tp) > 0
-        if partition.state is PartitionState.IN_FLIGHT:
+            return uncommitted_offset(partition.memory) is not None or self.positions.in_flight(tp) > 0
+        if partition.until is not None:
             return True
-        return tp in self.positions.due() and (self._commits.includes(tp) or partition.position != partition.committed)
+        at = partition.position
+        return tp in self.positions.due and (self._commits.includes(tp) or at.offset != at.committed)
 
     def _is_fully_committed(self, tp: TopicPartition) -> bool:
         """Whether Kafka has the position of a partition, and no batch or commit of it is on its way."""
-        ready = self.positions.ours[tp].state is PartitionState.READY
-        return ready and not self._commits.includes(tp) and tp not in self.positions.due()
+        partition = self.positions.ours[tp]
+        is_ready = isinstance(partition, Known) and partition.is_ready
+        return is_ready and not self._commits.includes(tp) and tp not in self.positions.due
 
     def _agent_for(self, slot: Slot) -> str:
         return self.lending.place(slot)
@@ -562,8 +567,8 @@ class Run:
 
     def _renew_offsets(self) -> None:
         if self._renew_at_ms is not None and self._now_ms >= self._renew_at_ms:
-            self.counts.offsets_renewed += self.positions.renew(self._now_ms)
-            self._renew_at_ms = self._now_ms + RENEW_LOOK_MS
+            self.counts.offsets_renewed += self.positions.renew_commits(self._now_ms)
+            self._renew_at_ms = self._now_ms + RENEW_CHECK_MS
 
     # --- broker outages ---------------------------------------------------------------------------------------------
 
@@ -622,7 +627,7 @@ class Run:
             return None
         if self.lending.any and (wait := self._move_slots()) is not None:
             return wait
-        enough = self.gathered if self._is_first or self._bounded else self.positions.resolved
+        enough = self.gathered if self._is_first or self._bounded else self.positions.all_known
         if not enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".

@@ -73,7 +73,7 @@ def minute(jvm: None) -> Iterator[Minute]:
     settings = {"offsets.retention.minutes": "1"}
     with pytest.MonkeyPatch.context() as patch, Broker(settings=settings) as broker:
         patch.setattr(partitions, "RENEW_MS", RETENTION_S * 1000 // 2)
-        patch.setattr(run, "RENEW_LOOK_MS", 2_000)
+        patch.setattr(run, "RENEW_CHECK_MS", 2_000)
         yield played(broker.bootstrap_servers)
 
 

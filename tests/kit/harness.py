@@ -15,6 +15,7 @@ from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
 from spark_group_source.protocol import identifiers
 from spark_group_source.protocol.offsets import StreamOffset
+from spark_group_source.protocol.partition_states import Origin
 from spark_group_source.protocol.rules import Rules
 from spark_group_source.protocol.run import Run
 from spark_group_source.protocol.states import RunState
@@ -105,6 +106,15 @@ class GroupHarness:
 
     def gathered(self) -> bool:
         return self.machine.gathered
+
+    def followed(self) -> set[TopicPartition]:
+        """Partitions whose position is a commit that no stream made."""
+        return {tp for tp, at in self.machine.positions.jumps().items() if at.origin is Origin.FOLLOWED}
+
+    def truncated(self) -> dict[TopicPartition, int]:
+        """Partitions that go back to where their log was truncated: the positions before that."""
+        jumps = self.machine.positions.jumps()
+        return {tp: at.truncated_from for tp, at in jumps.items() if at.truncated_from is not None}
 
     # --- what members report ----------------------------------------------------------------------------------------
 

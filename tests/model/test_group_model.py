@@ -358,8 +358,8 @@ class GroupRun:
         positions = self.machine.positions
         assert self.machine.positions.ours.keys() == set(self.model.held)
         assert self.machine.plannable() == self.model.plannable()
-        assert positions.resolved == (self.model.held.keys() == self.model.position.keys())
-        assert positions.owed() == self.model.owed()
+        assert positions.all_known == (self.model.held.keys() == self.model.position.keys())
+        assert positions.uncommitted() == self.model.owed()
         assert self.machine.echoed == (not self.model.dirty() and not self.echoes)
 
     def left_alone(self) -> None:
@@ -368,7 +368,7 @@ class GroupRun:
             self.finish(False)
             self.rest()
             self.tick(LONGEST_PAUSE_MS)
-        assert self.machine.positions.ready and self.machine.echoed and not self.model.leaving
+        assert self.machine.positions.all_ready and self.machine.echoed and not self.model.leaving
 
 
 # --- histories ------------------------------------------------------------------------------------------------------

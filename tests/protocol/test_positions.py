@@ -36,7 +36,7 @@ def test_a_partition_that_was_never_ours_starts_where_the_group_committed(group:
     assert group.machine.plannable() == {A: 70, B: 80}
     assert group.said() == []  # nothing of ours was moved
     # An ordinary consumer's commit is marked in the offset, a stream's is not.
-    assert group.machine.positions.followed() == {A}
+    assert group.followed() == {A}
 
 
 def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_read(group: GroupHarness) -> None:
@@ -45,7 +45,7 @@ def test_what_somebody_else_committed_is_committed_under_our_name_before_it_is_r
     assert group.committed({A: by_no_stream(70), B: 80}) == [
         ev.CommitOffsets(offsets={A: 70}, stream=STREAM, seq=-1, followed=frozenset({A}))
     ]
-    assert group.machine.positions.resolved and not group.gathered()
+    assert group.machine.positions.all_known and not group.gathered()
     assert group.machine.plannable() == {B: 80}
     group.feed(ev.OffsetCommitFailed(reason="coordinator moved"))
     assert group.machine.plannable() == {B: 80}
@@ -69,14 +69,14 @@ def test_somebody_elses_commit_is_followed_in_both_directions_and_said(group: Gr
     group.assigned(A)
     group.taken({A: by_no_stream(offset)})
     assert group.machine.plannable() == {A: offset}
-    assert group.machine.positions.followed() == {A}
+    assert group.followed() == {A}
     assert any(f"from 100 to {offset}" in text for text in group.said())
 
 
 def test_what_was_never_committed_starts_as_the_options_say_and_is_committed_at_once(group: GroupHarness) -> None:
     group.assigned(A, B)
     assert group.committed({A: None, B: 7}) == [ev.ResolveStarts(starts={A: EARLIEST})]
-    assert not group.machine.positions.resolved
+    assert not group.machine.positions.all_known
     assert group.resolved({A: 31}) == [ev.CommitOffsets(offsets={A: 31}, stream=STREAM, seq=-1)]
     assert group.machine.plannable() == {A: 31, B: 7}
 
@@ -142,12 +142,12 @@ def test_an_answer_older_than_a_partitions_return_is_asked_for_again(group: Grou
 
 def test_the_next_offset_carries_what_its_ranges_do_not_and_kafka_may_not_know(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
-    assert fresh.machine.positions.owed() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
+    assert fresh.machine.positions.uncommitted() == {A: 150, B: 40, C: 9}  # whether Kafka has them shows when they come
     fresh.assigned(A, B)
     commands = fresh.committed({A: 100, B: 40})
-    assert fresh.machine.positions.owed() == {A: 150, C: 9}
+    assert fresh.machine.positions.uncommitted() == {A: 150, C: 9}
     fresh.echoed(commands)
-    assert fresh.machine.positions.owed() == {C: 9}
+    assert fresh.machine.positions.uncommitted() == {C: 9}
 
 
 def test_a_topic_made_again_goes_on_at_its_new_beginning_and_is_committed_there(group: GroupHarness) -> None:
@@ -188,7 +188,7 @@ def test_an_answer_that_leaves_a_partition_out_is_asked_again_after_a_growing_pa
     assert group.feed(ev.CommittedOffsetsRead(offsets=found, asked=(A, B))) == []
     assert group.machine.plannable() == {A: 5}
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
-        assert not group.machine.positions.resolved
+        assert not group.machine.positions.all_known
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms) == [ev.FetchCommittedOffsets(partitions=(B,))]
         assert group.feed(ev.CommittedOffsetsRead(offsets={}, asked=(B,))) == []
@@ -271,7 +271,7 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
         group.echoed()
     assert group.machine.plannable() == {A: offset}
     assert any("was moved from 150 to" in text for text in group.said()) == (offset < 150)
-    assert group.machine.positions.followed() == frozenset()
+    assert group.followed() == frozenset()
     assert group.machine.statistics().possible_duplicates == 50
     assert group.machine.echoed
 
@@ -291,7 +291,7 @@ def test_a_commit_outside_of_the_batch_is_followed_whenever_it_shows(
         group.taken({A: by_no_stream(offset)})
         group.durable()
     assert group.machine.plannable() == {A: offset}
-    assert group.machine.positions.followed() == {A}
+    assert group.followed() == {A}
     assert any(f"was moved from 100 to {offset}" in text for text in group.said())
 
 
@@ -305,12 +305,12 @@ def cut_below(group: GroupHarness, at: int) -> None:
 def test_a_partition_that_goes_back_says_where_it_stood_until_kafka_has_more(group: GroupHarness) -> None:
     group.settled(A)
     cut_below(group, 60)
-    assert group.machine.plannable() == {A: 60} and group.machine.positions.cut() == {A: 100}
+    assert group.machine.plannable() == {A: 60} and group.truncated() == {A: 100}
     group.echoed()
-    assert group.machine.positions.cut() == {A: 100}, "no batch from there is durable"
+    assert group.truncated() == {A: 100}, "no batch from there is durable"
     group.plan({A: (60, 80)})
     group.echoed(group.durable())
-    assert group.machine.plannable() == {A: 80} and group.machine.positions.cut() == {}
+    assert group.machine.plannable() == {A: 80} and group.truncated() == {}
 
 
 def test_a_former_commit_of_ours_does_not_lead_a_cut_partition_forward_again(group: GroupHarness) -> None:
@@ -344,7 +344,7 @@ def test_our_own_commit_below_our_position_says_whether_the_log_was_cut(fresh: G
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=60, stream=STREAM, seq=7, truncated_from=cut)})
     assert fresh.machine.plannable() == {A: 60}
-    assert fresh.machine.positions.cut() == ({} if cut is None else {A: cut})
+    assert fresh.truncated() == ({} if cut is None else {A: cut})
 
 
 def test_a_commit_where_the_log_was_cut_says_where_we_stood(group: GroupHarness) -> None:

@@ -5,7 +5,7 @@ from kit.harness import STREAM, GroupHarness, only, tps
 from spark_group_source.model import LATEST
 from spark_group_source.options.starting import StartingPosition
 from spark_group_source.protocol import events as ev
-from spark_group_source.protocol.partitions import RENEW_LOOK_MS, RENEW_MS
+from spark_group_source.protocol.partitions import RENEW_CHECK_MS, RENEW_MS
 
 A, B, C = tps("orders", 0, 1, 2)
 
@@ -16,14 +16,14 @@ def committed(offset: int, at_ms: int | None) -> ev.Committed:
 
 def aged(group: GroupHarness) -> list[ev.Command]:
     """Time passes until all that was committed before is to be committed again."""
-    return group.tick(ms=RENEW_MS + RENEW_LOOK_MS)
+    return group.tick(ms=RENEW_MS + RENEW_CHECK_MS)
 
 
 def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - RENEW_MS // 2)})
-    assert group.tick(ms=RENEW_MS // 2 - RENEW_LOOK_MS) == []
-    again = group.tick(ms=RENEW_LOOK_MS)
+    assert group.tick(ms=RENEW_MS // 2 - RENEW_CHECK_MS) == []
+    again = group.tick(ms=RENEW_CHECK_MS)
     assert again == [ev.CommitOffsets(offsets={B: 6}, stream=STREAM, seq=-1)]
     assert group.echoed(again) == []
     assert group.tick(ms=RENEW_MS // 2) == [ev.CommitOffsets(offsets={A: 5}, stream=STREAM, seq=-1)]
@@ -36,7 +36,7 @@ def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarne
 def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: committed(5, group.clock())})
-    while not (again := group.tick(ms=RENEW_LOOK_MS - 1)):
+    while not (again := group.tick(ms=RENEW_CHECK_MS - 1)):
         pass
     assert only(ev.CommitOffsets, again) and group.clock() <= 7 * 3_600_000
 
@@ -52,7 +52,7 @@ def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
 
 def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
     group.settled(A)
-    assert group.tick(ms=RENEW_LOOK_MS) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
+    assert group.tick(ms=RENEW_CHECK_MS) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
 def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:

@@ -25,7 +25,7 @@ def test_whether_a_commit_under_our_name_that_is_behind_is_believed(
     fresh.assigned(A)
     fresh.committed({A: ev.Committed(offset=20, stream=STREAM, seq=seq, followed=True)})
     assert fresh.machine.plannable() == {A: goes_on}
-    assert fresh.machine.positions.followed() == ({A} if goes_on == 20 else frozenset())
+    assert fresh.followed() == ({A} if goes_on == 20 else frozenset())
 
 
 def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
@@ -41,11 +41,11 @@ def reset(offset: int, reset_number: int = 1) -> ev.Committed:
 
 def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150), B: (40, 40)}, uncommitted={C: 9})
-    assert fresh.machine.positions.owed() == {A: 100, B: 40, C: 9}
+    assert fresh.machine.positions.uncommitted() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
     again = fresh.committed({A: reset(20), B: reset(30)})
     assert again == [ev.FetchCommittedOffsets(partitions=(A, B))]  # all are looked up again, in the light of it
-    assert fresh.machine.positions.owed() == {}
+    assert fresh.machine.positions.uncommitted() == {}
     assert any("the group was reset (for the 1. time)" in text for text in fresh.said())
     assert fresh.committed({A: reset(20), B: reset(30)}) == [
         ev.CommitOffsets(offsets={A: 20, B: 30}, stream=STREAM, seq=2, reset_number=1, followed=frozenset({A, B}))
@@ -87,7 +87,7 @@ def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fre
     assert fresh.committed({A: ours}) == [ev.FetchCommittedOffsets(partitions=(A,))]
     fresh.committed({A: ours})
     assert fresh.machine.plannable() == {A: 20}
-    assert fresh.machine.positions.followed() == {A}
+    assert fresh.followed() == {A}
     assert fresh.machine.positions.reset_number == 1
 
 
@@ -120,7 +120,7 @@ def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
     )
     assert group.feed(silent) == []
-    assert not group.machine.positions.resolved
+    assert not group.machine.positions.all_known
     assert group.tick(ms=RETRY_PAUSES_MS[0]) == asked
     group.committed({A: ev.Committed(offset=100, stream=STREAM)})
     assert group.machine.plannable() == {A: 100}

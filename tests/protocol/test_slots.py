@@ -33,7 +33,7 @@ def test_nothing_joins_before_a_stream_is_named(fresh: GroupHarness) -> None:
 def test_the_first_assignment_founds_the_run_once_every_partition_has_a_position(pair: GroupHarness) -> None:
     assert only(ev.FetchCommittedOffsets, pair.assigned(A, B, slot=0)) == [ev.FetchCommittedOffsets(partitions=(A, B))]
     pair.assigned(C, slot=1)
-    assert not pair.gathered() and not pair.machine.positions.resolved
+    assert not pair.gathered() and not pair.machine.positions.all_known
     pair.committed({A: 5, B: 6})
     assert not pair.gathered()
     pair.committed({C: 7})

@@ -21,9 +21,9 @@ def test_G2_offsets_that_are_committed_again_and_again(
     seed: int, protocol: str, agents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partitions, "RENEW_MS", OLD_AFTER_S * 1000)
-    monkeypatch.setattr(run, "RENEW_LOOK_MS", 1_000)
+    monkeypatch.setattr(run, "RENEW_CHECK_MS", 1_000)
     renewed = 0
-    renew = partitions.Partitions.renew
+    renew = partitions.Partitions.renew_commits
 
     def counted(self: partitions.Partitions, now_ms: int) -> int:
         nonlocal renewed
@@ -31,6 +31,6 @@ def test_G2_offsets_that_are_committed_again_and_again(
         renewed += count
         return count
 
-    monkeypatch.setattr(partitions.Partitions, "renew", counted)
+    monkeypatch.setattr(partitions.Partitions, "renew_commits", counted)
     simulation.run(seed, protocol=protocol, agents=agents)
     assert renewed > 0
