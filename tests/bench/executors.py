@@ -1,17 +1,18 @@
-"""Members beside executors, members in the stream reader, and Spark's own Kafka connector: side by side in one run.
+"""Compare members beside executors, members in the stream reader, and Spark's own Kafka connector in one run.
 
 ``python -m tests.bench executors [--records N] [--bytes N] [--partitions N] [--rounds N] [--only P]``
 
 One broker, one Spark (``local[2]``: one executor, two tasks at a time), one topic that is filled once. Every run is a
-new query with a new group, and the kinds take turns. Agents are lent members after some seconds, so only the last
-``--records`` of a run count, which is a fifth of the topic; the runs of all kinds are counted alike. The parts:
+new query with a new group, and the kinds take turns. Members are placed on agents after some seconds, so only the last
+``--records`` of a run are measured, a fifth of the topic; runs of all kinds are measured alike. The parts:
 
-- ``backlog``: batch after batch, as fast as they go.
-- ``trigger``: a batch every few seconds, of what came in between.
-- ``bound``: the same from a Python source that has nothing to do, which is as fast as Spark takes rows from any.
-- ``latency``: 1,000 records a second; from a record's timestamp to the end of the batch that has it.
+- ``backlog``: batch after batch, as fast as possible.
+- ``trigger``: a batch every few seconds, of the records that arrived meanwhile.
+- ``bound``: the same from a Python source that does no work: the rate at which Spark takes rows from any Python source.
+- ``latency``: 1,000 records a second; time from a record's timestamp to the end of its batch.
+- ``network``: latency of 20 MB/s with a sink that takes a second a batch, over a network with delay and limited rate.
 
-Broker, JVM and Python share the machine's cores, so the numbers are for comparing the kinds, not for planning.
+Broker, JVM and Python share the machine's cores, so the figures serve to compare the kinds, not to plan capacity.
 """
 
 import argparse
@@ -30,14 +31,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import Producer
+from kit.broker_cluster import BrokerCluster
+from kit.slow_network import SlowNetwork
 
 from bench.throughput import BROKER_JAVA, OURS, QUERY_S, SPARKS, fill, session
 from spark_group_source.agents.agent_folder import AgentFolder, agents_directory
 from spark_group_source.host.run_files import directory
-from spark_group_source.local.broker import Broker
+from spark_group_source.local.broker import Broker, free_ports
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -46,16 +49,16 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "executor": {"memberHost": "executor", "groupMembers": "auto"},
 }
 FIFTHS = 5
-"""Of the topic; the last one is measured."""
+"""Parts of the topic; the last one is measured."""
 BACKLOG_BATCHES = 4
-"""Batches of a fifth, where they follow one another."""
+"""Batches of a fifth in the part ``backlog``."""
 FLOOR = "floor"
 BOUND_WARM = 5
-"""Batches of the source that has nothing to do, before those that count."""
+"""Batches of the idle source before the measured ones."""
 EVERY_S = 6
-PER_S, LATENCY_S, SETTLE_S = 1_000, 20, 15
-"""Records a second, for how long they are looked at, and how long before that they come already."""
-LOOK_S = 0.25
+LATENCY_S, SETTLE_S = 20, 15
+"""Duration of a latency measurement, and of the production before it."""
+POLL_S = 0.25
 SIGNS = {
     "agent": "spark-group-agent",
     "stream reader": "python_streaming_source_runner",
@@ -64,16 +67,29 @@ SIGNS = {
 }
 
 
+class Stream(NamedTuple):
+    """Records that are produced at a constant rate, and the time that the sink takes for each batch."""
+
+    per_s: int = 1_000
+    record_bytes: int = 100
+    sink_s: float = 0.0
+
+
+LARGE_STREAM = Stream(per_s=20_000, record_bytes=1_000, sink_s=1.0)
+ROUND_TRIP_MS, CONNECTION_MB_PER_S = 5.0, (25, 100)
+"""The networks of the part ``network``: one round trip, and the rates of a connection."""
+
+
 def floor(rows: int, size: int, partitions: int) -> Any:
-    """A data source that has nothing to do: what is left is Spark, the Arrow stream between worker and JVM, and rows
-    made of columns. Each task makes one Arrow batch, and hands it out again and again.
+    """A data source that does no work: its cost is that of Spark, the Arrow stream between worker and JVM, and the
+    conversion to rows. Each task creates one Arrow batch, and returns it again and again.
 
     Args:
-        rows: of a batch, each with a value of ``size`` bytes.
+        rows: rows of a batch, each with a value of ``size`` bytes.
         partitions: tasks of a batch.
 
     Returns:
-        Its class, which is pickled whole.
+        The source's class, which is pickled by value.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
@@ -133,7 +149,7 @@ def floor(rows: int, size: int, partitions: int) -> Any:
 
 
 class Batch(NamedTuple):
-    """One that had rows."""
+    """A batch with rows."""
 
     rows: int
     began_s: float
@@ -145,16 +161,18 @@ class Batch(NamedTuple):
 
 class Run(NamedTuple):
     tasks: float
+    """Rows per second of the tasks."""
     whole: float
+    """Rows per second of the whole batches."""
     cpu_s: dict[str, float]
-    """By what it was for, for a million records of the whole run."""
+    """By kind of process, per million records of the whole run."""
     from_memory: int
     rows: int
-    """Both of the whole run: an agent hands rows over before Spark tells of their batch."""
+    """Both of the whole run: an agent serves rows before Spark reports their batch."""
 
 
 def cpu_s() -> dict[str, float]:
-    """What every process of this run has used."""
+    """The CPU time of all processes of this benchmark, by kind."""
     found = dict.fromkeys(SIGNS, 0.0)
     for pid, kind in _processes():
         with contextlib.suppress(OSError, IndexError):
@@ -179,7 +197,7 @@ def agent_folders() -> list[AgentFolder]:
 
 
 def rows_from_memory() -> int:
-    """What tasks of the running queries took from agents."""
+    """Rows that tasks of the running queries read from agents."""
     found = [json.loads(path.read_text()) for path in directory().glob("*.json")]
     return sum(sum(run["rows_from_memory"]) for run in found)
 
@@ -205,19 +223,22 @@ def _ends(source: Any) -> dict[int, int]:
 
 
 class Bench:
-    """The session, the broker, and where things are."""
+    """The session, the broker, and a scratch directory."""
 
     def __init__(self, spark: "SparkSession", servers: str, scratch: Path) -> None:
         self._spark, self._servers, self._scratch = spark, servers, scratch
 
     @contextlib.contextmanager
-    def query(self, kind: str, topic: str, *, every_s: int = 0, **more: Any) -> "Iterator[StreamingQuery]":
+    def query(
+        self, kind: str, topic: str, *, every_s: int = 0, sink_s: float = 0.0, **more: Any
+    ) -> "Iterator[StreamingQuery]":
         reader = self._spark.readStream.format(SPARKS if kind == SPARKS else OURS)
         reader = reader.option("kafka.bootstrap.servers", self._servers).option("subscribe", topic)
         reader = reader.option("startingOffsets", "earliest").options(**more)
         if kind != SPARKS:
             reader = reader.option("kafka.group.id", f"bench-{uuid.uuid4().hex}").options(**KINDS[kind])
-        writer = reader.load().writeStream.format("noop").trigger(processingTime=f"{every_s} seconds")
+        writer = reader.load().writeStream.trigger(processingTime=f"{every_s} seconds")
+        writer = writer.foreachBatch(_slow_sink(sink_s)) if sink_s else writer.format("noop")
         query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
         try:
             yield query
@@ -263,16 +284,14 @@ class Bench:
             print(f"  rows/s of the {what}, medians: {shown}: executor is {ratios}", flush=True)
 
     def bound(self, rounds: int, *, records: int, size: int, partitions: int) -> None:
-        """What no source of Python's can exceed here."""
+        """Measure the idle source."""
         self._spark.dataSource.register(floor(records, size, partitions))
         reader = self._spark.readStream.format(FLOOR)
         writer = reader.load().writeStream.format("noop").trigger(processingTime=f"{EVERY_S} seconds")
         query = writer.option("checkpointLocation", str(self._scratch / uuid.uuid4().hex)).start()
         before = cpu_s()
         try:
-            await_(
-                lambda: len(_done(query)) > BOUND_WARM + rounds, "batches of the source that has nothing to do", query
-            )
+            await_(lambda: len(_done(query)) > BOUND_WARM + rounds, "batches of the idle source", query)
             used, done = cpu_s(), _done(query)
         finally:
             query.stop()
@@ -283,25 +302,31 @@ class Bench:
         )
         print(f"  rows/s of the tasks, median: {statistics.median(rates):,.0f}; CPU s a million: {told}", flush=True)
 
-    def latency(self, kind: str, topic: str) -> float:
-        """The median of what passed from each record's timestamp to the end of the batch that has it."""
-        partitions = 4
+    def latency(self, kind: str, stream: Stream) -> None:
+        """Measure the time from each record's timestamp to the end of its batch."""
+        topic, partitions = f"latency-{uuid.uuid4().hex[:8]}", 4
         fill(self._servers, topic, records=partitions, size=100, partitions=partitions)
         written = [[time.time()] for _ in range(partitions)]
         stop = threading.Event()
         producer = Producer({"bootstrap.servers": self._servers, "linger.ms": 1})
+        value = os.urandom(stream.record_bytes)
 
         def produce() -> None:
             began_s, count = time.time(), 0
             while not stop.wait(0.01):
-                while count < (time.time() - began_s) * PER_S:
-                    producer.produce(topic, os.urandom(100), partition=count % partitions)
-                    written[count % partitions].append(time.time())
+                while count < (time.time() - began_s) * stream.per_s:
+                    at_s = time.time()
+                    try:
+                        producer.produce(topic, value, partition=count % partitions)
+                    except BufferError:
+                        producer.poll(0.1)
+                        continue
+                    written[count % partitions].append(at_s)
                     count += 1
                 producer.poll(0)
 
         thread = threading.Thread(target=produce, name="producer", daemon=True)
-        with self.query(kind, topic) as query:
+        with self.query(kind, topic, sink_s=stream.sink_s) as query:
             thread.start()
             threading.Event().wait(SETTLE_S + LATENCY_S)
             stop.set()
@@ -319,9 +344,37 @@ class Bench:
         median_ms, p99_ms = statistics.median(took_s) * 1000, took_s[len(took_s) * 99 // 100] * 1000
         print(
             f"  {kind:9} p50 {median_ms:5.0f} ms, p99 {p99_ms:5.0f} ms, {len(took_s):,} records in {LATENCY_S} s; "
-            f"{from_memory:,} rows from memory in all"
+            f"{from_memory:,} rows from memory in all",
+            flush=True,
         )
-        return median_ms
+
+
+def _slow_sink(sink_s: float) -> "Callable[[DataFrame, int], None]":
+    def write(batch: "DataFrame", _: int) -> None:
+        batch.write.format("noop").mode("append").save()
+        threading.Event().wait(sink_s)
+
+    return write
+
+
+def network(spark: "SparkSession", scratch: Path, rounds: int) -> None:
+    """Measure the latency of a large stream over a network with delay."""
+    (port,) = free_ports(1)
+    with BrokerCluster(1, advertised=[port], java_options=BROKER_JAVA) as cluster:
+        bench = Bench(spark, f"127.0.0.1:{port}", scratch)
+        for mb_per_s in CONNECTION_MB_PER_S:
+            print(
+                f"\n{LARGE_STREAM.per_s:,} records a second of {LARGE_STREAM.record_bytes:,} bytes, a sink of "
+                f"{LARGE_STREAM.sink_s:.0f} s a batch, round trip {ROUND_TRIP_MS:.0f} ms, {mb_per_s} MB/s a connection",
+                flush=True,
+            )
+            target = cluster.ports[1]
+            with SlowNetwork(port, target, round_trip_ms=ROUND_TRIP_MS, bytes_per_s=mb_per_s * 1e6) as proxy:
+                for kind in ("driver", "executor") * rounds:
+                    before_s, cpu_before_s = time.monotonic(), proxy.cpu_s
+                    bench.latency(kind, LARGE_STREAM)
+                    cores = (proxy.cpu_s - cpu_before_s) / (time.monotonic() - before_s)
+                    print(f"            the proxy used {cores:.2f} cores", flush=True)
 
 
 def await_(holds: Callable[[], bool], what: str, query: "StreamingQuery | None" = None) -> None:
@@ -331,7 +384,7 @@ def await_(holds: Callable[[], bool], what: str, query: "StreamingQuery | None" 
             raise AssertionError(f"the query ended: {query.exception()}")
         if time.monotonic() > until_s:
             raise TimeoutError(f"{what} took more than {QUERY_S} s")
-        pause.wait(LOOK_S)
+        pause.wait(POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -340,40 +393,43 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bytes", type=int, default=100)
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parts = ["backlog", "trigger", "bound", "latency"]
+    parts = ["backlog", "trigger", "bound", "latency", "network"]
     parser.add_argument("--only", action="append", choices=parts)
-    told = parser.parse_args(arguments)
-    wanted = told.only or parts
-    os.environ["BENCH"] = uuid.uuid4().hex  # tells this run's processes from others
+    chosen = parser.parse_args(arguments)
+    wanted = chosen.only or parts
+    os.environ["BENCH"] = uuid.uuid4().hex  # marks the processes of this benchmark
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Broker(java_options=BROKER_JAVA) as broker:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
-        servers, records = broker.bootstrap_servers, told.records
-        print(f"{records:,} records of {told.bytes} bytes measured of {FIFTHS * records:,}, in {told.partitions} "
+        servers, records = broker.bootstrap_servers, chosen.records
+        print(f"{records:,} records of {chosen.bytes} bytes measured of {FIFTHS * records:,}, in {chosen.partitions} "
               f"partitions, {os.cpu_count()} cores", flush=True)  # fmt: skip
-        fill(servers, "bench", records=FIFTHS * records, size=told.bytes, partitions=told.partitions)
+        if {"backlog", "trigger"} & set(wanted):
+            fill(servers, "bench", records=FIFTHS * records, size=chosen.bytes, partitions=chosen.partitions)
         spark = session(Path(folder))
         try:
             bench = Bench(spark, servers, Path(folder))
             if {"backlog", "trigger"} & set(wanted):
-                for kind in KINDS:  # a JVM that has done it before
+                for kind in KINDS:  # warm-up of the JVM
                     bench.read(kind, records=records, size=records, every_s=0)
             if "backlog" in wanted:
                 size = records // BACKLOG_BATCHES
                 bench.compare(
-                    f"batches of {size:,}, one after the other", told.rounds, records=records, size=size, every_s=0
+                    f"batches of {size:,}, one after the other", chosen.rounds, records=records, size=size, every_s=0
                 )
             if "trigger" in wanted:
                 bench.compare(
-                    f"batches of {records:,}, every {EVERY_S} s", told.rounds,
+                    f"batches of {records:,}, every {EVERY_S} s", chosen.rounds,
                     records=records, size=records, every_s=EVERY_S,
                 )  # fmt: skip
             if "bound" in wanted:
-                print(f"\nbatches of {records:,}, every {EVERY_S} s, from a source that has nothing to do")
-                bench.bound(max(told.rounds, 3), records=records, size=told.bytes, partitions=told.partitions)
+                print(f"\nbatches of {records:,}, every {EVERY_S} s, from an idle source")
+                bench.bound(max(chosen.rounds, 3), records=records, size=chosen.bytes, partitions=chosen.partitions)
             if "latency" in wanted:
-                print(f"\n{PER_S:,} records a second, from timestamp to the end of the batch")
-                for number, kind in enumerate(("driver", "executor") * max(1, told.rounds // 2)):
-                    bench.latency(kind, f"latency-{number}")
+                print(f"\n{Stream().per_s:,} records a second, from timestamp to the end of the batch")
+                for kind in ("driver", "executor") * max(1, chosen.rounds // 2):
+                    bench.latency(kind, Stream())
+            if "network" in wanted:
+                network(spark, Path(folder), max(1, chosen.rounds // 2))
         finally:
             spark.stop()
     return 0
