@@ -1,6 +1,6 @@
-"""Certificates of a test's own authorities, made by the ``openssl`` command.
+"""Certificates of a test's own authorities, created with the ``openssl`` command.
 
-Runs in: tests. Deliberately absent: anything that outlives the test's folder.
+Runs in: tests. Deliberately absent: files outside the test's folder.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ class Authority:
         _run("req", "-x509", "-key", self._key, "-subj", f"/CN={name}", "-days", "2", "-out", self.ca)
 
     def issue(self, name: str, *, days: int = 2, names: str = "") -> Path:
-        """A file with a private key and its certificate for ``CN=name``; one of 0 days expires as it is made."""
+        """Create a file with a private key and its certificate for ``CN=name``; with 0 days it is expired at once."""
         there = self._folder / f"{name}.pem"
         key, asked, extensions = _key(there.with_suffix(".key")), there.with_suffix(".csr"), there.with_suffix(".ext")
         extensions.write_text(f"basicConstraints=CA:FALSE\n{names}\n")

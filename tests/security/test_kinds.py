@@ -1,4 +1,4 @@
-"""Each way to say who one is, for every kind of client: members, questions, commits, and the tasks' own."""
+"""Every kind of authentication, for every kind of client: members, admin requests, offset commits and tasks."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from reading import read as read_batches
 from streams import Engine, numbered, texts, values_of
 
 from security import token_function
-from security.guarded import CLIENT_SECRET, PASSWORD, Guarded, query
+from security.secured import CLIENT_SECRET, PASSWORD, SecuredBroker, query
 from spark_group_source.error_codes import CODES
 from spark_group_source.errors import AccessDenied, BrokerUnavailable, ReadTimeout
 from spark_group_source.kafka import Admin
@@ -23,34 +23,34 @@ from spark_group_source.reader import fetch
 pytestmark = pytest.mark.broker
 
 SHORT_S = 10.0
-"""The life of a token that a test sees expire."""
+"""The lifetime of a token that expires during a test."""
 
-KINDS: dict[str, Callable[[Guarded], dict[str, str]]] = {
-    "TLS": lambda guarded: guarded.tls(),
-    "client certificate": lambda guarded: guarded.mutual(guarded.authority.issue("job")),
-    "SCRAM": lambda guarded: guarded.scram(),
-    "tokens of an endpoint": lambda guarded: guarded.oidc(),
-    "tokens of a function": lambda guarded: guarded.function("security.token_function:token"),
+KINDS: dict[str, Callable[[SecuredBroker], dict[str, str]]] = {
+    "TLS": lambda secured: secured.tls(),
+    "client certificate": lambda secured: secured.mutual(secured.authority.issue("job")),
+    "SCRAM": lambda secured: secured.scram(),
+    "tokens of an endpoint": lambda secured: secured.oidc(),
+    "tokens of a function": lambda secured: secured.function("security.token_function:token"),
 }
 
 
 @pytest.mark.parametrize(("kind", "protocol"), [*((kind, "classic") for kind in KINDS), ("SCRAM", "consumer")], ids=str)
-def test_members_questions_commits_deletions_and_tasks_work(
-    kind: str, protocol: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture
+def test_every_kind_of_authentication_works_for_every_client(
+    kind: str, protocol: str, secured: SecuredBroker, group_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    topic = guarded.topic(f"works-{kind.replace(' ', '-')}-{protocol}")
-    guarded.produce(topic, numbered(0, 9, 2))
-    given = query(KINDS[kind](guarded), group_id, topic, protocol=protocol)
+    topic = secured.topic(f"works-{kind.replace(' ', '-')}-{protocol}")
+    secured.produce(topic, numbered(0, 9, 2))
+    given = query(KINDS[kind](secured), group_id, topic, protocol=protocol)
     with Engine(given) as engine:
         engine.run()
         assert values_of(engine.rows) == texts(0, 9)
         expected = {TopicPartition(topic, 0): 5, TopicPartition(topic, 1): 5}
-        await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
+        await_until(lambda: engine.step() is None and committed_of(secured.admin, group_id) == expected, what="commits")
         assert Admin(engine.options.admin_settings()).describe_group(group_id).members[0].partitions
-        if kind == "TLS":  # anyone may do anything there
+        if kind == "TLS":  # everyone is a super user there
             subscribed = dict.fromkeys(expected, CODES["GROUP_SUBSCRIBED_TO_TOPIC"])
             assert delete_offsets(engine.options.admin_settings(), group_id, list(expected)) == subscribed
-        else:  # the login was taken
+        else:  # the login succeeded
             with pytest.raises(AccessDenied, match="needs Delete and Describe on the group"):
                 delete_offsets(engine.options.admin_settings(), group_id, list(expected))
     assert "transactions are not allowed" not in caplog.text
@@ -63,44 +63,45 @@ def test_members_questions_commits_deletions_and_tasks_work(
 @pytest.mark.parametrize(
     "kind", [pytest.param("tokens of an endpoint", marks=pytest.mark.soak), "tokens of a function"]
 )
-def test_a_run_outlives_its_tokens(
-    kind: str, guarded: Guarded, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_continues_after_its_tokens_expire(
+    kind: str, secured: SecuredBroker, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also the tasks' client, which nobody polls between two tasks. The broker ends a connection with its token."""
-    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    """Including the client of tasks, which is not polled between two tasks. The broker closes a connection when its
+    token expires."""
+    monkeypatch.setattr(secured.tokens, "life_s", SHORT_S)
     monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
-    topic = guarded.topic(f"outlives-{kind.replace(' ', '-')}", 1)
-    options = Options.parse(query(KINDS[kind](guarded), group_id, topic))
-    guarded.produce(topic, numbered(0, 4))
+    topic = secured.topic(f"outlives-{kind.replace(' ', '-')}", 1)
+    options = Options.parse(query(KINDS[kind](secured), group_id, topic))
+    secured.produce(topic, numbered(0, 4))
 
     def read(end: int) -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, end)]
         return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=20))
 
     assert read(5) == 5
-    with Engine(query(KINDS[kind](guarded), group_id, topic)) as engine:
+    with Engine(query(KINDS[kind](secured), group_id, topic)) as engine:
         engine.run()
         member = {m.member_id for m in Admin(engine.options.admin_settings()).describe_group(group_id).members}
         until = time.monotonic() + 2 * SHORT_S
         await_until(
-            lambda: engine.step() is None and time.monotonic() > until, 3 * SHORT_S, what="two lives of a token"
+            lambda: engine.step() is None and time.monotonic() > until, 3 * SHORT_S, what="two lifetimes of a token"
         )
-        guarded.produce(topic, numbered(5, 9))
+        secured.produce(topic, numbered(5, 9))
         engine.run()
         assert values_of(engine.rows) == texts(0, 9)
         assert {m.member_id for m in Admin(engine.options.admin_settings()).describe_group(group_id).members} == member
     assert read(10) == 10
-    assert committed_of(guarded.admin, group_id) == {TopicPartition(topic, 0): 10}
+    assert committed_of(secured.admin, group_id) == {TopicPartition(topic, 0): 10}
 
 
 AWAY_S = 2.5 * SHORT_S
-"""How long nobody gives tokens: connections end with the token that they have, and sessions with them."""
+"""How long no tokens are issued: connections end when their token expires, and so do sessions."""
 
 
-def short_lived(guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tokens of both kinds live for :data:`SHORT_S`. As long as the returned file exists, the function has none."""
+def short_lived(secured: SecuredBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make tokens of both kinds expire after :data:`SHORT_S`. While the returned file exists, the function raises."""
     away = tmp_path / "away"
-    monkeypatch.setattr(guarded.tokens, "life_s", SHORT_S)
+    monkeypatch.setattr(secured.tokens, "life_s", SHORT_S)
     monkeypatch.setenv(token_function.LIFE_ENV, str(SHORT_S))
     monkeypatch.setenv(token_function.AWAY_ENV, str(away))
     return away
@@ -109,29 +110,30 @@ def short_lived(guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
-def test_tokens_that_do_not_come_for_longer_than_one_lives_are_waited_for(
+def test_an_outage_of_the_token_source_longer_than_a_token_is_waited_out(
     kind: str,
-    guarded: Guarded,
+    secured: SecuredBroker,
     group_id: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is an outage and no refusal: the query goes on with every record once, also a task that waited in it."""
-    away = short_lived(guarded, tmp_path, monkeypatch)
-    topic = guarded.topic(f"away-{kind.replace(' ', '-')}", 1)
-    guarded.produce(topic, numbered(0, 4))
-    given = query(KINDS[kind](guarded), group_id, topic)
+    """It is an outage and not a refusal: the query continues and reads every record once, including a task that
+    waited."""
+    away = short_lived(secured, tmp_path, monkeypatch)
+    topic = secured.topic(f"away-{kind.replace(' ', '-')}", 1)
+    secured.produce(topic, numbered(0, 4))
+    given = query(KINDS[kind](secured), group_id, topic)
 
     def tokens_are_back() -> None:
-        guarded.produce(topic, numbered(5, 9))
+        secured.produce(topic, numbered(5, 9))
         away.unlink()
-        guarded.tokens.start_again()
+        secured.tokens.restart()
 
     with Engine(given) as engine:
         engine.run()
         assert values_of(engine.rows) == texts(0, 4)
-        guarded.tokens.close()
+        secured.tokens.close()
         away.touch()
         back = threading.Timer(AWAY_S, tokens_are_back)
         back.start()
@@ -142,27 +144,27 @@ def test_tokens_that_do_not_come_for_longer_than_one_lives_are_waited_for(
         engine.run()
         assert values_of(engine.rows) == texts(0, 9)
         expected = {TopicPartition(topic, 0): 10}
-        await_until(lambda: engine.step() is None and committed_of(guarded.admin, group_id) == expected, what="commits")
-    assert "brokers do not answer" in caplog.text, "the outage was long enough to be said"
+        await_until(lambda: engine.step() is None and committed_of(secured.admin, group_id) == expected, what="commits")
+    assert "brokers do not answer" in caplog.text, "the outage was long enough to be logged"
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["tokens of an endpoint", "tokens of a function"])
-def test_a_task_without_a_token_says_so_and_is_not_refused(
-    kind: str, guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_task_without_a_token_times_out_with_the_reason(
+    kind: str, secured: SecuredBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    away = short_lived(guarded, tmp_path, monkeypatch)
-    topic = guarded.topic(f"task-{kind.replace(' ', '-')}", 1)
-    guarded.produce(topic, numbered(0, 4))
-    options = Options.parse(query(KINDS[kind](guarded), "any", topic))
+    away = short_lived(secured, tmp_path, monkeypatch)
+    topic = secured.topic(f"task-{kind.replace(' ', '-')}", 1)
+    secured.produce(topic, numbered(0, 4))
+    options = Options.parse(query(KINDS[kind](secured), "any", topic))
 
     def read() -> int:
         wanted = [OffsetRange(TopicPartition(topic, 0), 0, 5)]
         return sum(batch.num_rows for batch in read_batches(options.consumer_settings(), wanted, deadline_s=12))
 
     assert read() == 5
-    guarded.tokens.close()
+    secured.tokens.close()
     away.touch()
     try:
         until = time.monotonic() + 1.2 * SHORT_S
@@ -171,5 +173,5 @@ def test_a_task_without_a_token_says_so_and_is_not_refused(
             read()
     finally:
         away.unlink()
-        guarded.tokens.start_again()
+        secured.tokens.restart()
     assert read() == 5

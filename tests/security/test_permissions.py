@@ -1,4 +1,4 @@
-"""Each permission taken away alone while a query runs: what it says, and that nothing is lost or doubled."""
+"""Every permission is removed while a query runs: the error names it, and no record is lost or read twice."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 from kafka_words import await_until, committed_of
 from streams import Engine, numbered, texts, values_of
 
-from security.guarded import Guarded, Permission, query
+from security.secured import Permission, SecuredBroker, query
 from spark_group_source.errors import SourceError
 from spark_group_source.model import TopicPartition
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.broker
 
 CLERK, WORD = "clerk", "of-the-clerk-51c0"
 ENDS_S = 90
-"""Bound of a query that misses a permission."""
+"""Time limit of a query that lacks a permission."""
 
 ENDING = {
     "describe the topic": (Permission(CLERK, "DESCRIBE", "TOPIC"), "Describe on the topic '{topic}'"),
@@ -29,28 +29,28 @@ ONLY_FENCING = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def clerk(guarded: Guarded) -> None:
-    guarded.add_user(CLERK, WORD)
-    guarded.allow_all(CLERK)
+def clerk(secured: SecuredBroker) -> None:
+    secured.add_user(CLERK, WORD)
+    secured.allow_all(CLERK)
 
 
 @pytest.mark.parametrize("what", ENDING)
-def test_a_query_without_a_permission_says_which_and_goes_on_where_it_was(
-    what: str, guarded: Guarded, group_id: str
+def test_a_missing_permission_is_named_and_the_query_continues_after_it_is_granted(
+    what: str, secured: SecuredBroker, group_id: str
 ) -> None:
     permission, says = ENDING[what]
-    topic = guarded.topic(f"taken-{what.replace(' ', '-')}")
-    guarded.produce(topic, numbered(0, 9, 2))
-    given = query(guarded.scram(CLERK, WORD), group_id, topic)
+    topic = secured.topic(f"taken-{what.replace(' ', '-')}")
+    secured.produce(topic, numbered(0, 9, 2))
+    given = query(secured.scram(CLERK, WORD), group_id, topic)
     with Engine(given) as first:
         first.run()
-        guarded.take_away(permission)
+        secured.deny(permission)
         try:
-            guarded.produce(topic, numbered(10, 19, 2))
+            secured.produce(topic, numbered(10, 19, 2))
             with pytest.raises(SourceError) as failure:
                 await_until(lambda: first.step() is None and False, ENDS_S, what="the refusal")
         finally:
-            guarded.give_back(permission)
+            secured.remove_denial(permission)
     text = str(failure.value)
     assert says.format(topic=topic, group=group_id) in text
     assert "User:clerk" in text
@@ -58,27 +58,27 @@ def test_a_query_without_a_permission_says_which_and_goes_on_where_it_was(
     with Engine(given, first.log) as second:
         second.run()
     assert values_of(first.rows + second.rows) == texts(0, 19)
-    assert sum(committed_of(guarded.admin, group_id).values()) == 20
+    assert sum(committed_of(secured.admin, group_id).values()) == 20
 
 
 @pytest.mark.parametrize("what", ONLY_FENCING)
-def test_without_transactions_the_members_commit_which_is_said_once(
-    what: str, guarded: Guarded, group_id: str, caplog: pytest.LogCaptureFixture
+def test_without_permission_for_transactions_the_members_commit_and_it_is_logged_once(
+    what: str, secured: SecuredBroker, group_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     permission = ONLY_FENCING[what]
-    topic = guarded.topic(f"members-{what.replace(' ', '-')}", 1)
-    guarded.take_away(permission)
+    topic = secured.topic(f"members-{what.replace(' ', '-')}", 1)
+    secured.deny(permission)
     try:
-        with caplog.at_level(logging.WARNING), Engine(query(guarded.scram(CLERK, WORD), group_id, topic)) as engine:
+        with caplog.at_level(logging.WARNING), Engine(query(secured.scram(CLERK, WORD), group_id, topic)) as engine:
             for at in range(3):
-                guarded.produce(topic, numbered(10 * at, 10 * at + 9))
+                secured.produce(topic, numbered(10 * at, 10 * at + 9))
                 engine.run()
             done = {TopicPartition(topic, 0): 30}
             await_until(
-                lambda: engine.step() is None and committed_of(guarded.admin, group_id) == done, what="the commit"
+                lambda: engine.step() is None and committed_of(secured.admin, group_id) == done, what="the commit"
             )
     finally:
-        guarded.give_back(permission)
+        secured.remove_denial(permission)
     assert values_of(engine.rows) == texts(0, 29)
     said = [line for line in caplog.messages if "transactions are not allowed here" in line]
     assert len(said) == 1

@@ -1,6 +1,6 @@
-"""A function as ``kafka.oauth_cb`` names one. Spark's processes get this file as they get a user's.
+"""A token function for ``kafka.oauth_cb``. Spark's processes get this file like a user's file.
 
-Runs in: tests, and the processes of their queries. Deliberately absent: imports of anything beside the standard
+Runs in: tests, and the processes of their queries. Deliberately absent: imports outside the standard
 library.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 CLIENT_ID = "etl-service"
 LIFE_ENV = "TOKEN_LIFE_S"
 AWAY_ENV = "TOKENS_AWAY"
-"""Names a file: while it is there, nobody gives tokens."""
+"""Has the path of a file; while the file exists, no tokens are issued."""
 
 
 def token(_: str) -> tuple[str, float]:
-    """What a signer of a cloud would give."""
+    """Return a token, like the signer of a cloud provider."""
     if (away := os.environ.get(AWAY_ENV)) and Path(away).exists():
-        raise ConnectionError("the signer does not answer")
+        raise ConnectionError("the signer does not respond")
     return unsigned(float(os.environ.get(LIFE_ENV, "600")))
 
 
 def unsigned(life_s: float) -> tuple[str, float]:
-    """A token that nobody signed (JWS with ``alg`` none), and when it expires."""
+    """Return an unsigned token (JWS with ``alg`` none) and its expiry."""
     now = time.time()
     parts = {"alg": "none"}, {"sub": CLIENT_ID, "iat": now, "exp": now + life_s, "scope": ""}
     header, claims = (base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)

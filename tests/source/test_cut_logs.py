@@ -1,4 +1,4 @@
-"""B39, G4, G10: a log that lost its last records and grew again. Its leader's epoch tells; its end does not."""
+"""A log that was truncated and has grown again: the leader epoch shows it, the end of the log does not."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from spark_group_source.model import TopicPartition
 
 Write = Callable[[str, int, int], None]
 BACK_S = 120
-"""Until a member whose session ended while its broker was away is back: two of the library's requests, of a minute
+"""Until a member rejoins whose session ended while the broker was stopped: two requests of librdkafka of a minute
 each."""
 
 
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(jvm: None, data: Path) -> Iterator[BrokerCluster]:
-    """A broker of its own, whose disk is at hand."""
+    """A separate broker whose data folder the test can change."""
     with BrokerCluster(data_dir=data) as started:
         yield started
 
@@ -42,7 +42,7 @@ def name(alone: BrokerCluster, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def write(alone: BrokerCluster) -> Write:
-    """``write(topic, first, last)``: that many texts, each a batch of its own."""
+    """``write(topic, first, last)``: writes numbered texts, each as a record batch of its own."""
     producer = Producer({"bootstrap.servers": alone.bootstrap_servers, "linger.ms": 0})
 
     def one_by_one(topic: str, first: int, last: int) -> None:
@@ -56,12 +56,12 @@ def rows_of(name: str, offsets: range, first: int) -> list[Seen]:
     return [Seen(name, 0, offset, str(first + offset - offsets.start)) for offset in offsets]
 
 
-def cut_log(broker: BrokerCluster, data: Path, tp: TopicPartition, end: int) -> None:
-    """Stop the node, take the batches of a partition from ``end`` on out of its file, and start it again."""
+def truncate_log(broker: BrokerCluster, data: Path, tp: TopicPartition, end: int) -> None:
+    """Stop the node, remove the record batches of a partition from ``end`` on, and start it again."""
     broker.stop_node(1)
     (log,) = data.rglob(f"{tp}/*.log")
     log.write_bytes(_below(log.read_bytes(), end))
-    for mark in data.rglob(".kafka_cleanshutdown"):  # with it the node would believe its indexes
+    for mark in data.rglob(".kafka_cleanshutdown"):  # with it the node would not check its indexes
         mark.unlink()
     broker.start_node(1)
 
@@ -77,11 +77,11 @@ def _below(batches: bytes, end: int) -> bytes:
 
 
 def await_batch(engine: Engine) -> None:
-    """Triggers until a batch was read: a log that was cut is believed when it was told again."""
+    """Trigger until a batch is read: a truncation is believed after a second report."""
     await_until(lambda: engine.step() is not None, BACK_S, what="a batch")
 
 
-def test_a_log_that_shrank_and_grew_again_between_two_batches(
+def test_G10_a_truncation_between_two_batches_is_detected_even_if_the_log_has_grown_again(
     alone: BrokerCluster, data: Path, name: str, write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = options_of(alone.bootstrap_servers, f"g-{name}", subscribe=name)
@@ -92,8 +92,8 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
         assert engine.rows == rows_of(name, range(10), 0)
     log = engine.log
     assert json.loads(log[-1])["topics"][name]["leaders"] == [0]
-    cut_log(alone, data, tp, 6)
-    write(name, 100, 111)  # up to 18: an end alone tells of nothing
+    truncate_log(alone, data, tp, 6)
+    write(name, 100, 111)  # up to 18: the end of the log alone shows no truncation
 
     with (
         Engine(options, log) as engine,
@@ -104,7 +104,7 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
 
     with Engine({**options, "failOnDataLoss": "false"}, log) as engine, caplog.at_level(logging.WARNING):
         await_batch(engine)
-        assert engine.rows == rows_of(name, range(6, 18), 100), "what was never read, from where the log was cut"
+        assert engine.rows == rows_of(name, range(6, 18), 100), "the records from the truncation on"
         assert json.loads(engine.log[-1])["truncated_from"] == {name: {"0": 10}}
         engine.plan()
         admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
@@ -113,19 +113,17 @@ def test_a_log_that_shrank_and_grew_again_between_two_batches(
 
     former = json.loads(log[-1])
     del former["topics"][name]["leaders"]
-    with Engine(options, [json.dumps(former)]) as engine:  # as a release without epochs left it: nothing can be told
+    with Engine(options, [json.dumps(former)]) as engine:  # without epochs a truncation cannot be detected
         engine.run()
 
 
-def test_the_librarys_words_are_those_that_the_answer_is_read_from(
-    alone: BrokerCluster, name: str, write: Write
-) -> None:
-    """A release of librdkafka with other words would make every answer "cannot say"."""
+def test_epoch_ends_are_parsed_from_librdkafkas_log(alone: BrokerCluster, name: str, write: Write) -> None:
+    """With another log format of librdkafka, every epoch end would be unknown."""
     write(name, 0, 4)
     admin = AdminClient({"bootstrap.servers": alone.bootstrap_servers})
     assert end_offsets_of(admin, name) == {TopicPartition(name, 0): 5}
     ends = EpochEnds({"bootstrap.servers": alone.bootstrap_servers}, environment=Environment())
     tp = TopicPartition(name, 0)
     assert ends.read({tp: 0}) == {tp: 5}
-    assert ends.read({tp: 7}) == {tp: None}, "an epoch that never was"
+    assert ends.read({tp: 7}) == {tp: None}, "an unknown epoch"
     assert ends.read({}) == {}

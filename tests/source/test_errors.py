@@ -1,4 +1,4 @@
-"""What a run says when it cannot go on, and that nothing is lost when it can again; without Spark."""
+"""Errors that stop a run, and that nothing is lost when it continues; without Spark."""
 
 import pytest
 from conftest import await_until
@@ -11,18 +11,18 @@ from spark_group_source.model import TopicPartition
 NOWHERE = "127.0.0.1:1"
 
 
-def test_B36_a_broker_that_is_not_there_is_named_in_bounded_time(scene: Scene) -> None:
+def test_an_unreachable_broker_is_named_in_bounded_time(scene: Scene) -> None:
     one = scene.played(subscribe="t", kafka__bootstrap__servers=NOWHERE, fetchOffset__numRetries=0)
     with pytest.raises(BrokerUnavailable, match=r"describing topics was not answered by 127.0.0.1:1 within.*servers"):
         one.run()
 
 
-def test_a_topic_that_does_not_exist_is_named(scene: Scene) -> None:
+def test_a_missing_topic_is_named(scene: Scene) -> None:
     with pytest.raises(TopicMissing, match=f"topic {scene.group}-nowhere does not exist on .*Create it first"):
         scene.played(subscribe=f"{scene.topic()},{scene.group}-nowhere").run()
 
 
-def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_over(scene: Scene) -> None:
+def test_records_deleted_while_a_query_is_stopped_fail_it_or_are_skipped(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     one = scene.played(subscribe=name)
@@ -38,7 +38,7 @@ def test_B37_B38_records_that_went_while_it_was_stopped_stop_it_or_are_passed_ov
     assert scene.committed() == scene.end_offsets(name)
 
 
-def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_is_longer(scene: Scene) -> None:
+def test_a_topic_recreated_while_a_query_is_stopped_is_detected_even_if_its_log_is_longer(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 3))
     one = scene.played(subscribe=name)
@@ -54,13 +54,13 @@ def test_B40_a_topic_made_again_while_it_was_stopped_is_noticed_though_its_log_i
     assert scene.committed() == {TopicPartition(name, 0): 9}
 
 
-def test_the_only_topic_that_is_deleted_while_it_runs_stops_it_by_name(scene: Scene) -> None:
-    """Of the only one the library says what it says of brokers that it cannot reach."""
+def test_deleting_the_only_topic_of_a_running_query_fails_it_with_the_topics_name(scene: Scene) -> None:
+    """For the only topic librdkafka reports the same error as for an unreachable broker."""
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     with Engine(scene.options(subscribe=name)) as engine:
         engine.run()
         scene.delete(name)
         with pytest.raises(TopicMissing, match=f"topic {name} does not exist any more.*set failOnDataLoss to false"):
-            await_until(lambda: engine.step() is not None, what="the end of the run")
+            await_until(lambda: engine.step() is not None, what="the failure of the run")
     assert values_of(engine.rows) == texts(0, 3)

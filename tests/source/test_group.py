@@ -1,4 +1,4 @@
-"""A run as a member of its group, without Spark: what it commits and when, replays, restarts, transactions, bounds."""
+"""A run as a member of its group, without Spark: offset commits, replays, restarts, transactions, time limits."""
 
 import threading
 from dataclasses import replace
@@ -30,7 +30,7 @@ REFUSAL = "can't start new thread"
 
 
 def patient(scene: Scene, protocol: str = "classic", **more: object) -> dict[str, str]:
-    """Options of a group whose members are not thrown out while a test pauses."""
+    """Options of a group whose members are not removed while a test pauses."""
     if protocol == "classic":
         return scene.options(protocol, kafka__session__timeout__ms=30_000, **more)
     entry = ConfigEntry("consumer.session.timeout.ms", "30000", incremental_operation=AlterConfigOpType.SET)
@@ -40,11 +40,11 @@ def patient(scene: Scene, protocol: str = "classic", **more: object) -> dict[str
     return scene.options(protocol, **more)
 
 
-# --- what is committed ----------------------------------------------------------------------------------------------
+# --- offset commits --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("G2", level="kafka")
-def test_G2_kafka_is_never_ahead_of_what_the_sink_has(scene: Scene) -> None:
+def test_G2_committed_offsets_are_never_ahead_of_the_sink(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 4))
     with Engine(patient(scene, subscribe=name)) as engine:
@@ -54,11 +54,11 @@ def test_G2_kafka_is_never_ahead_of_what_the_sink_has(scene: Scene) -> None:
         in_flight = engine.plan()
         assert in_flight is not None
         await_until(lambda: scene.committed() == {TopicPartition(name, 0): 5}, what="the first batch in Kafka")
-    assert scene.committed() == {TopicPartition(name, 0): 5}  # the batch in flight was never durable
+    assert scene.committed() == {TopicPartition(name, 0): 5}  # the batch in flight is not durable
 
 
 @pytest.mark.proves("G2", level="kafka")
-def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offsets(
+def test_G2_once_with_another_sink_logs_that_its_last_offsets_are_not_committed(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = scene.topic()
@@ -68,9 +68,9 @@ def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offset
         end = once.coordinator.latest(once.start, unlimited=True)
         once.rows += once.read(end)
         once.log.append(end.to_json())
-    assert "Kafka learns of its offsets at the next start" in caplog.text
+    assert "committed at the next start" in caplog.text
     assert values_of(once.rows) == texts(0, 4)
-    with Engine(given, once.log) as again:  # and so it is
+    with Engine(given, once.log) as again:
         assert again.step() is None
         await_until(lambda: scene.committed() == scene.end_offsets(name), what="the offsets of the run before")
 
@@ -78,7 +78,7 @@ def test_G2_once_with_another_sink_says_that_kafka_does_not_have_its_last_offset
 # --- replays and restarts ------------------------------------------------------------------------------------------
 
 
-def test_B44_G1_a_planned_batch_has_the_same_rows_though_another_member_has_its_partitions(scene: Scene) -> None:
+def test_G1_a_replayed_batch_has_the_same_rows_while_another_member_has_its_partitions(scene: Scene) -> None:
     name = scene.topic(4)
     scene.produce(name, numbered(0, 7, 4))
     one = scene.played(subscribe=name)
@@ -97,7 +97,7 @@ def test_B44_G1_a_planned_batch_has_the_same_rows_though_another_member_has_its_
 
 @pytest.mark.proves("G7", level="kafka")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str, scene: Scene) -> None:
+def test_G7_a_restart_within_the_session_timeout_causes_no_rebalance(protocol: str, scene: Scene) -> None:
     name = scene.topic(6)
     scene.produce(name, numbered(0, 11, 6))
     given = patient(scene, protocol, subscribe=name, groupMembers=2)
@@ -113,7 +113,7 @@ def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str
             first.run()
             before = describe(scene.admin, scene.group)
         rebalances = other.rebalances
-        assert len(describe(scene.admin, scene.group).members) == 3  # the places are kept
+        assert len(describe(scene.admin, scene.group).members) == 3  # the static memberships are kept
         scene.produce(name, numbered(12, 23, 6))
         with Engine(given, first.log) as second:
             await_until(lambda: second.step() is None and len(second.rows) >= 8, what="the rows of our four partitions")
@@ -125,7 +125,7 @@ def test_G7_a_restart_within_the_session_timeout_rebalances_nobody(protocol: str
 
 
 @pytest.mark.parametrize(("given", "bounded", "members"), [("auto", True, 0), ("never", True, 2), ("always", False, 0)])
-def test_members_leave_at_the_end_of_a_run_as_leaveOnStop_says(
+def test_members_leave_at_the_end_of_a_run_according_to_leaveOnStop(
     given: str, bounded: bool, members: int, scene: Scene
 ) -> None:
     one = scene.played(subscribe=scene.topic(2), groupMembers=2, leaveOnStop=given)
@@ -139,8 +139,9 @@ def test_members_leave_at_the_end_of_a_run_as_leaveOnStop_says(
 # --- transactions ---------------------------------------------------------------------------------------------------
 
 
-def test_B26_B52_only_committed_records_come_and_the_group_stands_behind_the_markers(scene: Scene) -> None:
-    """Also where a batch has nothing but an aborted part or a marker; an open transaction holds the end back."""
+def test_only_committed_records_are_read_and_the_committed_offset_is_after_the_markers(scene: Scene) -> None:
+    """Even if a batch has only aborted records or a marker. Records after the start of an open transaction are not
+    read."""
     name = scene.topic()
     producer = Producer({"bootstrap.servers": scene.servers, "transactional.id": name, "log_level": 3})
     producer.init_transactions(ADMIN_S)
@@ -165,18 +166,18 @@ def test_B26_B52_only_committed_records_come_and_the_group_stands_behind_the_mar
     assert one.run() == ["behind", "open"]
 
 
-# --- what does not work has a bound and a name ----------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.proves("G8", level="kafka")
-def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_its_budget(
+def test_G8_an_available_now_run_fails_within_its_budget_if_the_group_does_not_stabilize(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another member is asked for a partition and does not give it back (KIP-848): more may be on its way to us."""
+    """Another member does not release a revoked partition (KIP-848): the assignment is not complete."""
     name = scene.topic(4)
     scene.produce(name, numbered(0, 3, 4))
     monkeypatch.setattr(coordinator, "rules_of", lambda given: replace(rules_of(given), joining_budget_ms=BUDGET_MS))
-    monkeypatch.setattr("spark_group_source.protocol.run.SETTLE_MS_MAX", 500)  # the first batch goes without its share
+    monkeypatch.setattr("spark_group_source.protocol.run.SETTLE_MS_MAX", 500)  # the first batch does not wait for all
     given = scene.options("consumer", subscribe=name)
     with OrdinaryConsumer(scene.servers, scene.group, [name], scene.folder / "other", strategy="consumer") as other:
         other.await_partitions(4)
@@ -192,9 +193,7 @@ def test_G8_an_available_now_run_whose_group_does_not_come_to_rest_ends_within_i
 
 
 @pytest.mark.parametrize("name", ["requests", "slot-0.1"])
-def test_G8_a_thread_that_cannot_start_ends_the_run_and_says_so(
-    name: str, scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_G8_a_thread_that_cannot_start_fails_the_run(name: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     real = threading.Thread.start
 
     def start(self: threading.Thread) -> None:

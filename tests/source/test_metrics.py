@@ -1,4 +1,4 @@
-"""A query that serves Prometheus, and an exporter beside it: what both tell, and what ``conf/`` makes of that."""
+"""The metrics of a query and of an exporter, and the dashboard and alerts in ``conf/`` that use them."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def expressions() -> list[str]:
 
 
 def unresolved(expression: str, labels: Mapping[str, set[str]]) -> set[str]:
-    """Names and labels of an expression that no sample has."""
+    """Metrics and labels of an expression that no sample has."""
     found = METRIC.findall(expression)
     assert found, expression
     missing = {name for name, _ in found} - labels.keys()
@@ -62,7 +62,7 @@ def unresolved(expression: str, labels: Mapping[str, set[str]]) -> set[str]:
 
 
 @pytest.mark.spark
-def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_for(scene: Scene) -> None:
+def test_a_query_and_an_exporter_serve_every_metric_of_the_dashboard_and_the_alerts(scene: Scene) -> None:
     topic = scene.topic(3)
     scene.produce(topic, numbered(0, 9, 3))
     one = scene.job(subscribe=topic, metricsPort=0, metricsHost="127.0.0.1")
@@ -107,14 +107,14 @@ def test_a_query_and_an_exporter_tell_all_that_the_dashboard_and_the_alerts_ask_
             scrape(closed)
 
 
-def test_the_dashboard_and_the_alerts_name_something_else_than_what_there_is_only_if_it_is_noticed() -> None:
+def test_an_unknown_metric_or_label_of_the_dashboard_is_detected() -> None:
     there = {"kafka_group_lag_seconds": {"group", "topic"}}
     assert unresolved('max by (group, host) (kafka_group_lag_seconds{job="a"})', there) == {"host", "job"}
     assert unresolved("kafka_group_lag_minutes > 3", there) == {"kafka_group_lag_minutes"}
     assert unresolved("label_values(kafka_group_lag_seconds, cluster)", there) == {"cluster"}
 
 
-def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_whose_metrics_port_is_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "METRICS_WAIT_S", 0.1)
     taken = Endpoint(MetricsCollector((), tuple, now_ms=int), host="127.0.0.1", port=0, option="--port")
     given = {"kafka.bootstrap.servers": "b:1", "kafka.group.id": "g", "subscribe": "t"}
@@ -124,7 +124,7 @@ def test_a_query_whose_port_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch)
     taken.stop()
 
 
-def test_the_exporter_says_what_is_wrong_in_one_line() -> None:
+def test_the_exporter_reports_a_wrong_option_in_one_line() -> None:
     for arguments, said in (
         ([], "say which groups: --group, once for each, or --all-groups"),
         (["--group", "g", "--all-groups"], "say which groups"),

@@ -1,4 +1,4 @@
-"""The source among Spark's processes: which it starts, and how every one of them ends."""
+"""Processes of a query: which ones it starts, and how each of them ends."""
 
 import json
 import os
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.spark
 
 CHILD_S = 120
-"""Bound of a process that starts a Spark of its own."""
+"""Time limit of a process that starts its own Spark."""
 
 
-# --- a Spark of its own ---------------------------------------------------------------------------------------------
+# --- a separate Spark -----------------------------------------------------------------------------------------------
 
 PREAMBLE = """
 import json, os, signal, subprocess, sys, threading
@@ -46,7 +46,7 @@ def fails_once(batches):
         os.close(os.open(given["flag"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    # The first try: every Python worker of this executor goes, with the one that reads among them.
+    # The first attempt: kill every Python worker of this executor, including the one that reads.
     mine = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     for pid, parent in (map(int, line.split()) for line in mine.splitlines()):
         if parent == os.getppid() and pid != os.getpid():
@@ -82,7 +82,7 @@ def child(code: str, **given: object) -> "subprocess.Popen[str]":
 
 @pytest.mark.proves("G1", level="spark")
 @pytest.mark.slow
-def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same_rows(scene: Scene) -> None:
+def test_G1_a_retried_task_returns_the_same_rows(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 9, 2))
     with child(
@@ -99,12 +99,12 @@ def test_B35_G1_a_fresh_spark_finds_the_format_and_a_retried_task_gives_the_same
     assert driver.returncode == 0
     line = next(line for line in out.splitlines() if line.startswith("seen "))
     assert json.loads(line.removeprefix("seen ")) == [[0, texts(0, 9)]]
-    assert (scene.folder / "failed").exists()  # the first try did die
+    assert (scene.folder / "failed").exists()  # the first attempt failed
     assert scene.committed() == scene.end_offsets(name)
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(scene: Scene) -> None:
+def test_a_killed_driver_leaves_no_process_and_its_members_expire(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 9, 2))
     with child(
@@ -131,18 +131,18 @@ def test_a_killed_driver_leaves_no_process_and_its_places_go_with_the_session(sc
 
 @pytest.fixture
 def no_reader_left(spark: "SparkSession") -> Iterator[None]:
-    """Every stream reader that the test started is gone soon after the test."""
+    """Every stream reader that the test started ends soon after the test."""
     before = set(readers_below())
     yield
     await_until(lambda: set(readers_below()) <= before, what="the end of the stream readers")
 
 
-def asking(query: "StreamingQuery") -> bool:
-    """Whether the stream reader is at work. One that is stopped before that, Spark itself forgets to end."""
+def is_planning(query: "StreamingQuery") -> bool:
+    """Whether the stream reader plans a batch. Spark itself does not end one that is stopped before that."""
     return "Getting offsets" in query.status["message"]
 
 
-def test_B74_stop_ends_an_idle_query(scene: Scene, no_reader_left: None) -> None:
+def test_stop_ends_an_idle_query(scene: Scene, no_reader_left: None) -> None:
     query = scene.job(subscribe=scene.topic(), groupMembers=2).start()
     query.processAllAvailable()
     assert len(readers_below()) == 1
@@ -150,7 +150,7 @@ def test_B74_stop_ends_an_idle_query(scene: Scene, no_reader_left: None) -> None
     assert query.exception() is None
 
 
-def test_B74_stop_ends_a_query_whose_tasks_are_busy(scene: Scene, no_reader_left: None) -> None:
+def test_stop_ends_a_query_with_busy_tasks(scene: Scene, no_reader_left: None) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 2))
     busy = scene.folder / "busy"
@@ -170,9 +170,9 @@ def test_B74_stop_ends_a_query_whose_tasks_are_busy(scene: Scene, no_reader_left
     assert values_of(one.run()) == texts(0, 2)
 
 
-def test_B74_stop_ends_a_query_that_finds_no_broker(scene: Scene, no_reader_left: None) -> None:
+def test_stop_ends_a_query_without_a_broker(scene: Scene, no_reader_left: None) -> None:
     one = scene.job(subscribe="t", kafka__bootstrap__servers="127.0.0.1:1", fetchOffset__numRetries=1000)
     query = one.start()
-    await_until(lambda: asking(query), what="the first question for offsets")
+    await_until(lambda: is_planning(query), what="the first offset request")
     query.stop()
     assert query.exception() is None

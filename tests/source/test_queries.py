@@ -44,7 +44,7 @@ pytestmark = pytest.mark.spark
 # --- starts ---------------------------------------------------------------------------------------------------------
 
 
-def test_B1_B2_latest_gives_what_comes_later_and_a_restart_what_came_meanwhile_nothing_twice(scene: Scene) -> None:
+def test_latest_reads_later_records_and_a_restart_reads_those_in_between_once(scene: Scene) -> None:
     name = scene.topic(5)
     scene.produce(name, numbered(0, 9, 5))
     one = scene.job(subscribe=name, startingOffsets="latest")
@@ -60,7 +60,7 @@ def test_B1_B2_latest_gives_what_comes_later_and_a_restart_what_came_meanwhile_n
     assert one.values == texts(10, 34)
 
 
-def test_B3_latest_is_resolved_once_whether_the_checkpoint_stays_or_goes(scene: Scene) -> None:
+def test_latest_is_resolved_once_with_the_old_or_a_new_checkpoint(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     first = scene.job(subscribe=name, startingOffsets="latest")
@@ -78,10 +78,10 @@ def test_B3_latest_is_resolved_once_whether_the_checkpoint_stays_or_goes(scene: 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(protocol: str, scene: Scene) -> None:
+def test_available_now_reads_up_to_the_current_end_in_limited_batches_and_stops(protocol: str, scene: Scene) -> None:
     name = scene.topic(3)
     scene.produce(name, numbered(0, 14, 3))
-    enough: dict[str, Any] = {"minOffsetsPerTrigger": 5, "maxTriggerDelay": "1h"}  # it does not wait for so many
+    enough: dict[str, Any] = {"minOffsetsPerTrigger": 5, "maxTriggerDelay": "1h"}  # it does not wait for this many
     one = scene.job(protocol, subscribe=name, maxOffsetsPerTrigger=5, groupMembers=2, **enough)
 
     def send_more(number: int) -> None:
@@ -98,7 +98,7 @@ def test_B21_available_now_reads_what_was_there_in_bounded_batches_and_stops(pro
 
 
 @pytest.mark.proves("G2", level="spark")
-def test_B20_G2_once_takes_all_there_is_and_leaves_nothing_uncommitted_with_a_sink_that_says_what_is_durable(
+def test_G2_once_reads_everything_and_commits_all_offsets_with_a_delta_sink(
     scene: Scene,
 ) -> None:
     name = scene.topic(2)
@@ -111,9 +111,9 @@ def test_B20_G2_once_takes_all_there_is_and_leaves_nothing_uncommitted_with_a_si
     assert sorted(row["value"].decode() for row in living_rows(table, ["value"])) == texts(0, 19)
 
 
-def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run_has_ended(scene: Scene) -> None:
+def test_lag_is_0_when_a_query_is_idle_stopped_or_finished(scene: Scene) -> None:
     name = scene.topic(4)
-    scene.produce(name, numbered(0, 9, 3))  # nothing in the last partition
+    scene.produce(name, numbered(0, 9, 3))  # the last partition is empty
     one = scene.job(subscribe=name, groupMembers=2)
     with one.running() as query:
         query.processAllAvailable()
@@ -127,7 +127,7 @@ def test_B50_the_group_shows_lag_0_when_idle_when_stopped_and_when_a_bounded_run
     assert one.values == texts(0, 20)
 
 
-def test_B25_one_partition_is_read_by_several_tasks_when_asked_for(scene: Scene) -> None:
+def test_minPartitions_splits_one_partition_between_tasks(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 7))
     one = scene.job(subscribe=name, minPartitions=4)
@@ -147,7 +147,7 @@ def test_B25_one_partition_is_read_by_several_tasks_when_asked_for(scene: Scene)
 
 
 @pytest.mark.proves("G1", level="spark")
-def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(scene: Scene) -> None:
+def test_G1_batch_0_is_replayed_as_planned_after_latest_has_moved(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     one = scene.job(subscribe=name)
@@ -164,13 +164,13 @@ def test_B44_G1_batch_0_is_replayed_as_it_was_planned_although_latest_has_moved(
 
 
 @pytest.mark.parametrize("kind", ["join", "union"])
-def test_B24_G1_a_query_that_scans_its_source_twice_has_one_reader_and_each_scan_sees_every_row(
+def test_G1_a_query_that_scans_its_source_twice_has_one_reader_and_all_rows_in_each_scan(
     kind: str, scene: Scene
 ) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 9, 2))
     one = scene.job(subscribe=name)
-    # Aliases, because Spark makes a second source of a frame that is joined with itself as it was loaded.
+    # Aliases: Spark starts a second source for a DataFrame that is joined with itself without a change.
     frame = one.load().selectExpr("topic t", "partition p", "offset o", "value v")
     twice = frame.union(frame) if kind == "union" else frame.alias("l").join(frame.alias("r"), on="v")
     side = "" if kind == "union" else "l."
@@ -184,10 +184,10 @@ def test_B24_G1_a_query_that_scans_its_source_twice_has_one_reader_and_each_scan
     finally:
         query.stop()
     assert one.values == sorted(texts(0, 13) * (2 if kind == "union" else 1))
-    assert len(set(_lines(one.checkpoint))) == 1  # a line for each scan, all the same
+    assert len(set(_lines(one.checkpoint))) == 1  # one line per scan, all equal
 
 
-def test_B23_a_union_of_two_groups_goes_on_with_one_side_when_the_other_is_drained(scene: Scene) -> None:
+def test_a_union_of_two_groups_continues_with_one_side_when_the_other_has_no_records(scene: Scene) -> None:
     left, right = scene.topic(2), scene.topic(1)
     one = scene.job(subscribe=left)
     other = one.load(kafka__group__id=f"{scene.group}-right", subscribe=right)
@@ -213,14 +213,14 @@ def test_B23_a_union_of_two_groups_goes_on_with_one_side_when_the_other_is_drain
 
 
 def _lines(checkpoint: Path) -> list[str]:
-    """The sources' lines of the newest entry of ``offsets``."""
+    """The lines of the sources in the newest file of ``offsets``."""
     last = max((checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name))
     return last.read_text().splitlines()[2:]
 
 
 @pytest.mark.proves("G8", level="spark")
-def test_G8_two_streams_of_one_load_are_refused_with_the_way_out(scene: Scene) -> None:
-    """Spark makes two streams of it: each would hold its partitions for a batch that waits for the other's."""
+def test_G8_two_streams_of_one_load_are_refused_with_a_remedy(scene: Scene) -> None:
+    """Spark starts two streams: each would hold its partitions for a batch that waits for the other stream."""
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     one = scene.job("classic", subscribe=name)
@@ -234,11 +234,11 @@ def test_G8_two_streams_of_one_load_are_refused_with_the_way_out(scene: Scene) -
         query.stop()
     assert "OptionError" in str(failure)
     assert "another stream of the same load() runs in process" in str(failure)
-    assert "Each stream needs its own load()" in str(failure)
+    assert "Call load() for each stream" in str(failure)
 
 
-def test_a_frame_is_read_again_when_its_query_has_ended(scene: Scene) -> None:
-    """The same load() has the same name: its former stream is waited for, if it still ends."""
+def test_a_dataframe_can_be_read_again_after_its_query_ended(scene: Scene) -> None:
+    """Both queries have the id of one load(): the second waits until the first has ended."""
     name = scene.topic()
     one = scene.job("classic", subscribe=name)
     frame = one.load()
@@ -250,10 +250,10 @@ def test_a_frame_is_read_again_when_its_query_has_ended(scene: Scene) -> None:
         query.stop()
 
 
-# --- what Spark shows -----------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------------------------
 
 
-def test_progress_shows_positions_and_how_far_the_topic_is_ahead(scene: Scene) -> None:
+def test_progress_has_the_positions_and_the_ends_of_the_logs(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 9, 2))
     one = scene.job(subscribe=name, maxOffsetsPerTrigger=4)
@@ -270,7 +270,7 @@ def _object(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
-def test_a_listener_gets_what_the_members_did_after_every_batch(scene: Scene) -> None:
+def test_a_listener_receives_statistics_after_every_batch(scene: Scene) -> None:
     name = scene.topic(4)
     received: list[tuple[str, Statistics]] = []
     listener = GroupListener(lambda progress, statistics: received.append((str(progress.id), statistics)))
@@ -296,10 +296,10 @@ def test_a_listener_gets_what_the_members_did_after_every_batch(scene: Scene) ->
 
 
 @pytest.mark.parametrize("offset", [None, "null", "17", "not JSON", '{"group":{"0":5}}', '{"group":"nobody"}'])
-def test_a_listener_is_silent_about_other_sources(offset: str | None) -> None:
+def test_a_listener_ignores_other_sources(offset: str | None) -> None:
     received: list[object] = []
     event = SimpleNamespace(progress=SimpleNamespace(sources=[SimpleNamespace(endOffset=offset)]))
-    GroupListener(lambda *what: received.append(what)).onQueryProgress(event)  # type: ignore[arg-type]  # as much as it uses
+    GroupListener(lambda *what: received.append(what)).onQueryProgress(event)  # type: ignore[arg-type]  # the part that it uses
     assert received == []
 
 
@@ -307,7 +307,7 @@ def test_a_listener_is_silent_about_other_sources(offset: str | None) -> None:
 
 
 def message_of(action: Callable[[], object]) -> str:
-    """What the user reads when ``action`` fails."""
+    """The text of the error when ``action`` fails."""
     with pytest.raises(Exception, match=r"\S") as failure:
         action()
     return str(failure.value)
@@ -320,7 +320,7 @@ def message_of(action: Callable[[], object]) -> str:
         ({"kafka.fetch.min.bytes": "many"}, 'Invalid value for configuration property "fetch.min.bytes"'),
     ],
 )
-def test_a_wrong_option_is_refused_by_load_in_one_sentence(change: dict[str, str], says: str, scene: Scene) -> None:
+def test_a_wrong_option_is_refused_by_load(change: dict[str, str], says: str, scene: Scene) -> None:
     one = scene.job(subscribe="t")
     one.options |= change
     text = message_of(one.load)
@@ -328,14 +328,14 @@ def test_a_wrong_option_is_refused_by_load_in_one_sentence(change: dict[str, str
     assert says in text
 
 
-def test_a_batch_read_is_refused_with_the_way_to_a_bounded_run(scene: Scene) -> None:
+def test_a_batch_read_is_refused_with_a_remedy(scene: Scene) -> None:
     options = scene.job(subscribe=scene.topic()).options
     text = message_of(lambda: scene.spark.read.format("kafka-group").options(**options).load().collect())
-    assert "write spark.readStream, with trigger(availableNow=True)" in text
+    assert "use spark.readStream. To read up to the current end, use trigger(availableNow=True)" in text
 
 
 @pytest.mark.proves("G9", level="spark")
-def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in_the_checkpoint(
+def test_G9_credentials_are_not_in_the_plan_the_progress_or_the_checkpoint(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = scene.topic()
@@ -355,8 +355,8 @@ def test_G9_credentials_work_and_show_neither_in_the_plan_nor_in_progress_nor_in
     assert not [text for text in shown if SASL_PASSWORD in text]
 
 
-def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(scene: Scene) -> None:
-    """The offset of a batch that has to be replayed; ``test_source`` has the ways in which one cannot be read."""
+def test_an_unreadable_checkpoint_offset_stops_the_query_and_moves_nothing(scene: Scene) -> None:
+    """The offset of a batch to replay; ``test_source`` has all kinds of unreadable offsets."""
     name = scene.topic()
     scene.produce(name, numbered(0, 3))
     one = scene.job(subscribe=name)
@@ -368,21 +368,21 @@ def test_B56_an_offset_that_cannot_be_read_is_refused_and_nothing_is_guessed(sce
     scene.produce(name, numbered(4, 5))
     text = message_of(one.run)
     assert "CheckpointMismatch" in text
-    assert "has format version 2; this release reads version 1" in text
+    assert "has format version 2, and this release reads version 1 only" in text
     assert one.values == texts(0, 3)
     assert scene.committed() == before
 
 
-def test_what_tasks_had_to_skip_is_counted_once(scene: Scene) -> None:
+def test_records_that_tasks_skip_are_counted_once(scene: Scene) -> None:
     name = scene.topic()
     scene.produce(name, numbered(0, 9))
     found: list[list[str]] = []
 
     def lose_and_read(frame: "DataFrame", number: int) -> None:
-        """The records go between the plan and its reading, and it is read twice."""
+        """Delete records after the plan, then read the batch twice."""
         scene.delete_before(name, 0, 4)
         found.extend([row.value.decode() for row in frame.select("value").collect()] for _ in range(2))
-        assert await_until(lost, what="word of tasks") == 4
+        assert await_until(lost, what="the report of the tasks") == 4
 
     def lost() -> int:
         (run,) = run_files.read(scene.group)
@@ -392,7 +392,7 @@ def test_what_tasks_had_to_skip_is_counted_once(scene: Scene) -> None:
     assert found == [texts(4, 9)] * 2
 
 
-def test_asynchronous_progress_tracking_is_refused_where_rows_could_count_as_durable_too_early(scene: Scene) -> None:
+def test_asynchronous_progress_tracking_is_refused(scene: Scene) -> None:
     one = scene.job(subscribe=scene.topic())
     writer = one.load().writeStream.foreachBatch(lambda frame, number: None)
     text = message_of(

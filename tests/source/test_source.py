@@ -1,4 +1,4 @@
-"""The source without Spark: what is pickled, what building a reader opens, and what a checkpoint may hold."""
+"""The source without Spark: pickling, building a reader, and offsets of a checkpoint."""
 
 import json
 import pickle
@@ -19,10 +19,10 @@ from spark_group_source.errors import CheckpointMismatch, OptionError
 from spark_group_source.source import GroupStreamReader, KafkaGroupDataSource
 
 LOAD_S = 120
-"""Bound of a hang."""
+"""Time limit of a hanging process."""
 
 
-def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_reader_runs(
+def test_source_reader_and_pieces_are_pickled_without_clients_even_while_the_reader_runs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
@@ -41,7 +41,7 @@ def test_B72_source_reader_and_pieces_pickle_without_a_client_also_when_the_read
         reader._coordinator.close()
 
 
-def test_B73_the_offset_before_batch_0_is_a_constant(scene: Scene) -> None:
+def test_the_initial_offset_is_a_constant(scene: Scene) -> None:
     name = scene.topic()
     options = scene.options(subscribe=name, startingOffsets="latest")
     first = KafkaGroupDataSource(options).streamReader(StructType())
@@ -70,7 +70,7 @@ def test_building_a_reader_opens_nothing(group_id: str) -> None:
         (None, "the checkpoint's offset was not written by kafka-group"),
     ],
 )
-def test_B56_an_offset_that_cannot_be_read_is_refused(change: dict[str, Any] | None, says: str) -> None:
+def test_an_unreadable_checkpoint_offset_is_refused(change: dict[str, Any] | None, says: str) -> None:
     reader = KafkaGroupDataSource(options_of("127.0.0.1:1", "g", subscribe="t")).streamReader(StructType())
     offset = {"t": {"0": 5}} if change is None else {**reader.initialOffset(), **change}
     with pytest.raises(CheckpointMismatch, match=says):
@@ -90,8 +90,8 @@ print(*(name for name in sys.modules if name.startswith("spark_group_source.")))
 """
 
 
-def test_a_task_that_has_no_agent_loads_nothing_of_agents() -> None:
-    """It would take six times as long to load as what reads, in every worker's first task."""
+def test_a_task_without_an_agent_imports_no_module_of_agents() -> None:
+    """Importing them takes six times as long as importing the reader, in every worker's first task."""
     said = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=LOAD_S)
     loaded = set(said.stdout.split())
     assert "spark_group_source.reader.fetch" in loaded
@@ -99,7 +99,7 @@ def test_a_task_that_has_no_agent_loads_nothing_of_agents() -> None:
 
 
 @pytest.mark.parametrize("host", ["executor", "auto"])
-def test_where_agents_cannot_reach_the_stream_reader_is_told_at_the_start(
+def test_a_control_server_that_cannot_listen_is_reported_at_the_start(
     host: str, group_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("spark_group_source.source._prepare_process", lambda: None)
@@ -109,7 +109,7 @@ def test_where_agents_cannot_reach_the_stream_reader_is_told_at_the_start(
         reader = KafkaGroupDataSource(options_of("127.0.0.1:1", group_id, subscribe="t", **more)).streamReader(
             StructType()
         )
-        for _ in range(2):  # asked again it is not forgotten
+        for _ in range(2):  # a second call fails in the same way
             if host == "executor":
                 with pytest.raises(OptionError, match=rf"memberHost is executor.*port {port}.*coordinatorPort"):
                     reader._started()
@@ -119,7 +119,7 @@ def test_where_agents_cannot_reach_the_stream_reader_is_told_at_the_start(
     before = signal.getsignal(signal.SIGTERM)
     try:
         reader.stop()
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN  # whatever starts here inherits that
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN  # which processes started here would inherit
     finally:
         signal.signal(signal.SIGTERM, before)
 

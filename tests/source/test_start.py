@@ -1,4 +1,4 @@
-"""Where a query starts: the starting options, the group's offsets, and partitions that come later; without Spark."""
+"""Starting positions: the options, the group's offsets, and partitions that are added later; without Spark."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from scenes import Scene
 from streams import numbered, texts, values_of
 
 T0_MS = 1_700_000_000_000
-KEPT = {"retention.ms": "-1"}  # else records this old are deleted at once
+KEPT = {"retention.ms": "-1"}  # otherwise retention deletes records this old
 EVERYTHING = [f"{p}@{n}" for p in range(4) for n in range(3)]
 BY_TIME = ["0@0", "0@1", "0@2", "1@1", "1@2", "2@2", "3@0", "3@1", "3@2"]
 
@@ -20,7 +20,7 @@ BY_TIME = ["0@0", "0@1", "0@2", "1@1", "1@2", "2@2", "3@0", "3@1", "3@2"]
         ({}, EVERYTHING),
         ({"startingOffsets": "latest"}, []),
         ({"startingOffsets": {"0": -2, "1": -1, "2": 0, "3": 2}}, ["0@0", "0@1", "0@2", "2@0", "2@1", "2@2", "3@2"]),
-        # Partition 3 has no record that is young enough.
+        # Partition 3 has no record at or after the timestamp.
         (
             {"startingTimestamp": T0_MS + 1, "startingOffsetsByTimestampStrategy": "latest"},
             [f"{p}@{n}" for p in range(3) for n in (1, 2)],
@@ -29,7 +29,7 @@ BY_TIME = ["0@0", "0@1", "0@2", "1@1", "1@2", "2@2", "3@0", "3@1", "3@2"]
     ],
     ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
 )
-def test_B1_B4_B6_a_group_without_offsets_starts_where_the_options_say(
+def test_a_group_without_offsets_starts_at_the_starting_options(
     options: dict[str, object], expected: list[str], scene: Scene
 ) -> None:
     """Record n of partitions 0 to 2 is n ms younger than their first one; those of partition 3 are older."""
@@ -48,12 +48,12 @@ def test_B1_B4_B6_a_group_without_offsets_starts_where_the_options_say(
     assert one.run() == ["later"]
 
 
-def test_B3_a_driver_that_dies_before_batch_0_has_fixed_the_start_for_the_next_one(scene: Scene) -> None:
+def test_the_resolved_start_survives_a_driver_that_dies_before_batch_0(scene: Scene) -> None:
     name = scene.topic(2)
     scene.produce(name, numbered(0, 3, 2))
     one = scene.played(subscribe=name, startingOffsets="latest", leaveOnStop="always")
     with one.running() as dying:
-        dying.plan()  # Spark never wrote it down
+        dying.plan()  # Spark does not write the offset
         await_until(lambda: len(scene.committed()) == 2, what="the resolved start in the group")
     scene.produce(name, numbered(4, 7, 2))
     with one.running() as second:
@@ -61,7 +61,7 @@ def test_B3_a_driver_that_dies_before_batch_0_has_fixed_the_start_for_the_next_o
         assert values_of(second.rows) == texts(4, 7)
 
 
-def test_B14_partitions_that_came_while_it_was_stopped_are_read_from_their_beginning(scene: Scene) -> None:
+def test_partitions_added_while_a_query_is_stopped_are_read_from_their_start(scene: Scene) -> None:
     name = scene.topic(5)
     scene.produce(name, numbered(0, 9, 5))
     one = scene.played(subscribe=name, startingOffsets="latest")

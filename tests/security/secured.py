@@ -1,6 +1,6 @@
-"""One broker whose listeners each ask for something else, an authorizer behind all of them, and a token endpoint.
+"""A broker with a listener for each kind of authentication, an authorizer, and a token endpoint.
 
-Runs in: tests. Deliberately absent: what a query says (the tests), and a second broker: all of them share this one.
+Runs in: tests. Deliberately absent: expectations of queries (the tests), and a second broker: all tests share this one.
 """
 
 import base64
@@ -41,17 +41,15 @@ _Filter: Any = AclBindingFilter  # its stubs know no filter that leaves somethin
 LISTENERS = {"TLS": "SSL", "MUTUAL": "SSL", "SCRAM": "SASL_SSL", "OAUTH": "SASL_PLAINTEXT"}
 LOGIN = "org.apache.kafka.common.security"
 SESSION_S = 30
-"""The longest time between two logins with a token; a shorter token ends its connection itself."""
+"""The longest time between two logins with a token; the broker closes the connection of a shorter token earlier."""
 
 
 class TokenEndpoint:
-    """Gives tokens for the client's secret (OAuth's client credentials), on loopback.
-
-    ``life_s``: of the tokens.
-    """
+    """Issues tokens for the client's secret (OAuth client credentials), on loopback."""
 
     def __init__(self) -> None:
         self.life_s = 600.0
+        """The lifetime of tokens."""
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,8 +68,8 @@ class TokenEndpoint:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
-    def start_again(self) -> None:
-        """After :meth:`close`, at the same place."""
+    def restart(self) -> None:
+        """Restart at the same address after :meth:`close`."""
         self._server = self._serving(self._server.server_port)
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class TokenEndpoint:
 
 @dataclass(frozen=True)
 class Permission:
-    """One entry of an access control list. An empty ``name`` is every resource of the kind."""
+    """An entry of an access control list. An empty ``name`` means all resources of the kind."""
 
     user: str
     operation: str
@@ -115,15 +113,15 @@ class Permission:
 
 
 @dataclass
-class Guarded:
-    """The broker and what its clients need."""
+class SecuredBroker:
+    """The broker, and settings of its clients."""
 
     broker: BrokerCluster
     folder: Path
     authority: Authority
     tokens: TokenEndpoint
     admin: AdminClient = field(init=False)
-    """As a super user, at the plain listener; so is ``producer``."""
+    """Connects to the plain listener as a super user, like ``producer``."""
     producer: Producer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,16 +131,16 @@ class Guarded:
     # --- records -----------------------------------------------------------------------------------------------------
 
     def topic(self, name: str, partitions: int = 2) -> str:
-        """Create a topic whose name begins like this."""
+        """Create a topic with this prefix."""
         return create_topic(self.admin, f"{name}-{uuid.uuid4().hex[:6]}", partitions)
 
     def produce(self, topic: str, records: Iterable[Record]) -> None:
         produce_to(self.producer, topic, records)
 
-    # --- who may do what -------------------------------------------------------------------------------------------
+    # --- permissions ---------------------------------------------------------------------------------------------
 
     def add_user(self, user: str, password: str) -> None:
-        """A user of the SCRAM listener."""
+        """Create a user for the SCRAM listener."""
         how = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         asked: list[Any] = [UserScramCredentialUpsertion(user, how, password.encode())]
         for done in self.admin.alter_user_scram_credentials(asked).values():
@@ -151,11 +149,11 @@ class Guarded:
     def allow(self, *permissions: Permission) -> None:
         self._change([permission.binding(allow=True) for permission in permissions])
 
-    def take_away(self, permission: Permission) -> None:
-        """Deny this one, whatever else allows it; :meth:`give_back` ends that."""
+    def deny(self, permission: Permission) -> None:
+        """Deny the permission, even if another entry allows it, until :meth:`remove_denial`."""
         self._change([permission.binding(allow=False)])
 
-    def give_back(self, permission: Permission) -> None:
+    def remove_denial(self, permission: Permission) -> None:
         denied = permission.binding(allow=False)
         wanted = AclBindingFilter(
             *(denied.restype, denied.name, denied.resource_pattern_type, denied.principal, denied.host),
@@ -165,7 +163,8 @@ class Guarded:
         await_until(lambda: not self.admin.describe_acls(wanted).result(ADMIN_S), what=f"the end of {denied}")
 
     def allow_all(self, user: str, *, but: str = "") -> None:
-        """What a query needs, and no more, on every topic, group and transactional id; without one kind of these."""
+        """Allow what a query needs on every topic, group and transactional id; ``but``: except on this kind of
+        resource."""
         needs = [("READ", "TOPIC"), ("DESCRIBE", "TOPIC"), ("READ", "GROUP"), ("DESCRIBE", "GROUP")]
         needs += [("WRITE", "TRANSACTIONAL_ID"), ("DESCRIBE", "TRANSACTIONAL_ID")]
         self.allow(*(Permission(user, operation, kind) for operation, kind in needs if kind != but))
@@ -182,7 +181,7 @@ class Guarded:
             what="the new permissions",
         )
 
-    # --- how a client says who it is ---------------------------------------------------------------------------------
+    # --- settings of clients -----------------------------------------------------------------------------------------
 
     @property
     def trusted(self) -> dict[str, str]:
@@ -192,7 +191,7 @@ class Guarded:
         return {"bootstrap.servers": self.broker.servers("TLS"), "security.protocol": "SSL", **self.trusted}
 
     def mutual(self, certificate: Path) -> dict[str, str]:
-        """With a client certificate, as Java's clients are told of one."""
+        """With a client certificate, as Java's settings."""
         return {
             "bootstrap.servers": self.broker.servers("MUTUAL"),
             "security.protocol": "SSL",
@@ -226,7 +225,7 @@ class Guarded:
         return {**self.bearer(), "oauth_cb": name}
 
     def bearer(self) -> dict[str, str]:
-        """With tokens from elsewhere."""
+        """With tokens from another source."""
         return {
             "bootstrap.servers": self.broker.servers("OAUTH"),
             "security.protocol": "SASL_PLAINTEXT",
@@ -235,13 +234,13 @@ class Guarded:
 
 
 def query(client: Mapping[str, str], group: str, topic: str, *, protocol: str = "classic") -> dict[str, str]:
-    """Options of a query whose client says who it is."""
+    """Options of a query with these client settings."""
     named = {f"kafka.{name}": value for name, value in client.items()}
     return options_of("", group, protocol=protocol, subscribe=topic) | named
 
 
-def guarded_broker(folder: Path, authority: Authority) -> BrokerCluster:
-    """Not started yet. Who comes through the plain listener is a super user."""
+def secured_broker(folder: Path, authority: Authority) -> BrokerCluster:
+    """Create the broker, without starting it. Clients of the plain listener are super users."""
     store = str(authority.issue("127.0.0.1", names=BROKER_NAMES))
     return BrokerCluster(
         listeners=LISTENERS,
