@@ -435,7 +435,7 @@ def shortest(owned: list[int], moves: list[Move]) -> list[Move]:
 
 
 @pytest.mark.parametrize("hundred", range(8))
-def test_the_machine_does_what_the_model_says(hundred: int) -> None:
+def test_run_behaves_as_the_model(hundred: int) -> None:
     for seed in range(100 * hundred, 100 * (hundred + 1)):
         owned, moves = history(seed)
         try:

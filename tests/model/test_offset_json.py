@@ -49,7 +49,7 @@ def stream_offsets(draw: st.DrawFn) -> StreamOffset:
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(stream_offsets())
-def test_an_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOffset) -> None:
+def test_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOffset) -> None:
     text = offset.to_json()
     again = parse(text)
     assert again == offset or (again.ranges, again.seq) == (offset.ranges, offset.seq)
@@ -61,11 +61,11 @@ def test_an_offset_survives_its_json_and_the_text_is_canonical(offset: StreamOff
 
 
 @given(stream_offsets())
-def test_the_sink_tells_every_offset_of_this_source_from_another_sources(offset: StreamOffset) -> None:
+def test_sink_recognizes_every_offset_of_this_source(offset: StreamOffset) -> None:
     assert is_kafka_group(offset.to_json())
     assert is_kafka_group(json.dumps(offset.to_json_dict()))
 
 
-def test_an_offset_of_kafkas_own_connector_is_not_ours_whatever_its_topics_are_called() -> None:
+def test_offset_of_sparks_connector_is_not_recognized_whatever_its_topics() -> None:
     for topics in (["group"], ["followed", "group"], ["followed", "group", "reset"], ["orders"]):
         assert not is_kafka_group(json.dumps({topic: {"0": 5} for topic in topics}, separators=(",", ":")))

@@ -14,7 +14,7 @@ RELEASE = [ev.Release(slot=0, client=1)]
 Way = Callable[[GroupHarness], object]
 
 
-def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
+def test_revocation_between_batches_is_released_at_once(group: GroupHarness) -> None:
     group.settled(A, B)
     assert group.revoking(A) == RELEASE
     assert group.machine.positions.ours.keys() == {B}
@@ -23,7 +23,7 @@ def test_between_batches_a_revocation_goes_at_once(group: GroupHarness) -> None:
 
 
 @pytest.mark.proves("G3", level="core")
-def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back(group: GroupHarness) -> None:
+def test_revocation_waits_until_offsets_are_committed(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 110)})
     group.clock.advance(ms=10)
     assert group.revoking(A) == []
@@ -37,7 +37,7 @@ def test_partitions_of_the_batch_in_flight_are_held_until_the_echo_was_read_back
     assert (statistics.commits, statistics.commit_delay_last_ms) == (1, 30)
 
 
-def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_that_it_reads_goes_with_it() -> None:
+def test_revocation_of_unread_partitions_is_released_during_a_batch() -> None:
     for wanted, goes in (((B,), RELEASE), ((A, B), [])):
         group = GroupHarness()
         group.born()
@@ -48,7 +48,7 @@ def test_a_partition_that_the_batch_does_not_read_leaves_during_it_unless_one_th
         assert group.machine.plannable() == ({A: 150} if goes else {})
 
 
-def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
+def test_replayed_batch_holds_its_partitions_before_their_position_is_known(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150), B: (40, 40)})
     fresh.assigned(A)
     assert fresh.revoking(A) == []
@@ -57,7 +57,7 @@ def test_a_replayed_batch_keeps_its_partitions_before_their_position_is_known(fr
     assert fresh.echoed() == RELEASE
 
 
-def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -> None:
+def test_second_revocation_extends_the_hold_but_not_its_budget(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 150)})
     group.revoking(A)
     group.clock.advance(ms=1_000)
@@ -68,7 +68,7 @@ def test_a_second_revocation_joins_the_hold_and_its_clock(group: GroupHarness) -
     assert group.machine.positions.ours.keys() == set()
 
 
-def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarness) -> None:
+def test_eager_member_releases_all_partitions_and_rejoins(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     assert group.revoking(A, B, eager=True) == []
     group.durable()
@@ -80,7 +80,7 @@ def test_an_eager_member_gives_everything_back_and_joins_again(group: GroupHarne
 
 
 @pytest.mark.proves("G8", level="core")
-def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: GroupHarness) -> None:
+def test_hold_beyond_its_budget_is_released_without_a_commit_and_counted(group: GroupHarness) -> None:
     group.reads({A: (100, 150)}, B)
     group.revoking(A, B)
     assert group.tick(ms=HOLD_BUDGET_MS - 1) == []
@@ -97,7 +97,7 @@ def test_a_hold_beyond_its_budget_ends_without_a_commit_and_is_counted(group: Gr
     assert group.machine.positions.ours.keys() == set()
 
 
-def test_lost_partitions_are_never_committed_and_count_as_maybe_read_twice(group: GroupHarness) -> None:
+def test_lost_partitions_are_never_committed_and_count_as_possible_duplicates(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 130)})
     group.lost(A)
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 130}, stream=STREAM, seq=0)]
@@ -160,14 +160,14 @@ def read_by_a_former_run(g: GroupHarness) -> None:
         (read_by_a_former_run, 50),
     ],
 )
-def test_how_much_of_a_lost_partition_its_next_reader_reads_again(fresh: GroupHarness, way: Way, twice: int) -> None:
+def test_possible_duplicates_of_a_lost_partition(fresh: GroupHarness, way: Way, twice: int) -> None:
     way(fresh)
     fresh.lost(A)
     assert (fresh.machine.statistics().partitions_lost, fresh.machine.statistics().possible_duplicates) == (1, twice)
     assert only(ev.CommitOffsets, fresh.tick(ms=5_000)) == []
 
 
-def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_hold_overruns(
+def test_replay_durable_before_its_assignment_counts_when_its_hold_overruns(
     fresh: GroupHarness,
 ) -> None:
     offset = fresh.replays({A: (100, 150), B: (40, 40)})
@@ -181,7 +181,7 @@ def test_a_replay_that_was_durable_before_its_partitions_came_counts_when_their_
 
 @pytest.mark.parametrize("at", [90, 100, 130, 150, 170])
 @pytest.mark.parametrize("durable_first", [True, False])
-def test_a_replayed_batch_counts_once_when_another_members_commit_shows(
+def test_replayed_batch_counts_once_when_a_foreign_commit_shows(
     fresh: GroupHarness, at: int, durable_first: bool
 ) -> None:
     """What they have not read of it is read again behind their commit."""
@@ -200,7 +200,7 @@ def test_a_replayed_batch_counts_once_when_another_members_commit_shows(
 # --- what is lost, and comes back ------------------------------------------------------------------------------------
 
 
-def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> None:
+def test_member_that_lost_all_partitions_rejoins_without_an_order(group: GroupHarness) -> None:
     group.settled(A, B)
     group.lost(A)
     assert group.machine.statistics().slots == ("assigned",)
@@ -209,7 +209,7 @@ def test_a_member_that_lost_everything_joins_by_itself(group: GroupHarness) -> N
     assert not group.gathered()
 
 
-def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: GroupHarness) -> None:
+def test_partition_assigned_again_during_its_batch_is_held_again(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.lost(A)
     group.assigned(A)
@@ -219,7 +219,7 @@ def test_a_partition_that_returns_during_the_batch_is_held_for_it_again(group: G
     assert group.echoed() == RELEASE
 
 
-def test_a_partition_that_returns_half_read_by_another_leaves_there_when_the_batch_is_durable(
+def test_partition_half_read_by_another_consumer_continues_there(
     group: GroupHarness,
 ) -> None:
     """Not before: a commit under our name from before the batch would look as if the batch came after it."""
@@ -232,7 +232,7 @@ def test_a_partition_that_returns_half_read_by_another_leaves_there_when_the_bat
     assert group.echoed() == RELEASE
 
 
-def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: GroupHarness) -> None:
+def test_partition_assigned_to_another_slot_leaves_the_former_one(pair: GroupHarness) -> None:
     pair.reads({A: (100, 150)})
     pair.assigned(A, slot=1)
     assert pair.machine.statistics().assigned == (0, 1)
@@ -243,7 +243,7 @@ def test_a_partition_that_turns_up_at_another_slot_leaves_its_former_one(pair: G
     assert pair.revoking(A, slot=1) == []
 
 
-def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group: GroupHarness) -> None:
+def test_assignment_during_a_hold_ends_the_hold(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 110)}, D)
     group.revoking(A, D)
     group.assigned(C)
@@ -252,7 +252,7 @@ def test_an_assignment_in_the_middle_of_a_hold_means_that_the_hold_is_over(group
     assert only(ev.CommitOffsets, group.durable()) == [ev.CommitOffsets(offsets={B: 110}, stream=STREAM, seq=0)]
 
 
-def test_a_rebalance_counts_once_for_each_word_that_changes_something(group: GroupHarness) -> None:
+def test_every_event_that_changes_the_assignment_counts_as_a_rebalance(group: GroupHarness) -> None:
     def counted() -> tuple[int, int, str]:
         now = group.machine.statistics()
         return now.rebalances, now.rebalanced_at_ms, now.reason

@@ -24,7 +24,7 @@ def run_batch(group: GroupHarness, start: int, end: int) -> list[ev.Command]:
 
 
 @pytest.mark.proves("G2", level="core")
-def test_a_planned_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> None:
+def test_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> None:
     group.settled(A)
     assert group.plan({A: (100, 150)}) == []
     assert group.tick(ms=10_000) == []
@@ -33,7 +33,7 @@ def test_a_planned_batch_is_not_committed_before_it_is_durable(group: GroupHarne
     assert not group.machine.echoed
 
 
-def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarness) -> None:
+def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
@@ -50,7 +50,7 @@ def test_a_commit_that_fails_is_repeated_after_a_growing_pause(group: GroupHarne
     assert group.machine.next_deadline_ms() == group.clock() + 100, "a success makes the next pause short again"
 
 
-def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(group: GroupHarness) -> None:
+def test_commit_overtaken_by_a_rebalance_is_retried_and_does_not_count_as_failed(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     for pause_ms in (100, 100, 200, 400):
@@ -61,7 +61,7 @@ def test_an_order_that_a_rebalance_overtook_is_given_again_and_is_no_failure(gro
     assert group.warned() == []
 
 
-def test_a_slot_that_is_left_out_of_the_echo_stops_no_other_one(pair: GroupHarness) -> None:
+def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -> None:
     pair.settled(A)
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 120)})
@@ -79,7 +79,7 @@ def test_a_slot_that_is_left_out_of_the_echo_stops_no_other_one(pair: GroupHarne
     assert pair.machine.echoed
 
 
-def test_a_slot_that_is_left_out_for_long_is_told_of_once_and_tried_all_the_time(pair: GroupHarness) -> None:
+def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
     pair.settled(A)
     pair.settled(B, slot=1)
     pair.plan({A: (100, 150), B: (100, 120)})
@@ -98,7 +98,7 @@ def test_a_slot_that_is_left_out_for_long_is_told_of_once_and_tried_all_the_time
     assert echo({A: 150}, 0) in pair.history[-2:]
 
 
-def test_the_only_slot_that_is_out_for_long_is_told_of_too(group: GroupHarness) -> None:
+def test_absence_of_the_only_slot_is_logged(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     while group.clock() < ABSENT_WARNING_MS + 2 * ABSENT_PAUSE_MS_MAX:
@@ -107,7 +107,7 @@ def test_the_only_slot_that_is_out_for_long_is_told_of_too(group: GroupHarness) 
     assert [("slot 0 is not in the group" in text) for text in group.warned()] == [True]
 
 
-def test_a_slot_that_was_out_for_a_moment_is_a_new_one_the_next_time(pair: GroupHarness) -> None:
+def test_short_absences_of_a_slot_do_not_add_up(pair: GroupHarness) -> None:
     pair.settled(A)
     pair.settled(B, slot=1)
     for start in (100, 150):
@@ -120,7 +120,7 @@ def test_a_slot_that_was_out_for_a_moment_is_a_new_one_the_next_time(pair: Group
     assert pair.warned() == []
 
 
-def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group: GroupHarness) -> None:
+def test_late_response_does_not_hide_a_lower_commit(group: GroupHarness) -> None:
     """It left during the commit, an operator rewound it, and it came back: Kafka may have either offset now."""
     group.settled(A)
     late = run_batch(group, 100, 150)
@@ -133,7 +133,7 @@ def test_a_commit_is_not_hidden_by_the_late_answer_of_one_that_was_further(group
 
 
 @pytest.mark.proves("G6", level="core")
-def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again(group: GroupHarness) -> None:
+def test_commit_of_a_removed_member_is_not_retried(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     group.feed(
@@ -144,7 +144,7 @@ def test_an_order_in_the_name_of_a_member_that_was_thrown_out_is_not_given_again
     assert group.machine.statistics().possible_duplicates == 50
 
 
-def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
+def test_commit_latency_ends_when_all_offsets_are_committed(group: GroupHarness) -> None:
     group.settled(A)
     run_batch(group, 100, 150)
     group.clock.advance(ms=40)
@@ -158,7 +158,7 @@ def test_the_drain_ends_when_kafka_has_everything(group: GroupHarness) -> None:
     )
 
 
-def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: GroupHarness) -> None:
+def test_commit_of_a_partition_released_meanwhile_is_accepted(group: GroupHarness) -> None:
     group.reads({A: (100, 150), B: (100, 110)})
     commands = group.durable()
     group.lost(A)
@@ -173,7 +173,7 @@ def test_a_commit_of_a_partition_that_left_meanwhile_is_taken_as_it_is(group: Gr
         {"stream": STREAM, "seq": 5},
     ],
 )
-def test_a_durable_batch_that_was_never_planned_is_a_bug(group: GroupHarness, wrong: dict[str, object]) -> None:
+def test_durable_batch_without_a_plan_breaks_an_invariant(group: GroupHarness, wrong: dict[str, object]) -> None:
     group.settled(A)
     offset = StreamOffset(group="etl", **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvariantBroken, match="The last events"):
@@ -190,7 +190,7 @@ def test_a_durable_batch_that_was_never_planned_is_a_bug(group: GroupHarness, wr
         ({B: (100, 150)}, 0),  # the partition is leaving
     ],
 )
-def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
+def test_plan_that_does_not_start_at_the_positions_breaks_an_invariant(
     group: GroupHarness, ranges: dict[TopicPartition, tuple[int, int]], seq: int
 ) -> None:
     group.settled(A, B)
@@ -202,19 +202,19 @@ def test_a_plan_that_does_not_fit_the_positions_is_a_bug(
         group.planned(group.offset(ranges, seq))
 
 
-def test_two_plans_at_a_time_are_a_bug(group: GroupHarness) -> None:
+def test_second_plan_at_a_time_breaks_an_invariant(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     with pytest.raises(InvariantBroken, match="does not follow"):
         group.plan({A: (100, 150)})
 
 
-def test_reading_a_batch_that_is_not_the_planned_one_is_a_bug(group: GroupHarness) -> None:
+def test_reading_an_unplanned_batch_breaks_an_invariant(group: GroupHarness) -> None:
     group.settled(A)
     with pytest.raises(InvariantBroken, match="which this run did not plan"):
         group.feed(ev.BatchStarted(offset=group.offset({}, 4)))
 
 
-def test_a_late_answer_does_not_make_a_batch_look_committed_that_ends_where_it_said(group: GroupHarness) -> None:
+def test_late_response_does_not_count_a_later_batch_as_committed(group: GroupHarness) -> None:
     group.settled(A)
     late = run_batch(group, 100, 150)
     group.feed(ev.RecordsMissing(offsets={A: 0}, reason="topic orders was made again"))

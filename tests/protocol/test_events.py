@@ -15,13 +15,13 @@ from spark_group_source.protocol.statistics import Statistics
 A, B = tps("orders", 0, 1)
 
 
-def test_events_commands_and_steps_are_frozen_slotted_and_built_by_names() -> None:
+def test_events_commands_and_steps_are_frozen_slotted_and_keyword_only() -> None:
     for kind in [kind for union in (ev.Event, ev.Command, ev.Step) for kind in typing.get_args(union)]:
         assert kind.__dataclass_params__.frozen and "__slots__" in vars(kind), kind
         assert all(field.kw_only for field in dataclasses.fields(kind)), kind
 
 
-def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) -> None:
+def test_history_contains_events_and_commands_with_their_time(group: GroupHarness) -> None:
     group.clock.advance(ms=5)
     group.assigned(A)
     assert group.machine._out.story().splitlines() == [
@@ -38,7 +38,7 @@ def test_the_story_tells_events_and_orders_with_their_time(group: GroupHarness) 
     assert "5 Planned(offset=batch 0 of 9f2c 1{orders-0: [7,9)})" in group.machine._out.story()
 
 
-def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
+def test_history_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     many = tuple(TopicPartition("orders", p) for p in range(5_000))
     for _ in range(STORY_LINES_MAX):
         group.feed(ev.LookupFailed(partitions=many, error=BrokerUnavailable("x")))
@@ -47,7 +47,7 @@ def test_the_story_is_bounded_in_lines_and_width(group: GroupHarness) -> None:
     assert max(map(len, lines)) < 250
 
 
-def test_a_broken_rule_carries_the_story(group: GroupHarness) -> None:
+def test_broken_invariant_contains_the_history(group: GroupHarness) -> None:
     group.settled(A)
     with pytest.raises(InvariantBroken) as broken:
         group.plan({A: (90, 150)})

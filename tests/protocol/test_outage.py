@@ -31,7 +31,7 @@ def down(run: RunHarness, ms: int) -> int:
 
 
 @pytest.mark.parametrize("minutes", [1, 3, 9])
-def test_an_outage_in_planning_is_waited_for_and_said_once(minutes: int) -> None:
+def test_run_waits_for_an_outage_to_end_and_logs_it_once(minutes: int) -> None:
     run = reading()
     run.ends[A] = 20
     over_ms = down(run, minutes * MINUTE_MS)
@@ -42,7 +42,7 @@ def test_an_outage_in_planning_is_waited_for_and_said_once(minutes: int) -> None
     assert ended.startswith("brokers answer again after ")
 
 
-def test_an_outage_shows_in_the_statistics_while_it_lasts() -> None:
+def test_statistics_show_an_outage_while_it_lasts() -> None:
     run = reading()
     began_ms = run.clock()
     down(run, MINUTE_MS)
@@ -55,7 +55,7 @@ def test_an_outage_shows_in_the_statistics_while_it_lasts() -> None:
 
 
 @pytest.mark.proves("G8", level="core")
-def test_the_bound_is_an_option_and_the_error_says_how_long_and_what_came_last() -> None:
+def test_outage_longer_than_the_broker_timeout_fails_the_run_with_the_last_error() -> None:
     run = reading(broker_timeout_ms=2 * MINUTE_MS)
     began_ms = run.clock()
     down(run, 10 * MINUTE_MS)
@@ -64,7 +64,7 @@ def test_the_bound_is_an_option_and_the_error_says_how_long_and_what_came_last()
     assert 2 * MINUTE_MS <= run.clock() - began_ms <= 2 * MINUTE_MS + 10_000
 
 
-def test_without_a_bound_it_is_waited_for_ever() -> None:
+def test_run_without_broker_timeout_waits_for_any_outage() -> None:
     run = reading(broker_timeout_ms=0)
     run.ends[A] = 20
     down(run, 60 * MINUTE_MS)
@@ -72,7 +72,7 @@ def test_without_a_bound_it_is_waited_for_ever() -> None:
 
 
 @pytest.mark.parametrize("available_now", [False, True])
-def test_at_the_start_a_wrong_address_is_told_within_half_a_minute(available_now: bool) -> None:
+def test_wrong_address_fails_the_start_within_30_s(available_now: bool) -> None:
     run = RunHarness()
     began_ms = run.clock()
     down(run, 10 * MINUTE_MS)
@@ -82,7 +82,7 @@ def test_at_the_start_a_wrong_address_is_told_within_half_a_minute(available_now
 
 
 @pytest.mark.parametrize("available_now", [False, True])
-def test_a_short_outage_at_the_start_is_waited_for(available_now: bool) -> None:
+def test_run_waits_for_a_short_outage_at_the_start(available_now: bool) -> None:
     run = RunHarness()
     run.ends = {A: 5, B: 7}
     down(run, 6_000)
@@ -91,7 +91,7 @@ def test_a_short_outage_at_the_start_is_waited_for(available_now: bool) -> None:
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
 
 
-def test_a_group_that_gives_nothing_because_nobody_reaches_it_is_waited_for() -> None:
+def test_missing_assignment_during_an_outage_does_not_fail_the_run() -> None:
     """The members do not tell why they have no assignment; who gives up asks the brokers before."""
     run = RunHarness()
     run.silent = {ev.Join}
@@ -104,7 +104,7 @@ def test_a_group_that_gives_nothing_because_nobody_reaches_it_is_waited_for() ->
     assert run.clock() > over_ms
 
 
-def test_after_an_outage_the_group_has_its_whole_budget_again_and_no_more() -> None:
+def test_outage_restarts_the_joining_budget_once() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
     run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
@@ -114,7 +114,7 @@ def test_after_an_outage_the_group_has_its_whole_budget_again_and_no_more() -> N
     assert over_ms + JOINING_BUDGET_MS <= run.clock() <= over_ms + JOINING_BUDGET_MS + 10_000
 
 
-def test_lookups_without_an_answer_are_an_outage_with_the_same_bound() -> None:
+def test_unanswered_lookups_are_an_outage_with_the_same_bound() -> None:
     run = RunHarness(broker_timeout_ms=30_000)
     run.silent = {ev.FetchCommittedOffsets}
     run.begin(ev.NextBatchRequested(start=run.start, name="9f2c"), until=RunState.GATHERING)
@@ -124,7 +124,7 @@ def test_lookups_without_an_answer_are_an_outage_with_the_same_bound() -> None:
         run.go_on()
 
 
-def test_what_was_looked_at_before_an_outage_is_looked_at_anew() -> None:
+def test_log_ends_are_read_again_after_an_outage() -> None:
     """Partitions may have left meanwhile; those are not planned."""
     run = reading()
     run.ends = {A: 20, B: 5}
@@ -136,7 +136,7 @@ def test_what_was_looked_at_before_an_outage_is_looked_at_anew() -> None:
     assert A not in last.ends + last.firsts
 
 
-def test_streams_ask_again_at_different_times() -> None:
+def test_streams_retry_at_different_times() -> None:
     pauses = set()
     for name in ("9f2c", "77ab", "c0de"):
         outage = Outage()
@@ -148,7 +148,7 @@ def test_streams_ask_again_at_different_times() -> None:
     assert len(pauses) == 3
 
 
-def test_an_outage_ends_when_the_last_question_is_answered() -> None:
+def test_outage_ends_when_the_last_request_is_answered() -> None:
     outage = Outage()
     assert outage.not_answered(Asker.CALL, BrokerUnavailable("x", waited_ms=500), name="n", now_ms=1_000)
     assert not outage.not_answered(Asker.LOOKUP, BrokerUnavailable("x"), name="n", now_ms=2_000)

@@ -52,7 +52,7 @@ def planned(group: GroupHarness, ends: Ends, planner: Planner | None = None) -> 
 # --- what it reads ---------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_reads_from_the_position_to_the_end_of_every_partition_that_may_be_planned(group: GroupHarness) -> None:
+def test_batch_reads_every_plannable_partition_from_its_position_to_its_end(group: GroupHarness) -> None:
     group.settled(A, B)
     group.assigned(C)  # where it stands is not known yet
     offset = planned(group, {A: 150, B: 100, C: 50, D: 70})
@@ -61,19 +61,19 @@ def test_a_batch_reads_from_the_position_to_the_end_of_every_partition_that_may_
 
 
 @pytest.mark.parametrize("ends", [{A: 150}, {A: 150, B: 30}], ids=["not told", "before the position"])
-def test_a_partition_without_an_end_to_read_to_is_written_down(group: GroupHarness, ends: Ends) -> None:
+def test_partition_without_records_to_read_is_in_the_plan(group: GroupHarness, ends: Ends) -> None:
     group.settled(A, B)
     assert planned(group, ends).ranges == {A: (100, 150), B: (100, 100)}
 
 
-def test_nothing_to_read_is_no_batch_unless_it_is_the_first(group: GroupHarness) -> None:
+def test_empty_batch_is_planned_only_as_the_first(group: GroupHarness) -> None:
     group.settled(A)
     assert plan(group, {A: 100}) is None
     first = plan(group, {A: 100}, first=True)
     assert first is not None and first.ranges == {A: (100, 100)}
 
 
-def test_a_target_ends_every_partition_and_leaves_out_those_that_came_later(group: GroupHarness) -> None:
+def test_target_limits_every_partition_and_excludes_later_ones(group: GroupHarness) -> None:
     group.settled(A, B, C)
     planner = Planner(rules_with(min_offsets=1_000_000))  # a bounded run waits for nothing
     planner.set_target({A: 120, B: 90})
@@ -83,7 +83,7 @@ def test_a_target_ends_every_partition_and_leaves_out_those_that_came_later(grou
     assert plan(group, {A: 150, B: 150, C: 150}, planner) is None
 
 
-def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(group: GroupHarness) -> None:
+def test_limit_is_shared_fairly_and_rotates_with_the_batch_number(group: GroupHarness) -> None:
     group.settled(A, B, C)
     planner = Planner(rules_with(max_offsets=4))
     ends = dict.fromkeys((A, B, C), 200)
@@ -95,7 +95,7 @@ def test_a_limit_is_shared_fairly_and_the_batch_number_says_whose_turn_it_is(gro
     assert following.ranges == {A: (102, 103), B: (101, 103), C: (101, 102)}
 
 
-def test_too_few_records_wait_until_the_delay_since_the_last_batch_is_over(group: GroupHarness) -> None:
+def test_batch_below_min_offsets_waits_for_the_maximum_delay(group: GroupHarness) -> None:
     group.settled(A)
     planner = Planner(rules_with(min_offsets=10, max_delay_ms=1_000))
     assert plan(group, {A: 101}, planner, now_ms=5_000) is not None  # the first of a run waits for nothing
@@ -108,7 +108,7 @@ def test_too_few_records_wait_until_the_delay_since_the_last_batch_is_over(group
 # --- what else it carries --------------------------------------------------------------------------------------------
 
 
-def test_it_carries_the_positions_that_kafka_may_not_have_and_that_it_does_not_read(fresh: GroupHarness) -> None:
+def test_plan_contains_uncommitted_positions_that_it_does_not_read(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), C: (5, 9)})
     fresh.assigned(A)
     fresh.committed({A: 150})
@@ -120,7 +120,7 @@ def test_it_carries_the_positions_that_kafka_may_not_have_and_that_it_does_not_r
     assert planned(fresh, {A: 170}).uncommitted == {C: 9}
 
 
-def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
+def test_uncommitted_positions_survive_the_json(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40), OTHER: (5, 9)})
     fresh.assigned(A)
     fresh.committed({A: 150})
@@ -128,7 +128,7 @@ def test_what_it_owes_survives_its_json(fresh: GroupHarness) -> None:
     assert offset.uncommitted == parse(offset.to_json()).uncommitted == {B: 40, OTHER: 9}
 
 
-def test_it_keeps_what_was_known_when_the_stream_began_and_the_ids_of_what_it_reads() -> None:
+def test_plan_keeps_the_first_partition_counts_and_the_topic_ids() -> None:
     group = GroupHarness()
     group.born({"orders": 3})
     group.settled(A, OTHER)
@@ -175,12 +175,12 @@ class Backlog:
 # --- a limit is shared fairly ----------------------------------------------------------------------------------------
 
 
-def test_B17_a_limit_is_shared_equally_and_what_one_cannot_use_goes_to_the_others() -> None:
+def test_limit_is_shared_equally_and_unused_shares_go_to_other_partitions() -> None:
     backlog = Backlog(a=101, b=11, c=1)
     assert [backlog.batch(10) for _ in range(4)] == [[5, 4, 1], [5, 5, 0], [8, 2, 0], [10, 0, 0]]
 
 
-def test_B17_a_restart_between_two_batches_changes_nothing() -> None:
+def test_fair_share_does_not_change_with_a_restart() -> None:
     steady, restarted = Backlog(a=101, b=11, c=7), Backlog(a=101, b=11, c=7)
     for _ in range(5):
         expected = steady.batch(4)
@@ -191,7 +191,7 @@ def test_B17_a_restart_between_two_batches_changes_nothing() -> None:
         assert restarted.left == steady.left
 
 
-def test_the_remainder_rotates_and_continues_where_it_stopped() -> None:
+def test_remainder_rotates_and_continues_where_it_stopped() -> None:
     backlog = Backlog(a=100, b=100, c=100)
     assert [backlog.batch(2) for _ in range(3)] == [[1, 1, 0], [1, 0, 1], [0, 1, 1]]
     assert [backlog.batch(4) for _ in range(3)] == [[2, 1, 1], [1, 2, 1], [1, 1, 2]]
@@ -210,19 +210,19 @@ NEAR_THE_END = {A: (LONG_MAX - 5, LONG_MAX), B: (1, LONG_MAX)}
         pytest.param({A: (50, 20), B: (0, 1)}, 1, 0, {A: 50, B: 1}, id="a log that shrank, with a limit"),
     ],
 )
-def test_where_a_batch_ends(
+def test_end_of_a_limited_batch(
     held: Mapping[TopicPartition, tuple[int, int]], limit: int | None, seq: int, until: Ends
 ) -> None:
     assert fair_share(held, limit, seq) == until
 
 
-def test_a_limit_below_one_is_a_bug_of_the_caller() -> None:
+def test_limit_below_one_breaks_an_invariant() -> None:
     with pytest.raises(InvariantBroken, match="limited to 0 offsets"):
         fair_share({A: (0, 1)}, 0, 0)
 
 
 @given(backlogs, st.integers(1, 5_000), st.integers(0, 10**9))
-def test_the_cut_is_full_within_bounds_and_fair(
+def test_fair_share_uses_the_whole_limit_and_is_fair(
     before: dict[TopicPartition, tuple[int, int]], limit: int, seq: int
 ) -> None:
     until = fair_share(before, limit, seq)
@@ -238,7 +238,7 @@ def test_the_cut_is_full_within_bounds_and_fair(
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 10**9))
-def test_the_rotation_starves_nobody(limit: int, count: int, first: int) -> None:
+def test_rotation_starves_no_partition(limit: int, count: int, first: int) -> None:
     left = {TopicPartition("t", p): (0, 10**6) for p in range(count)}
     got: Counter[TopicPartition] = Counter()
     for seq in range(first, first - (-count // limit)):
@@ -249,7 +249,7 @@ def test_the_rotation_starves_nobody(limit: int, count: int, first: int) -> None
 
 
 @given(st.integers(1, 6), st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=8, max_size=8))
-def test_a_waiting_partition_is_served_although_others_come_and_go(limit: int, arrivals: list[list[int]]) -> None:
+def test_waiting_partition_is_served_while_others_come_and_go(limit: int, arrivals: list[list[int]]) -> None:
     waiting = TopicPartition("t", 3)
     left = {TopicPartition("t", p): (0, 1 if p == 3 else 0) for p in range(8)}
     for seq, batch in enumerate(arrivals):
@@ -272,7 +272,7 @@ def test_a_waiting_partition_is_served_although_others_come_and_go(limit: int, a
         (1, None, 1_001, False, True),
     ],
 )
-def test_B19_small_additions_wait_and_the_delay_releases_them(
+def test_small_backlog_waits_until_the_maximum_delay(
     backlog: int, at_least: int | None, now_ms: int, first: bool, runs: bool
 ) -> None:
     assert is_worthwhile(backlog, at_least, last_batch_ms=1_000, now_ms=now_ms, max_delay_ms=5_000, first=first) == runs
@@ -354,13 +354,13 @@ def of(partition: int, start: int, end: int) -> OffsetRange:
         pytest.param([of(0, 4, 4), of(1, 0, 0)], *(8, 5), [], id="empty ranges are no tasks"),
     ],
 )
-def test_how_ranges_become_tasks(
+def test_packing_of_ranges_into_tasks(
     given_ranges: list[OffsetRange], min_partitions: int | None, max_records: int | None, tasks: list[list[OffsetRange]]
 ) -> None:
     assert pack(given_ranges, min_partitions=min_partitions, max_records=max_records) == tasks
 
 
-def test_small_ranges_share_a_few_tasks_which_are_balanced() -> None:
+def test_small_ranges_share_a_few_balanced_tasks() -> None:
     small = [of(p, 7, 8) for p in range(1_000)]
     assert [len(task) for task in pack(small, min_partitions=None, max_records=None)] == [TASK_RANGES_TARGET] * 4
     sizes = [17_000, 18_000, 19_000, 20_000, 21_000, 22_000, 23_000, 24_000]
@@ -368,6 +368,6 @@ def test_small_ranges_share_a_few_tasks_which_are_balanced() -> None:
     assert [sum(r.size for r in task) for task in tasks] == [41_000] * 4
 
 
-def test_max_records_that_would_need_too_many_tasks_is_refused() -> None:
+def test_max_records_that_needs_too_many_tasks_is_refused() -> None:
     with pytest.raises(OptionError, match=rf"'maxRecordsPerPartition' is 1, .* the limit is {TASKS_MAX}"):
         pack([of(0, 0, TASKS_MAX + 1)], min_partitions=None, max_records=1)

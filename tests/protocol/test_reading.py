@@ -30,7 +30,7 @@ def skipped(run: Run, seq: int, *ranges: tuple[int, int]) -> int:
     return run.statistics().records_lost
 
 
-def test_rows_count_for_the_slot_that_has_the_partition(run: Run) -> None:
+def test_rows_count_for_the_slot_that_holds_the_partition(run: Run) -> None:
     run.handle(
         ev.TaskReported(seq=0, rows_from_memory={A: 3, B: 4}, rows_from_brokers={A: 1, ELSEWHERE: 9}, skipped=()),
         now_ms=1,
@@ -40,7 +40,7 @@ def test_rows_count_for_the_slot_that_has_the_partition(run: Run) -> None:
     assert (found.rows_from_memory, found.rows_from_brokers) == ((3, 4), (1, 2))
 
 
-def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: Run) -> None:
+def test_skipped_offsets_count_once_for_all_attempts(run: Run) -> None:
     assert skipped(run, 0, (2, 5)) == 3
     assert skipped(run, 0, (2, 5)) == 3, "the same task again, or its twin"
     assert skipped(run, 0, (1, 3), (4, 7)) == 6
@@ -50,7 +50,7 @@ def test_what_a_task_skipped_is_counted_once_however_many_tries_tell_of_it(run: 
     assert skipped(run, 1, (7, 9)) == 10, "of a batch that is long done"
 
 
-def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_said_it(run: Run) -> None:
+def test_buffered_rows_are_shown_while_the_slot_is_placed_on_the_reporting_agent(run: Run) -> None:
     stock = ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),))
     run.handle(stock, now_ms=1)
     assert run.statistics().buffered_rows == (0, 0), "its slot is at home"
@@ -59,11 +59,11 @@ def test_what_is_buffered_is_shown_for_a_slot_while_it_lives_at_the_agent_that_s
     assert (run.statistics().buffered_rows, run.statistics().buffered_bytes) == ((0, 7), (0, 100))
 
 
-def test_numbers_are_read_as_they_were_written(run: Run) -> None:
+def test_statistics_survive_their_json(run: Run) -> None:
     assert Statistics.from_dict(run.statistics().as_dict()) == run.statistics()
 
 
-def test_what_was_buffered_at_an_agent_is_not_shown_when_the_slot_has_left_it(run: Run) -> None:
+def test_buffered_rows_are_not_shown_after_the_slot_left_the_agent(run: Run) -> None:
     slot = run.slots.all[1]
     slot.host = "h1"
     run.handle(ev.PrefetchReported(agent="h1", buffered=(ev.Buffered(slot=1, bytes=100, rows=7),)), now_ms=1)

@@ -19,7 +19,7 @@ def aged(group: GroupHarness) -> list[ev.Command]:
     return group.tick(ms=RENEW_MS + RENEW_CHECK_MS)
 
 
-def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarness) -> None:
+def test_offset_of_an_idle_partition_is_renewed_after_hours(group: GroupHarness) -> None:
     group.assigned(A, B)
     group.committed({A: committed(5, group.clock()), B: committed(6, group.clock() - RENEW_MS // 2)})
     assert group.tick(ms=RENEW_MS // 2 - RENEW_CHECK_MS) == []
@@ -33,7 +33,7 @@ def test_an_idle_partition_is_committed_again_after_some_hours(group: GroupHarne
     assert group.warned() == []
 
 
-def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: GroupHarness) -> None:
+def test_offset_is_never_older_than_the_smallest_supported_retention(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: committed(5, group.clock())})
     while not (again := group.tick(ms=RENEW_CHECK_MS - 1)):
@@ -41,7 +41,7 @@ def test_it_is_never_older_than_the_smallest_retention_that_is_served(group: Gro
     assert only(ev.CommitOffsets, again) and group.clock() <= 7 * 3_600_000
 
 
-def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
+def test_commit_restarts_the_renewal_time(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: committed(5, group.clock())})
     group.tick(ms=RENEW_MS - 1)
@@ -50,12 +50,12 @@ def test_a_commit_begins_the_time_anew(group: GroupHarness) -> None:
     assert group.tick(ms=RENEW_MS // 2) == []
 
 
-def test_G10_an_offset_whose_age_nobody_wrote_down_counts_as_old(group: GroupHarness) -> None:
+def test_G10_offset_of_unknown_age_is_renewed(group: GroupHarness) -> None:
     group.settled(A)
     assert group.tick(ms=RENEW_CHECK_MS) == [ev.CommitOffsets(offsets={A: 100}, stream=STREAM, seq=-1)]
 
 
-def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: GroupHarness) -> None:
+def test_G3_partition_is_released_after_its_renewal_is_committed(group: GroupHarness) -> None:
     """Else the commit could arrive behind the next owner's."""
     group.settled(A)
     again = aged(group)
@@ -64,7 +64,7 @@ def test_G3_a_partition_that_is_committed_again_leaves_when_that_is_over(group: 
     assert group.machine.statistics().possible_duplicates == 0
 
 
-def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh: GroupHarness) -> None:
+def test_G5_expired_offset_is_restored_from_the_checkpoint_and_counted(fresh: GroupHarness) -> None:
     fresh.durable({A: (100, 150), B: (40, 40)})
     fresh.assigned(A, B, C)
     commands = fresh.committed({A: None, B: None, C: None})
@@ -75,14 +75,14 @@ def test_G5_what_expired_goes_on_where_the_checkpoint_says_and_is_counted(fresh:
     assert any("not at startingOffsets" in text for text in fresh.said())
 
 
-def test_what_kafka_is_owed_anyway_does_not_count_as_renewed(group: GroupHarness) -> None:
+def test_uncommitted_position_does_not_count_as_renewed(group: GroupHarness) -> None:
     group.reads({A: (100, 150)})
     group.durable()
     assert only(ev.CommitOffsets, aged(group)) == []
     assert group.machine.statistics().offsets_renewed == 0
 
 
-def test_G5_a_plan_says_which_partitions_begin_behind_records_that_nobody_committed() -> None:
+def test_G5_plan_lists_partitions_that_start_after_uncommitted_records() -> None:
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
     group.born({"orders": 2})
     group.assigned(A, B, C)
@@ -95,7 +95,7 @@ def test_G5_a_plan_says_which_partitions_begin_behind_records_that_nobody_commit
     assert group.machine.lookups.began == frozenset()
 
 
-def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
+def test_partition_committed_meanwhile_is_not_listed_as_started() -> None:
     group = GroupHarness(starting=StartingPosition(everywhere=LATEST))
     group.born()
     group.assigned(A)
@@ -108,7 +108,7 @@ def test_what_somebody_committed_meanwhile_does_not_count_as_begun() -> None:
     assert group.machine.lookups.began == frozenset()
 
 
-def test_at_its_first_record_nothing_is_skipped(group: GroupHarness) -> None:
+def test_partition_started_at_its_first_record_is_not_listed(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: None})
     assert group.machine.lookups.began == frozenset()

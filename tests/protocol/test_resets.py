@@ -16,9 +16,7 @@ A, B, C = tps("orders", 0, 1, 2)
     [(7, 20), (6, 20), (5, 150)],
     ids=["as new as our memory", "moved back during our last batch", "older than our memory"],
 )
-def test_whether_a_commit_under_our_name_that_is_behind_is_believed(
-    fresh: GroupHarness, seq: int, goes_on: int
-) -> None:
+def test_which_lower_commits_of_the_stream_are_accepted(fresh: GroupHarness, seq: int, goes_on: int) -> None:
     """A former run followed an operator back, committed that under our name, and failed before the next plan; or batch
     7 was planned before the move, or it would begin at 20."""
     fresh.durable({A: (100, 150)})
@@ -28,7 +26,7 @@ def test_whether_a_commit_under_our_name_that_is_behind_is_believed(
     assert fresh.followed() == ({A} if goes_on == 20 else frozenset())
 
 
-def test_offsets_that_were_deleted_are_committed_again_when_their_partition_comes_back(group: GroupHarness) -> None:
+def test_deleted_offset_is_committed_again_when_its_partition_is_assigned_again(group: GroupHarness) -> None:
     group.settled(A)
     group.revoking(A)
     group.assigned(A)
@@ -39,7 +37,7 @@ def reset(offset: int, reset_number: int = 1) -> ev.Committed:
     return ev.Committed(offset=offset, reset_number=reset_number)
 
 
-def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHarness) -> None:
+def test_reset_voids_the_plan_in_flight_and_all_remembered_positions(fresh: GroupHarness) -> None:
     replayed = fresh.replays({A: (100, 150), B: (40, 40)}, uncommitted={C: 9})
     assert fresh.machine.positions.uncommitted() == {A: 100, B: 40, C: 9}
     fresh.assigned(A, B)
@@ -57,7 +55,7 @@ def test_a_reset_voids_the_plan_in_flight_memory_and_what_is_owed(fresh: GroupHa
 
 
 @pytest.mark.proves("G5", level="core")
-def test_a_batch_that_a_hidden_reset_made_void_is_not_taken_for_read(fresh: GroupHarness) -> None:
+def test_batch_voided_by_a_hidden_reset_does_not_count_as_read(fresh: GroupHarness) -> None:
     """A batch of a former run was pending when an operator reset the group with its table: the table leaves it out.
     Ordinary consumers had every partition since, so that no note tells of the reset: what they have not read of the
     batch nobody has."""
@@ -69,7 +67,7 @@ def test_a_batch_that_a_hidden_reset_made_void_is_not_taken_for_read(fresh: Grou
     assert fresh.machine.plannable() == {A: 149, B: 40}
 
 
-def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: GroupHarness) -> None:
+def test_later_commits_and_plans_contain_the_reset_number(group: GroupHarness) -> None:
     group.assigned(A)
     group.committed({A: reset(20, reset_number=2)})
     group.taken({A: reset(20, reset_number=2)})
@@ -79,7 +77,7 @@ def test_a_reset_is_remembered_by_the_commits_and_their_plans_after_it(group: Gr
     ]
 
 
-def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fresh: GroupHarness) -> None:
+def test_own_commit_after_a_reset_shows_the_reset(fresh: GroupHarness) -> None:
     """A former run had taken the reset, and failed before it planned anything."""
     fresh.durable({A: (100, 150)})
     fresh.assigned(A)
@@ -91,7 +89,7 @@ def test_a_run_that_finds_its_own_commit_of_after_a_reset_knows_of_the_reset(fre
     assert fresh.machine.positions.reset_number == 1
 
 
-def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered_before_another(
+def test_first_lookup_reads_all_notes_for_a_reset(
     pair: GroupHarness,
 ) -> None:
     """Else 500 slots that join at once would ask for the notes of all partitions 500 times."""
@@ -103,7 +101,7 @@ def test_the_first_question_of_a_stay_asks_all_notes_for_a_reset_and_is_answered
     assert answered[0].beside == ()  # type: ignore[union-attr]
 
 
-def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
+def test_never_committed_partition_repeats_its_last_batch_after_a_reset(fresh: GroupHarness) -> None:
     """The reset says nothing of it, and startingOffsets=latest would leave out what came since. A table may have left
     the batch out, because it was planned before the reset."""
     fresh.durable({A: (100, 150), B: (40, 50)})
@@ -114,7 +112,7 @@ def test_a_partition_that_was_never_committed_goes_on_before_its_last_batch_afte
     assert fresh.machine.plannable() == {A: 20, B: 40}
 
 
-def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for_again(group: GroupHarness) -> None:
+def test_response_without_a_requested_note_is_retried(group: GroupHarness) -> None:
     asked = group.assigned(A)
     silent = ev.CommittedOffsetsRead(
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)
@@ -126,7 +124,7 @@ def test_an_answer_that_leaves_out_a_note_which_may_tell_of_a_reset_is_asked_for
     assert group.machine.plannable() == {A: 100}
 
 
-def test_a_note_that_is_never_told_does_not_keep_everything_waiting(group: GroupHarness) -> None:
+def test_note_that_never_arrives_does_not_block_planning(group: GroupHarness) -> None:
     group.assigned(A)
     silent = ev.CommittedOffsetsRead(
         offsets={A: ev.Committed(offset=100, stream=STREAM)}, asked=(A,), reset_number=0, silent=(B,)

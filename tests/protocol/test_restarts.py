@@ -38,7 +38,7 @@ def after_a_crash(
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bool) -> None:
+def test_uncommitted_positions_are_planned_and_survive_two_crashes(durable: bool) -> None:
     """Else it is read again by any sink; with startingOffsets=latest and no commit at all its records are lost."""
     starting = StartingPosition(everywhere=LATEST)
     first = RunHarness(starting=starting)
@@ -59,7 +59,7 @@ def test_what_kafka_is_owed_is_written_down_and_survives_two_crashes(durable: bo
     assert third.batch().ranges == {A: (15, 15), B: (30, 50)}
 
 
-def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_plan() -> None:
+def test_claimed_rewind_survives_a_crash_before_the_next_plan() -> None:
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)  # kafka-consumer-groups --reset-offsets
     run.call(ev.NextBatchRequested(start=run.start, drain=True, name=STREAM))  # joins, but plans nothing
@@ -70,7 +70,7 @@ def test_an_operators_rewind_that_was_taken_survives_a_crash_before_the_next_pla
     assert planned.followed == {A}
 
 
-def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
+def test_claimed_rewind_survives_a_crash_after_the_next_plan() -> None:
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)
     planned = run.latest()
@@ -82,7 +82,7 @@ def test_an_operators_rewind_survives_a_crash_after_the_next_plan_too() -> None:
     assert again.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8)
 
 
-def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
+def test_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     past = RunHarness.returning(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
     run = after_a_crash(past, PAST, durable=False)
@@ -94,7 +94,7 @@ def test_a_reset_with_a_pending_batch_works_with_the_same_checkpoint() -> None:
     assert run.committed[A] == ev.Committed(offset=150, stream=STREAM, seq=8, reset_number=1)
 
 
-def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart() -> None:
+def test_batch_after_lost_records_is_not_read_again_after_a_restart() -> None:
     """Kafka has the end of the batch before: where the next one began is known to the checkpoint alone."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.silent = {ev.CommitOffsets}
@@ -108,7 +108,7 @@ def test_a_batch_behind_records_that_were_gone_is_not_read_again_after_a_restart
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_after_it(durable: bool) -> None:
+def test_followed_commit_before_lost_records_is_no_rewind(durable: bool) -> None:
     """Kafka has the followed offset under the former batch's number, and it lies before the batch's first record."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.committed[A] = ev.Committed(offset=20)
@@ -131,7 +131,7 @@ def test_a_commit_that_was_followed_over_lost_records_is_no_rewind_of_the_batch_
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable: bool) -> None:
+def test_rewind_during_a_batch_after_lost_records_is_followed(durable: bool) -> None:
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.silent = {ev.CommitOffsets}
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
@@ -144,7 +144,7 @@ def test_a_rewind_while_a_batch_behind_lost_records_is_read_is_followed(durable:
 
 
 @pytest.mark.parametrize("returns", ["in the batch", "behind it"])
-def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_lost_in_it(returns: str) -> None:
+def test_batch_after_lost_records_is_not_read_again_after_a_lost_membership(returns: str) -> None:
     """Kafka has it where the lost records began, and the batch begins behind them."""
     run = RunHarness.returning(PAST, fail_on_data_loss=False)
     run.firsts, run.ends = {A: 170, B: 0}, {A: 180, B: 40}
@@ -160,7 +160,7 @@ def test_a_batch_behind_lost_records_is_not_read_again_by_a_membership_that_was_
     assert run.batch().ranges[A] == (180, 190)
 
 
-def test_a_reset_is_of_the_topic_that_is_there_now() -> None:
+def test_reset_applies_to_the_recreated_topic() -> None:
     """Made anew while the query was away. Kafka deletes with a topic what was committed of it."""
     past = RunHarness.returning(PAST)
     past.committed = {tp: ev.Committed(offset=at, reset_number=1) for tp, at in {A: 20, B: 30}.items()}
@@ -189,7 +189,7 @@ def members(run: RunHarness) -> list[int]:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_run_with_a_member_for_each_agent_begins_with_those_that_the_group_still_has(durable: bool) -> None:
+def test_run_with_auto_slots_starts_as_many_as_the_group_still_has(durable: bool) -> None:
     run = coming_back({0, 1, 2}, durable=durable)
     run.ends = {A: 160, B: 50}
     assert run.batch().ranges == {A: (150, 160), B: (40, 50)}
@@ -198,14 +198,14 @@ def test_a_run_with_a_member_for_each_agent_begins_with_those_that_the_group_sti
     assert run.said()[:1] == ["the group still has 3 members of this stream; starting as many"]
 
 
-def test_a_place_in_the_middle_that_is_gone_is_one_of_them() -> None:
+def test_missing_member_between_others_gets_a_slot() -> None:
     run = coming_back({0, 2})
     run.gives[1] = ()
     run.batch()
     assert members(run) == [0, 1, 2]
 
 
-def test_members_that_stay_without_agents_leave_after_a_while() -> None:
+def test_slots_without_agents_leave_after_a_while() -> None:
     run = coming_back({0, 1}, shrink_ms=60_000)
     run.batch()
     run.feed(ev.AgentConnected(agent="h1", executor="1"))
@@ -217,14 +217,14 @@ def test_members_that_stay_without_agents_leave_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("left", [set(), {0}])
-def test_where_the_group_has_none_or_one_a_run_begins_with_one(left: set[int]) -> None:
+def test_run_with_auto_slots_starts_one_without_former_members(left: set[int]) -> None:
     run = coming_back(left)
     run.gives = {0: (A, B)}
     run.batch()
     assert members(run) == [0]
 
 
-def test_members_of_other_streams_and_a_group_that_cannot_be_asked_at_once_change_nothing() -> None:
+def test_members_of_other_streams_and_a_late_description_change_nothing() -> None:
     run = coming_back({0, 1})
     run.down_until_ms = run.clock() + 10_000
     answer = run.answer
@@ -241,7 +241,7 @@ def test_members_of_other_streams_and_a_group_that_cannot_be_asked_at_once_chang
     assert members(run) == [0, 1]
 
 
-def test_a_number_of_members_is_not_looked_up() -> None:
+def test_fixed_number_of_members_needs_no_description() -> None:
     run = RunHarness.returning(PAST, slots=1)
     run.left = {0, 1, 2}
     run.batch()

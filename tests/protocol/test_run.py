@@ -49,7 +49,7 @@ def waited_ms(run: RunHarness) -> int:
 # --- the first batch -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_batch_waits_for_the_slowest_slot() -> None:
+def test_first_batch_waits_until_every_slot_has_an_assignment() -> None:
     run = RunHarness(slots=2)
     run.gives = {0: (A,)}
     run.ends = {A: 5, B: 7}
@@ -61,14 +61,14 @@ def test_the_first_batch_waits_for_the_slowest_slot() -> None:
     assert waited_ms(run) >= 6_000
 
 
-def test_the_first_batch_of_a_stream_is_planned_even_when_there_is_nothing_to_read() -> None:
+def test_first_batch_of_a_stream_is_planned_even_if_it_reads_nothing() -> None:
     run = RunHarness()
     first = run.latest()
     assert (first.stream, first.seq, first.batch()) == (STREAM, 0, [])
     assert first.positions() == {A: 0, B: 0}
 
 
-def test_the_first_batch_waits_until_an_assignment_that_is_on_its_way_has_come() -> None:
+def test_first_batch_waits_for_an_assignment_that_is_on_its_way() -> None:
     run = RunHarness()
     run.gives = {0: (A, B)}
     run.silent = {ev.Join}
@@ -81,7 +81,7 @@ def test_the_first_batch_waits_until_an_assignment_that_is_on_its_way_has_come()
 
 
 @pytest.mark.parametrize("state", ["stable", "preparing_rebalance"])
-def test_the_first_batch_does_not_wait_long_for_a_group_that_does_not_come_to_rest(state: str) -> None:
+def test_first_batch_waits_a_bounded_time_for_a_stable_group(state: str) -> None:
     run = RunHarness()
     run.group_state = state
     run.gives = {0: (A, B)}
@@ -92,7 +92,7 @@ def test_the_first_batch_does_not_wait_long_for_a_group_that_does_not_come_to_re
     assert SETTLE_MS_MAX <= waited_ms(run) <= SETTLE_MS_MAX + 200
 
 
-def test_members_of_a_former_run_that_still_have_partitions_are_waited_for() -> None:
+def test_first_batch_waits_for_partitions_of_members_of_an_earlier_run() -> None:
     """A killed run of this stream: what its members have will be ours when their session ends."""
     run = RunHarness(slots=2)
     run.gives = {0: (A,), 1: ()}
@@ -105,7 +105,7 @@ def test_members_of_a_former_run_that_still_have_partitions_are_waited_for() -> 
     assert run.latest().ranges == {A: (0, 5), B: (0, 7)}
 
 
-def test_a_group_that_gives_nothing_is_told_of_and_then_given_up() -> None:
+def test_missing_assignment_is_logged_and_fails_the_run_after_its_budget() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
     run.later(ev.Tick(), ms=ASSIGNMENT_WARNING_MS + 1)
@@ -120,7 +120,7 @@ def test_a_group_that_gives_nothing_is_told_of_and_then_given_up() -> None:
     assert "not all 1 members of this query have an assignment after 10 s; waiting up to 75 s" in warning
 
 
-def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone_joins() -> None:
+def test_starting_offsets_of_unknown_partitions_fail_before_members_join() -> None:
     run = RunHarness(starting=StartingPosition(each=((C, LATEST),)))
     with pytest.raises(OptionError):
         run.latest()
@@ -131,7 +131,7 @@ def test_starting_offsets_for_other_partitions_than_there_are_fail_before_anyone
 
 
 @pytest.mark.parametrize("late_ms", [10, 7_000])
-def test_a_returning_run_goes_on_after_its_durable_batch_when_it_has_its_partitions(late_ms: int) -> None:
+def test_resumed_run_continues_after_its_durable_batch_once_it_has_its_partitions(late_ms: int) -> None:
     run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     run.ends = {A: 160, B: 40}
@@ -141,7 +141,7 @@ def test_a_returning_run_goes_on_after_its_durable_batch_when_it_has_its_partiti
     assert run.took(ev.DescribeGroup) == []
 
 
-def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> None:
+def test_resumed_run_waits_for_its_partitions_once_and_for_a_bounded_time() -> None:
     run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     assert run.latest() is run.start
@@ -150,14 +150,14 @@ def test_a_returning_run_waits_for_its_partitions_once_and_not_for_ever() -> Non
     assert waited_ms(run) <= SETTLE_MS_MAX + IDLE_PAUSES_MS[1]
 
 
-def test_a_returning_run_waits_for_a_commit_that_it_takes_over() -> None:
+def test_resumed_run_waits_until_a_foreign_commit_is_claimed() -> None:
     """A partition under somebody else's name cannot be planned before Kafka has it under ours."""
     run = RunHarness.returning(PAST)
     run.committed[A] = ev.Committed(offset=20)
     assert run.latest().ranges == {A: (20, 150), B: (40, 40)}
 
 
-def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
+def test_replayed_batch_is_read_before_its_partitions_are_assigned() -> None:
     run = RunHarness.returning(PAST)
     run.silent = {ev.Join}
     assert run.call(ev.BatchStarted(offset=PAST)) == PAST
@@ -175,7 +175,7 @@ def test_a_replayed_batch_is_read_before_its_partitions_come() -> None:
     ("look_ms", "pause_ms"),
     [(0, IDLE_PAUSES_MS[0]), (12, int(12 / IDLE_LOAD_MAX)), (500, IDLE_PAUSES_MS[1])],
 )
-def test_idle_pauses_grow_with_the_cost_of_asking(look_ms: int, pause_ms: int) -> None:
+def test_idle_pause_grows_with_the_duration_of_reading_log_ends(look_ms: int, pause_ms: int) -> None:
     run = idle()
     run.look_ms = look_ms
     run.latest()
@@ -184,7 +184,7 @@ def test_idle_pauses_grow_with_the_cost_of_asking(look_ms: int, pause_ms: int) -
     assert run.clock() - asked_at_ms == pause_ms + look_ms
 
 
-def test_a_query_that_is_not_idle_does_not_rest() -> None:
+def test_query_with_records_to_read_does_not_pause() -> None:
     run = RunHarness()
     run.batch()
     before_ms = run.clock()
@@ -194,7 +194,7 @@ def test_a_query_that_is_not_idle_does_not_rest() -> None:
     assert run.clock() == before_ms
 
 
-def test_a_rebalance_ends_the_rest() -> None:
+def test_rebalance_ends_the_idle_pause() -> None:
     run = idle()
     run.look_ms = 500
     run.latest()
@@ -205,7 +205,7 @@ def test_a_rebalance_ends_the_rest() -> None:
     assert run.clock() == began_ms + 300 + 2 * run.look_ms  # the ends, and whether it is the same topic
 
 
-def test_what_leaves_while_the_brokers_are_asked_is_not_planned() -> None:
+def test_partition_revoked_while_log_ends_are_read_is_not_planned() -> None:
     run = idle()
     run.ends = {A: 20, B: 5}
     run.feed(ev.NextBatchRequested(start=run.start, name=STREAM))
@@ -219,7 +219,7 @@ def test_what_leaves_while_the_brokers_are_asked_is_not_planned() -> None:
 # --- AvailableNow and Once -------------------------------------------------------------------------------------------
 
 
-def test_an_available_now_run_reads_to_its_target_brings_its_offsets_and_leaves() -> None:
+def test_available_now_reads_to_its_target_commits_and_leaves() -> None:
     run = RunHarness(max_offsets=8)
     run.ends = {A: 10, B: 4}
     run.aim(dict(run.ends))
@@ -233,7 +233,7 @@ def test_an_available_now_run_reads_to_its_target_brings_its_offsets_and_leaves(
     assert run.latest() is run.start
 
 
-def test_partitions_outside_the_target_are_not_read_but_their_positions_are_written_down() -> None:
+def test_partitions_outside_the_target_are_not_read_but_their_positions_are_planned() -> None:
     run = RunHarness(topics={"orders": 3})
     run.ends = {A: 10, B: 4, C: 5}
     run.aim({A: 10, B: 4})
@@ -242,7 +242,7 @@ def test_partitions_outside_the_target_are_not_read_but_their_positions_are_writ
     assert run.state() is RunState.CLOSED
 
 
-def test_a_bounded_run_that_must_not_leave_stays() -> None:
+def test_bounded_run_stays_in_the_group_with_leave_on_stop_never() -> None:
     run = RunHarness(leave_on_stop="never")
     run.aim(dict(run.ends))
     run.batch()
@@ -253,7 +253,7 @@ def test_a_bounded_run_that_must_not_leave_stays() -> None:
     assert only(ev.Leave, run.history) == [ev.Leave(slot=0, leave=False)]
 
 
-def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -> None:
+def test_bounded_run_has_dynamic_members_under_kip_848() -> None:
     run = RunHarness(classic=False)
     run.aim(dict(run.ends))
     run.latest()
@@ -266,7 +266,7 @@ def test_members_of_a_bounded_run_are_dynamic_where_static_ones_cannot_leave() -
     assert [join.instance_id for join in only(ev.Join, unbounded.history)] == ["etl.9f2c.0"]
 
 
-def test_a_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
+def test_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
     run = RunHarness.returning(PAST)
     run.aim({A: 150, B: 50})
     run.silent = {ev.Join}
@@ -277,7 +277,7 @@ def test_a_bounded_run_does_not_end_while_an_assignment_is_on_its_way() -> None:
     assert run.batch().seq == 8 and run.state() is RunState.CLOSED
 
 
-def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -> None:
+def test_bounded_run_does_not_end_while_a_log_end_is_unknown() -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
     run.aim(dict(run.ends))
@@ -295,7 +295,7 @@ def test_a_bounded_run_does_not_end_while_the_end_of_a_partition_is_not_told() -
     assert run.call(ev.Tick()).ranges == {A: (10, 10), B: (0, 4)}
 
 
-def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> None:
+def test_bounded_run_fails_if_the_group_does_not_become_stable_in_time() -> None:
     run = RunHarness.returning(PAST)
     run.aim(PAST.positions())
     run.group_state = "completing_rebalance"
@@ -306,7 +306,7 @@ def test_settling_of_a_bounded_run_has_a_bound_and_says_what_it_waited_for() -> 
     assert len(run.took(ev.DescribeGroup)) <= JOINING_BUDGET_MS // IDLE_PAUSES_MS[0] + 2
 
 
-def test_a_bounded_run_that_another_driver_keeps_partitions_from_says_so() -> None:
+def test_error_names_partitions_that_another_driver_of_the_stream_holds() -> None:
     run = RunHarness.returning(PAST)
     run.aim(PAST.positions())
     run.silent = {ev.Join}
@@ -317,7 +317,7 @@ def test_a_bounded_run_that_another_driver_keeps_partitions_from_says_so() -> No
         run.latest()
 
 
-def test_reading_on_begins_the_bound_of_settling_anew() -> None:
+def test_a_planned_batch_restarts_the_budget_for_a_stable_group() -> None:
     run = RunHarness.returning(PAST, max_offsets=1)
     run.aim({A: 160, B: 40})
     run.ends = {A: 160, B: 40}
@@ -328,14 +328,14 @@ def test_reading_on_begins_the_bound_of_settling_anew() -> None:
         run.latest()
 
 
-def test_once_takes_all_there_is() -> None:
+def test_once_reads_everything_available() -> None:
     run = RunHarness(max_offsets=3, min_offsets=1_000)
     run.ends = {A: 10, B: 4}
     assert run.batch(unlimited=True).ranges == {A: (0, 10), B: (0, 4)}
 
 
 @pytest.mark.parametrize(("durable", "has_them"), [(0, True), (-1, False), (3, False)])
-def test_once_brings_its_offsets_at_the_stop_when_the_sink_says_that_it_has_them(durable: int, has_them: bool) -> None:
+def test_once_commits_at_the_stop_if_the_sink_reports_its_batch_as_durable(durable: int, has_them: bool) -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 4}
     run.batch(unlimited=True)
@@ -354,7 +354,7 @@ def test_once_with_nothing_to_read_returns_the_start() -> None:
 # --- drain -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_drain_brings_what_is_durable_to_kafka_and_plans_no_more() -> None:
+def test_drain_commits_durable_offsets_and_plans_no_more_batches() -> None:
     run = RunHarness()
     run.ends[A] = 10
     run.batch()
@@ -368,7 +368,7 @@ def test_a_drain_brings_what_is_durable_to_kafka_and_plans_no_more() -> None:
     assert run.clock() == began_ms + IDLE_PAUSES_MS[1]  # Spark asks again and again
 
 
-def test_a_drain_waits_for_the_batch_that_spark_has() -> None:
+def test_drain_waits_for_the_batch_in_flight() -> None:
     run = RunHarness()
     run.ends[A] = 10
     planned = run.latest()
@@ -380,7 +380,7 @@ def test_a_drain_waits_for_the_batch_that_spark_has() -> None:
     assert run.drained() and run.committed[A].offset == 10
 
 
-def test_a_drain_that_kafka_does_not_answer_answers_all_the_same_and_is_not_drained() -> None:
+def test_drain_without_a_commit_returns_after_its_bound_and_is_not_drained() -> None:
     run = RunHarness()
     run.ends[A] = 10
     run.batch()
@@ -393,7 +393,7 @@ def test_a_drain_that_kafka_does_not_answer_answers_all_the_same_and_is_not_drai
     assert any("were not committed within 60 s" in text for text in run.warned())
 
 
-def test_offsets_that_the_sink_has_and_kafka_has_not_are_counted_until_their_commit_is_done() -> None:
+def test_uncommitted_offsets_are_counted_until_their_commit_succeeds() -> None:
     run = RunHarness()
     run.ends = {A: 10, B: 7}
     run.batch()
@@ -409,7 +409,7 @@ def test_offsets_that_the_sink_has_and_kafka_has_not_are_counted_until_their_com
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_reaches_the_next_call() -> None:
+def test_failure_is_raised_by_the_next_call() -> None:
     run = idle()
     run.feed(ev.Replaced(reason="INVALID_PRODUCER_EPOCH"))
     assert run.state() is RunState.FAILED
@@ -424,7 +424,7 @@ def test_a_failure_reaches_the_next_call() -> None:
     assert run.state() is RunState.CLOSED
 
 
-def test_a_failure_while_the_call_waits_ends_it() -> None:
+def test_failure_ends_a_waiting_call() -> None:
     run = RunHarness()
     run.silent = {ev.Join}
     run.later(ev.InternalFailure(error=InvariantBroken("thread worker died")), ms=500)
@@ -433,7 +433,7 @@ def test_a_failure_while_the_call_waits_ends_it() -> None:
     assert waited_ms(run) == 500
 
 
-def test_a_failure_before_the_stream_has_a_name_makes_no_members_later() -> None:
+def test_no_member_joins_after_a_failure_during_the_start() -> None:
     run = RunHarness.returning(PAST)
     run.feed(
         ev.NextBatchRequested(start=PAST, name=STREAM), ev.InternalFailure(error=BrokerUnavailable("nobody answered"))
@@ -447,7 +447,7 @@ def test_a_failure_before_the_stream_has_a_name_makes_no_members_later() -> None
     assert only(ev.Join, run.history) == []
 
 
-def test_a_broken_rule_fails_the_run_with_its_story() -> None:
+def test_broken_invariant_fails_the_run_with_the_last_events() -> None:
     run = idle()
     impossible = StreamOffset(group=GROUP, stream=STREAM, seq=99)
     assert only(ev.Fail, run.feed(ev.Durable(offset=impossible)))
@@ -457,7 +457,7 @@ def test_a_broken_rule_fails_the_run_with_its_story() -> None:
     assert "Planned(offset=batch 0" in str(failure.value)
 
 
-def test_a_change_that_is_not_in_the_table_fails_the_run_with_its_story() -> None:
+def test_transition_missing_in_the_table_fails_the_run_with_the_last_events() -> None:
     run = idle()
     run.feed(ev.MembersClosing(leave=False))
     with pytest.raises(InvariantBroken) as failure:
@@ -477,7 +477,7 @@ def test_a_change_that_is_not_in_the_table_fails_the_run_with_its_story() -> Non
         ("never", True, False),
     ],
 )
-def test_whether_members_leave_at_the_stop(rule: str, bounded: bool, leave: bool) -> None:
+def test_members_leave_at_the_stop_according_to_leave_on_stop(rule: str, bounded: bool, leave: bool) -> None:
     run = RunHarness(leave_on_stop=rule)
     run.batch(unlimited=bounded)
     run.stop()
@@ -485,7 +485,7 @@ def test_whether_members_leave_at_the_stop(rule: str, bounded: bool, leave: bool
     assert run.took(ev.CloseMembers) == [ev.CloseMembers(leave=leave)]
 
 
-def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
+def test_stop_waits_a_bounded_time_for_the_last_commit() -> None:
     run = RunHarness()
     run.ends[A] = 10
     end = run.batch()
@@ -503,7 +503,7 @@ def test_a_stop_waits_for_the_last_commit_within_a_bound() -> None:
     assert run.state() is RunState.CLOSED
 
 
-def test_a_failure_during_the_stop_ends_the_wait_and_closes_the_members_all_the_same() -> None:
+def test_failure_during_the_stop_ends_the_wait_and_closes_the_members() -> None:
     run = idle()
     run.silent = {ev.CommitOffsets}
     run.ends[A] = 20
@@ -515,7 +515,7 @@ def test_a_failure_during_the_stop_ends_the_wait_and_closes_the_members_all_the_
     assert run.took(ev.CloseMembers) and run.state() is RunState.CLOSED
 
 
-def test_a_run_that_never_began_stops_at_once() -> None:
+def test_run_without_a_call_stops_at_once() -> None:
     run = RunHarness()
     run.stop()
     assert run.state() is RunState.CLOSED

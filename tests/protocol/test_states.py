@@ -454,7 +454,7 @@ def by_name(rows: Iterable[Row]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=lambda row: f"{row[0].value}-{row[1].__name__}")
 
 
-def test_the_ways_are_those_of_the_tables() -> None:
+def test_every_transition_of_the_tables_has_a_test_path() -> None:
     assert RUN_WAYS.keys() == RUN.keys()
     assert SLOT_WAYS.keys() == SLOTS.keys()
     assert PARTITION_WAYS.keys() == PARTITIONS.keys()
@@ -462,7 +462,9 @@ def test_the_ways_are_those_of_the_tables() -> None:
 
 
 @by_name([*SLOTS, *PARTITIONS, *AGENTS])
-def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Row]], fresh: GroupHarness) -> None:
+def test_every_transition_of_slots_partitions_and_agents_is_reached(
+    row: Row, used: Callable[[], set[Row]], fresh: GroupHarness
+) -> None:
     *before, step = (SLOT_WAYS | PARTITION_WAYS | HOST_WAYS)[row]
     for lead in before:
         lead(fresh)
@@ -471,13 +473,13 @@ def test_every_row_of_the_machine_is_reached(row: Row, used: Callable[[], set[Ro
 
 
 @by_name(RUN)
-def test_every_row_of_the_run_is_reached(row: Row, used: Callable[[], set[Row]]) -> None:
+def test_every_transition_of_the_run_is_reached(row: Row, used: Callable[[], set[Row]]) -> None:
     RUN_WAYS[row]()
     assert row in used()
 
 
 @pytest.mark.parametrize("state", RunState)
-def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
+def test_call_in_every_state_returns(state: RunState) -> None:
     """Not always a good one, but never a loop without end, nor an error that is not ours."""
     calls: list[Callable[[RunHarness], ev.Event]] = [
         asked_for,
@@ -498,17 +500,17 @@ def test_a_call_in_every_state_has_an_answer(state: RunState) -> None:
 # --- every change is a row ------------------------------------------------------------------------------------------
 
 
-def test_every_state_is_the_end_of_some_row_or_the_beginning() -> None:
+def test_every_state_is_reachable() -> None:
     assert {*RUN.values(), RunState.NEW} == set(RunState)
     assert {*SLOTS.values()} == set(SlotState)
     assert {*PARTITIONS.values()} == set(PartitionState)
     assert {*AGENTS.values()} == set(AgentState)
 
 
-def test_nothing_leads_out_of_the_ends() -> None:
+def test_no_transition_leaves_a_final_state() -> None:
     assert {to for (state, _), to in RUN.items() if state is RunState.CLOSED} == {RunState.CLOSED}
 
 
-def test_a_change_that_is_not_in_the_table_is_a_bug(group: GroupHarness) -> None:
+def test_transition_missing_in_the_table_breaks_an_invariant(group: GroupHarness) -> None:
     with pytest.raises(InvariantBroken, match="NextBatchRequested in state gathering"):
         group.born()
