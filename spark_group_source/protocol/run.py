@@ -73,7 +73,7 @@ class Run:
         self.positions = Partitions(self.counts)
         self.planner = Planner(rules)
         self.outage = Outage()
-        self.lookout = DataLossDetector(fail_on_data_loss=rules.fail_on_data_loss)
+        self.data_loss = DataLossDetector(fail_on_data_loss=rules.fail_on_data_loss)
         self._out = Outbox()
         self.slots = Slots(
             rules,
@@ -84,7 +84,7 @@ class Run:
             place=self._agent_for,
             place_name=self._agent_name,
         )
-        self.lending = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
+        self.placement = Placement(rules, self.slots, self.counts, self._out, self._is_fully_committed)
         self.lookups = PositionLookups(rules, self.positions, self.counts, self._out)
         self._commits = CommitSchedule()
         self._skips = Skips()
@@ -164,17 +164,17 @@ class Run:
         return self.positions.seq
 
     @property
-    def gathered(self) -> bool:
+    def is_gathered(self) -> bool:
         """Whether every slot has had an assignment and every partition can be planned: a plan misses no partition."""
         return self.slots.all_assigned and self.positions.all_ready
 
     @property
-    def echoed(self) -> bool:
+    def all_committed(self) -> bool:
         """Whether Kafka has the position of every assigned partition as committed offset."""
         return not self.positions.due and not self._commits.is_committing
 
     @property
-    def drained(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether all offsets are committed and no batch will follow."""
         return self.state is RunState.DRAINED
 
@@ -199,7 +199,7 @@ class Run:
         if self.closed:
             return None
         due = self.slots.deadlines_ms() + self._commits.deadlines_ms() + self.lookups.deadlines_ms()
-        due += self.lending.deadlines_ms()
+        due += self.placement.deadlines_ms()
         due += [] if self._renew_at_ms is None else [self._renew_at_ms]
         return min(due, default=None)
 
@@ -214,7 +214,7 @@ class Run:
             generation=max((slot.generation for slot in slots), default=-1),
             slots=tuple(slot.state.value for slot in slots),
             assigned=tuple(len(slot.held) for slot in slots),
-            agents=self.lending.places(),
+            agents=self.placement.places(),
             placed_since_ms=tuple(slot.since_ms if slot.host != HOME else 0 for slot in slots),
             buffered_bytes=tuple(slot.buffered_bytes for slot in slots),
             buffered_rows=tuple(slot.buffered_rows for slot in slots),
@@ -224,7 +224,7 @@ class Run:
             unreachable_since_ms=self.outage.since_ms or 0,
             uncommitted_partitions=len(positions.due),
             uncommitted_offsets=sum(at.uncommitted for at in positions.due.values()),
-            records_lost=self.lookout.records_lost + self._skips.records_lost,
+            records_lost=self.data_loss.records_lost + self._skips.records_lost,
         )
 
     def check(self) -> None:
@@ -270,14 +270,14 @@ class Run:
                     self.slots.topics_seen(event.topics)
             # placement of members on agents
             case ev.MemberEnded():
-                self.lending.ended(event)
+                self.placement.ended(event)
             case ev.AgentConnected() | ev.AgentHeartbeat() | ev.AgentDisconnected() | ev.AgentEnded():
-                self.lending.take(event)
+                self.placement.take(event)
             case ev.TransactionsChecked():
-                self.lending.take(event)
+                self.placement.take(event)
             case ev.BatchBoundary():
                 if self.plan is None:
-                    self.lending.boundary()
+                    self.placement.boundary()
             # batches
             case ev.Planned():
                 self._planned(event.offset)
@@ -338,7 +338,7 @@ class Run:
                     self._described = event
             case ev.LogEndsRead():
                 self._broker_answered(Asker.CALL)
-                self._ends_request = None if self._ends_request is None else self.lookout.take(event)
+                self._ends_request = None if self._ends_request is None else self.data_loss.take(event)
             case ev.RequestFailed():
                 self._broker_silent(Asker.CALL, event.error)
                 if self._ends_request is not None:  # the positions may have changed since the read started
@@ -429,7 +429,7 @@ class Run:
     def _resume(self, offset: StreamOffset, topics: tuple[str, ...], places: int, *, replay: bool) -> None:
         """Continue from a checkpoint: after its last batch, or before it if Spark runs that batch again."""
         self._is_resumed = True
-        self.lookout.adopt(offset)
+        self.data_loss.adopt(offset)
         self.stream, self.lookups.known = offset.stream, offset.known
         self.positions.restore(offset, replay=replay)
         self.plan = offset if replay else None
@@ -553,17 +553,17 @@ class Run:
         return is_ready and not self._commits.includes(tp) and tp not in self.positions.due
 
     def _agent_for(self, slot: Slot) -> str:
-        return self.lending.place(slot)
+        return self.placement.place(slot)
 
     def _agent_name(self, host: str) -> str:
-        return self.lending.hosts.name(host)
+        return self.placement.hosts.name(host)
 
     def _tick(self) -> None:
         self._commits.tick(self._now_ms)
         self.lookups.tick()
         self._renew_offsets()
         self.slots.tick()
-        self.lending.tick()
+        self.placement.tick()
 
     def _renew_offsets(self) -> None:
         if self._renew_at_ms is not None and self._now_ms >= self._renew_at_ms:
@@ -625,13 +625,13 @@ class Run:
         if self._is_draining:
             self._move(ev.DrainRequested)
             return None
-        if self.lending.any and (wait := self._move_slots()) is not None:
+        if self.placement.any and (wait := self._move_slots()) is not None:
             return wait
-        enough = self.gathered if self._is_first or self._bounded else self.positions.all_known
+        enough = self.is_gathered if self._is_first or self._bounded else self.positions.all_known
         if not enough:
             return self._wait_for_the_group()
         # A resumed run waits for all partitions at first: "nothing to read" must not mean "nothing assigned".
-        late = self._is_resumed and not self.gathered
+        late = self._is_resumed and not self.is_gathered
         if late and (wait := self._wait(SETTLE_MS_MAX)) is not None:
             return wait
         self._is_resumed, self._described = False, None
@@ -641,7 +641,7 @@ class Run:
     def _move_slots(self) -> ev.Wait | None:
         """Between two batches, slots move to where they should be placed; the plan waits for them a bounded time."""
         self._apply(ev.BatchBoundary())
-        until_ms = self.lending.waits_until_ms()
+        until_ms = self.placement.waits_until_ms()
         return None if until_ms is None or until_ms <= self._now_ms else ev.Wait(until_ms=until_ms)
 
     def _wait_for_the_group(self) -> ev.Step | None:
@@ -692,12 +692,12 @@ class Run:
         members = {id_: slot for id_ in described.given if (slot := identifiers.slot_of(self.stream, id_)) in slots}
         given = {tp for client_id in members for tp in described.given[client_id]}
         self._held_elsewhere = sorted(given - held)
-        return self.gathered and described.state == "stable" and slots == set(members.values()) and given == held
+        return self.is_gathered and described.state == "stable" and slots == set(members.values()) and given == held
 
     def _pausing(self) -> ev.Step | None:
         """Pause an idle query between two reads of the log ends; every call of Spark reads them at least once."""
         shortest, longest = IDLE_PAUSES_MS
-        pause_ms = min(max(int(self.lookout.took_ms / IDLE_LOAD_MAX), shortest), longest)
+        pause_ms = min(max(int(self.data_loss.took_ms / IDLE_LOAD_MAX), shortest), longest)
         rests = self._is_idle and self.counts.rebalances == self._rebalances_at_read
         if rests and self._now_ms < self._ends_read_at_ms + pause_ms:
             return ev.Wait(until_ms=self._ends_read_at_ms + pause_ms)
@@ -706,25 +706,25 @@ class Run:
         return None
 
     def _first_ends_request(self) -> ev.ReadLogEnds:
-        return self.lookout.begin(self.plannable(), self._now_ms, self.positions.reset_number)
+        return self.data_loss.begin(self.plannable(), self._now_ms, self.positions.reset_number)
 
     def _fetching_ends(self) -> ev.Step | None:
         """Read the log ends, request by request, then plan the next batch."""
         if self._ends_request is not None:
             return self._ends_request
         self._ends_read_at_ms, self._rebalances_at_read = self._now_ms, self.counts.rebalances
-        for text in self.lookout.warnings:
+        for text in self.data_loss.warnings:
             self._out.say(text, warn=True)
-        if self.lookout.error is not None:
-            self._fail(self.lookout.error)
+        if self.data_loss.error is not None:
+            self._fail(self.data_loss.error)
             return None
-        if self.lookout.gone is not None:
-            self._apply(self.lookout.gone)
+        if self.data_loss.gone is not None:
+            self._apply(self.data_loss.gone)
         planned = self.planner.plan(
             self,
-            self.lookout.ends,
-            self.lookout.topic_ids,
-            self.lookout.leader_epochs,
+            self.data_loss.ends,
+            self.data_loss.topic_ids,
+            self.data_loss.leader_epochs,
             first=self._is_first,
             unlimited=self._is_unlimited,
             now_ms=self._now_ms,
@@ -732,7 +732,7 @@ class Run:
         self._is_idle = planned is None
         if planned is not None:
             self._unsettled_since_ms = None
-            self.lookout.heights.remember(planned)
+            self.data_loss.heights.remember(planned)
             self._apply(ev.Planned(offset=planned))
         else:
             self._nothing_to_read()
@@ -742,7 +742,7 @@ class Run:
         """Decide what follows from an empty read: a bounded run may end only if it trusts that read."""
         if not self._bounded:
             self._move(ev.NothingToRead)
-        elif self._is_group_settled and self.lookout.complete and not self.lookout.suspects:
+        elif self._is_group_settled and self.data_loss.complete and not self.data_loss.suspects:
             self._move(ev.TargetReached if self.planner.bounded else ev.NothingToRead)
         else:
             if self._unsettled_since_ms is None:
@@ -755,7 +755,7 @@ class Run:
 
     def _draining(self) -> ev.Step | None:
         """Plan no more batches; wait until all durable offsets are committed."""
-        if self.echoed:
+        if self.all_committed:
             self._move(ev.AllCommitted)
             return None
         if (wait := self._wait(COMMIT_MS_MAX)) is not None:
@@ -765,7 +765,7 @@ class Run:
 
     def _ending(self) -> ev.Step | None:
         """A bounded run is done: wait until its offsets are committed, then let the members leave the group."""
-        if not self.echoed:
+        if not self.all_committed:
             if (wait := self._wait(COMMIT_MS_MAX)) is not None:
                 return wait
             self._warn_uncommitted()
@@ -790,7 +790,7 @@ class Run:
 
     def _closing(self) -> ev.Step | None:
         """The run is stopped: wait a short time until its offsets are committed, then close the members."""
-        if self._error is None and not self.echoed and (wait := self._wait(STOP_COMMIT_MS_MAX)) is not None:
+        if self._error is None and not self.all_committed and (wait := self._wait(STOP_COMMIT_MS_MAX)) is not None:
             return wait
         rule = self.rules.leave_on_stop
         return ev.CloseMembers(leave=rule == "always" or (rule == "auto" and self._bounded))

@@ -131,12 +131,12 @@ class Coordinator:
 
     def log_ends(self) -> Mapping[TopicPartition, int]:
         """Return the log end offsets that were read last."""
-        return self._run.lookout.ends
+        return self._run.data_loss.ends
 
     def placed_members(self) -> list[PlacedMembers]:
         """Return the partitions of the members that agents run now."""
         with self._changed:
-            hosts = self._run.lending.hosts.all
+            hosts = self._run.placement.hosts.all
             at = [(m.agent, m.partitions) for m in self._members.values() if isinstance(m, RemoteMember)]
             return [PlacedMembers(host, hosts[host].executor, held) for host, held in at if host in hosts]
 
@@ -317,7 +317,7 @@ class Coordinator:
     def _publish(self) -> None:
         with self._publishing:
             with self._changed:
-                statistics, drained = self._run.statistics(), self._run.drained
+                statistics, drained = self._run.statistics(), self._run.is_drained
             self._publisher.publish(statistics, drained=drained)
 
 

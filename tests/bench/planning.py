@@ -108,7 +108,7 @@ def running(partitions: int, slots: int) -> Run:
     while orders:
         answers = [answer for order in orders if (answer := _answer(order, {})) is not None]
         orders = [order for answer in answers for order in machine.handle(answer, now_ms=0)]
-    assert machine.gathered or not partitions
+    assert machine.is_gathered or not partitions
     return machine
 
 

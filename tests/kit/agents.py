@@ -287,15 +287,15 @@ class Executors:
         assert run.watched is not None
         if run.watched.closed:
             return None  # a closed run ignores its agents
-        lending, now_ms = run.watched.lending, self._world.now_ms
+        placement, now_ms = run.watched.placement, self._world.now_ms
         self._transactional |= self._cluster.transactions_allowed
-        executors = [host.executor for host in lending.hosts.all.values()]
+        executors = [host.executor for host in placement.hosts.all.values()]
         if len(executors) != len(set(executors)):
             return f"an executor has two agents: {executors}"
         for agent in self.agents:
-            if agent.former and agent.hosted._agent in lending.hosts.all:
+            if agent.former and agent.hosted._agent in placement.hosts.all:
                 return f"{agent.process.name} was another run's, and is used by this one"
-            if agent.gone_ms is not None and agent.hosted._agent in lending.hosts.all:
+            if agent.gone_ms is not None and agent.hosted._agent in placement.hosts.all:
                 gone_ms = now_ms - max(agent.gone_ms, run.process.thawed_at_ms)
                 if gone_ms > run.watched.rules.lease_ms + LOOK_MS:
                     return f"{agent.process.name} is gone for {gone_ms} ms, and is still used"
@@ -303,7 +303,7 @@ class Executors:
             moving_ms = now_ms - (slot.moved_ms or 0)
             if slot.state is SlotState.MOVING and moving_ms > CLOSE_MS_MAX + LOOK_MS:
                 return f"slot {slot.number} moves for {moving_ms} ms"
-            if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in lending.hosts.all:
+            if slot.state in WITH_MEMBER and slot.host != HOME and slot.host not in placement.hosts.all:
                 return f"slot {slot.number} is placed on agent {slot.host}, which is gone"
             if slot.host != HOME and not self._transactional:
                 return f"slot {slot.number} is placed on an agent although transactions are refused"

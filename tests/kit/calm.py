@@ -1,4 +1,4 @@
-"""One query and its executors, in a group that nothing else disturbs: what lending alone does to it.
+"""One query and its executors, in a group that nothing else disturbs: what placement alone does to it.
 
 Runs in: tests. Agents come, die, freeze and lose their channels, while brokers answer and everything else goes well. A
 group must not rebalance for any of that: each place is taken over before its session ends, unless the agent that takes
@@ -65,7 +65,7 @@ class CalmScene(Scene):
 
 
 class CalmFaults(AgentFaults):
-    """Of agents alone; those that cut a member off from the brokers are not lending's."""
+    """Of agents alone; those that cut a member off from the brokers are not those of placement."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)

@@ -80,7 +80,7 @@ class GroupHarness:
     def __init__(self, slots: int = 1, **rules: Any) -> None:
         self.clock = ManualClock()
         self.machine = Run(rules_with(slots=slots, **rules))
-        self.machine.lending.transactional = True
+        self.machine.placement.transactional = True
         self.clients: dict[int, int] = {}
         self.history: Commands = []
 
@@ -105,7 +105,7 @@ class GroupHarness:
         return [say.text for say in only(ev.LogLine, self.history) if say.warn]
 
     def gathered(self) -> bool:
-        return self.machine.gathered
+        return self.machine.is_gathered
 
     def followed(self) -> set[TopicPartition]:
         """Partitions whose position is a commit that no stream made."""
@@ -147,7 +147,7 @@ class GroupHarness:
         commands: Commands = []
         for _ in range(0, ms, PING_MS):
             commands += self.tick(ms=PING_MS)
-            heard = hosts or tuple(self.machine.lending.hosts.all)
+            heard = hosts or tuple(self.machine.placement.hosts.all)
             commands += self.feed(*(ev.AgentHeartbeat(agent=host) for host in heard))
         return commands
 

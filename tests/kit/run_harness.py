@@ -43,7 +43,7 @@ class RunHarness:
     def __init__(self, slots: int = 1, topics: Mapping[str, int] | None = None, **rules: Any) -> None:
         self.clock = ManualClock(1_000)
         self.run = Run(rules_with(slots=slots, **rules))
-        self.run.lending.transactional = True
+        self.run.placement.transactional = True
         self.down_until_ms = 0  # no broker answers
         self.topics = dict(topics or {"orders": 2})
         self.ids = {topic: f"id-{topic}" for topic in self.topics}
@@ -162,7 +162,7 @@ class RunHarness:
         return self.run.state
 
     def drained(self) -> bool:
-        return self.run.drained
+        return self.run.is_drained
 
     def said(self) -> list[str]:
         return [say.text for say in only(ev.LogLine, self.history)]

@@ -152,8 +152,10 @@ class WatchedRun(Run):
         self._reader.closing |= isinstance(event, ev.MembersClosing)
         if isinstance(event, ev.Lost):
             self._truth.hears(self._reader, event.partitions)
-        lending = self.lending
-        before, overruns = (set(self.positions.ours), self.counts.hold_overruns) if tick or lending.any else (set(), 0)
+        placement = self.placement
+        before, overruns = (
+            (set(self.positions.ours), self.counts.hold_overruns) if tick or placement.any else (set(), 0)
+        )
         recalls = self.counts.recalls
         commands = super().handle(event, now_ms=now_ms)
         if self.counts.recalls > recalls:

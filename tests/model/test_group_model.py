@@ -360,7 +360,7 @@ class GroupRun:
         assert self.machine.plannable() == self.model.plannable()
         assert positions.all_known == (self.model.held.keys() == self.model.position.keys())
         assert positions.uncommitted() == self.model.owed()
-        assert self.machine.echoed == (not self.model.dirty() and not self.echoes)
+        assert self.machine.all_committed == (not self.model.dirty() and not self.echoes)
 
     def left_alone(self) -> None:
         """Everything comes to rest: all that is durable is committed, nothing is held."""
@@ -368,7 +368,7 @@ class GroupRun:
             self.finish(False)
             self.rest()
             self.tick(LONGEST_PAUSE_MS)
-        assert self.machine.positions.all_ready and self.machine.echoed and not self.model.leaving
+        assert self.machine.positions.all_ready and self.machine.all_committed and not self.model.leaving
 
 
 # --- histories ------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def test_batch_is_not_committed_before_it_is_durable(group: GroupHarness) -> Non
     group.settled(A)
     assert group.plan({A: (100, 150)}) == []
     assert group.tick(ms=10_000) == []
-    assert group.machine.echoed
+    assert group.machine.all_committed
     assert group.durable() == [echo({A: 150}, 0)]
-    assert not group.machine.echoed
+    assert not group.machine.all_committed
 
 
 def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> None:
@@ -38,7 +38,7 @@ def test_failed_commit_is_retried_after_growing_pauses(group: GroupHarness) -> N
     run_batch(group, 100, 150)
     for pause_ms in (100, 200, 500, 1_000, 2_000, 5_000, 5_000):
         assert group.feed(ev.OffsetCommitFailed(reason="coordinator moved")) == []
-        assert not group.machine.echoed
+        assert not group.machine.all_committed
         assert group.machine.next_deadline_ms() == group.clock() + pause_ms
         assert group.tick(ms=pause_ms - 1) == []
         assert group.tick(ms=1) == [echo({A: 150}, 0)]
@@ -69,14 +69,14 @@ def test_absent_slot_does_not_delay_commits_of_other_slots(pair: GroupHarness) -
     pair.durable()
     left = {0: "UNKNOWN_MEMBER_ID"}
     assert pair.feed(ev.OffsetsCommitted(offsets={B: 120}, left=left)) == [ev.Release(slot=1, client=1)]
-    assert not pair.machine.echoed
+    assert not pair.machine.all_committed
     pair.settled(C, slot=1)
     pair.plan({C: (100, 130)})
     assert pair.durable() == [echo({C: 130}, 1)]  # at once, without the one that waits
     pair.echoed()
     assert pair.tick(ms=100) == [echo({A: 150}, 1)]
     assert pair.echoed() == []
-    assert pair.machine.echoed
+    assert pair.machine.all_committed
 
 
 def test_absent_slot_is_logged_once_and_retried(pair: GroupHarness) -> None:
@@ -163,7 +163,7 @@ def test_commit_of_a_partition_released_meanwhile_is_accepted(group: GroupHarnes
     commands = group.durable()
     group.lost(A)
     assert group.echoed(commands) == []
-    assert group.machine.echoed
+    assert group.machine.all_committed
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_late_response_does_not_count_a_later_batch_as_committed(group: GroupHar
     assert back == [ev.CommitOffsets(offsets={A: 0}, stream=STREAM, seq=0)]
     run_batch(group, 0, 150)
     assert group.echoed(back) == [echo({A: 150}, 1)]
-    assert group.echoed() == [] and group.machine.echoed
+    assert group.echoed() == [] and group.machine.all_committed

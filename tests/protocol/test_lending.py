@@ -160,7 +160,7 @@ def test_nothing_moves_before_the_batch_is_done_and_kafka_has_its_offsets() -> N
     assert begun(g) == []
     g.durable()
     assert begun(g) == []
-    assert g.machine.lending.waits_until_ms() == g.clock() + BEGIN_MS_MAX
+    assert g.machine.placement.waits_until_ms() == g.clock() + BEGIN_MS_MAX
     g.echoed()
     assert begun(g) == [0]
 
@@ -172,7 +172,7 @@ def test_a_move_that_cannot_begin_is_put_off_and_the_plan_goes_on() -> None:
     begun(g)
     g.tick(ms=BEGIN_MS_MAX)
     begun(g)
-    assert g.machine.lending.waits_until_ms() is None
+    assert g.machine.placement.waits_until_ms() is None
     g.echoed()
     assert begun(g) == []
     g.stay(MOVE_PUT_OFF_MS)
@@ -315,7 +315,7 @@ def test_a_host_that_is_lost_while_its_member_closes_is_not_waited_for() -> None
     g = lent()
     g.host_came("h2")
     g.stay(STAYS_MS)
-    g.machine.lending.hosts.put_off("h1")
+    g.machine.placement.hosts.put_off("h1")
     g.machine.slots.move(g.machine.slots.all[0], "h2")
     assert [join.agent for join in only(ev.Join, g.feed(ev.AgentEnded(agent="h1", reason="x")))] == ["h2"]
 
@@ -384,7 +384,7 @@ def test_a_slot_too_many_leaves_when_its_agent_stayed_away_for_long() -> None:
     g.stay(1_000)
     assert g.feed(ev.BatchBoundary()) == [ev.Leave(slot=1, leave=True)]
     assert g.machine.plannable() == {A: 100}
-    assert g.machine.gathered
+    assert g.machine.is_gathered
     assert g.feed(ev.MemberFailed(slot=1, client=3, reason="late")) == []
 
 

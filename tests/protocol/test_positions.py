@@ -273,7 +273,7 @@ def test_a_partition_goes_on_where_others_committed_inside_the_batch_during_whic
     assert any("was moved from 150 to" in text for text in group.said()) == (offset < 150)
     assert group.followed() == frozenset()
     assert group.machine.statistics().possible_duplicates == 50
-    assert group.machine.echoed
+    assert group.machine.all_committed
 
 
 @pytest.mark.parametrize("first", ["durable", "answer"])
