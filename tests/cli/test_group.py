@@ -308,7 +308,9 @@ def test_rewind_without_table_is_refused_and_its_commands_work(scene: Scene) -> 
     text = conflict(scene, one, table)
     to_ledger, to_current = printed(text)
     assert "--to-ledger" in to_ledger and "--to-current" in to_current
-    assert printed(conflict(scene, one, table)) == [to_ledger, to_current], "a start alone settles nothing"
+    again = printed(conflict(scene, one, table))  # a start alone settles nothing
+    # Spark replays the batch at once, and the new run may not have published its servers yet.
+    assert [command.replace("HOST:PORT", scene.servers) for command in again] == [to_ledger, to_current]
 
     type_in(scene, to_ledger)
     scene.produce(name, numbered(10, 11, 2))
