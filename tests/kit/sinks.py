@@ -18,11 +18,11 @@ from spark_group_source.model import OffsetRange, TopicPartition
 from spark_group_source.protocol.offsets import StreamOffset
 
 WRITE_MS = (5, 60)
-"""From the look at the table to the commit: another writer may come first."""
+"""The time between reading the table and the commit, in which another writer may commit."""
 
 
 class Plain:
-    """Writes whatever it is given, each time."""
+    """Writes every batch, also a replayed one."""
 
     def __init__(self, truth: Invariants) -> None:
         self._truth = truth
@@ -36,7 +36,7 @@ class Plain:
 
 
 class Idempotent:
-    """Knows the numbers of its batches, and nothing else."""
+    """Skips a batch whose number it has written."""
 
     def __init__(self, truth: Invariants) -> None:
         self._truth = truth
@@ -51,7 +51,7 @@ class Idempotent:
 
 
 class Table:
-    """A table with the ledger of the one group. Several queries may write to it."""
+    """A table with the ledger of one group. Several queries may write to it."""
 
     def __init__(self, world: World, truth: Invariants, name: str, group: str) -> None:
         self.name = name
@@ -59,13 +59,13 @@ class Table:
         self.voids = 0
         self._world, self._truth, self._group = world, truth, group
         self.ledger: Ledger | None = None
-        """As the newest version of the table has it."""
+        """The ledger in the newest version of the table; None before the first commit."""
 
     def write(self, run: SparkRun, offset: StreamOffset, read: Read) -> None:
-        """One batch, with as many attempts as others come first.
+        """Write one batch, attempting it until no other writer is faster.
 
         Raises:
-            LedgerConflict: it may not be written.
+            LedgerConflict: it must not be written.
         """
         while True:
             seen = self.ledger
@@ -100,7 +100,7 @@ class Table:
     def set_ledger(
         self, offsets: Mapping[TopicPartition, int], *, topic_ids: Mapping[str, str], reset_number: int
     ) -> None:
-        """As ``spark-group reset`` with this table does (``delta.ledger_store.set_ledger``)."""
+        """Set the ledger like ``spark-group reset`` (``delta.ledger_store.set_ledger``)."""
         old = self.ledger or Ledger(group=self._group)
         self._truth.ledger_moved(self.name, offsets)
         self._world.note(lambda: f"table {self.name}: the ledger is set by reset #{reset_number}")
@@ -108,12 +108,12 @@ class Table:
 
 
 def _without(ranges: list[OffsetRange], drop: tuple[OffsetRange, ...]) -> list[OffsetRange]:
-    """What is left of ranges; what is dropped of one is its beginning."""
+    """Return the ranges without the dropped parts, which are at their starts."""
     dropped = {r.tp: r for r in drop}
     left = []
     for r in ranges:
-        cut = dropped.get(r.tp)
-        start = r.start if cut is None else max(r.start, cut.end)
+        part = dropped.get(r.tp)
+        start = r.start if part is None else max(r.start, part.end)
         if start < r.end:
             left.append(OffsetRange(r.tp, start, r.end))
     return left
